@@ -15,6 +15,9 @@ itself. All processes share one cache of compiled programs, empty at the beginni
                     slots times that share.
     first_answer    seconds from the start of a process to one answer of 16 tokens, without the seconds in which random
                     weights were made, which stand for those of a load; with an empty cache of programs, and again.
+    adapter         full slots with an adapter of rank 16 on all linears and without it, in turns in one process:
+                    milliseconds of a decoding step in each turn, and `share`, the speed with the adapter as a share of
+                    that without.
     mismatch        the packaged model with an adapter: log-probabilities of 16 x 96 sampled tokens against the forward
                     pass of training, in absolute value.
 """
@@ -57,12 +60,13 @@ TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """shape: of benchmarks.shapes, or a config. slots: numbers of slots that are filled. others: further figures."""
+    """shape: of benchmarks.shapes, or a config. slots: numbers of slots that are filled. adapter: numbers of slots that
+    are filled with an adapter and without. others: further figures."""
 
     shape: str | dict
     slots: tuple[int, ...] = ()
     load_in: str | None = None
-    adapter: bool = False
+    adapter: tuple[int, ...] = ()
     others: tuple[str, ...] = ()
 
 
@@ -72,11 +76,11 @@ CASES = {
     "8b_nf4": Case("llama-3.1-8b", (64, 128), "nf4"),
     "0.6b": Case(QWEN3_06B, (64, 256)),
     "30b_a3b": Case("qwen3-30b-a3b", (64, 256)),
-    "8b_adapter": Case("llama-3.1-8b", (64,), adapter=True),
+    "8b_adapter": Case("llama-3.1-8b", adapter=(64, 128)),
     "mismatch": Case({}),
     "first_cold": Case("llama-3.1-8b", others=("first_answer",)),
     "first_cached": Case("llama-3.1-8b", others=("first_answer",)),
-    "tiny": Case(TINY, (4, 8), adapter=True, others=("lognormal", "one_row", "first_answer")),
+    "tiny": Case(TINY, (4, 8), adapter=(4,), others=("lognormal", "one_row", "first_answer")),
 }
 
 
@@ -88,11 +92,9 @@ def made(case: Case) -> Any:
 
     from benchmarks.random_model import random_model
     from benchmarks.shapes import SHAPES
-    from jaxtune.models.lora import get_peft_model
 
     hf = SHAPES[case.shape] if isinstance(case.shape, str) else case.shape
-    model = random_model(hf, jax.random.key(0), case.load_in)
-    return get_peft_model(model, r=16) if case.adapter else model
+    return random_model(hf, jax.random.key(0), case.load_in)
 
 
 def roof(model: Any, slots: int, bandwidth: float, flops: float, new: int) -> float:
@@ -174,6 +176,19 @@ def full(model: Any, slots: int, options: argparse.Namespace, new: int = _NEW) -
         "before_first_tokens": steps[next(i for i, (_, n) in enumerate(steps) if n)][0],
         "compile_and_start": compiled,
     }
+
+
+def adapter_turns(model: Any, slots: int, options: argparse.Namespace, new: int = _NEW) -> dict[str, Any]:
+    """Fills the slots of the model without an adapter, with one, and both once more."""
+    from jaxtune.models.lora import get_peft_model
+
+    models = {"without": model, "with": get_peft_model(model, r=16)}
+    turns: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(2):
+        for name, each in models.items():
+            turns[name].append(full(each, slots, options, new)["decode_ms"])
+    share = sum(turns["without"]) / sum(turns["with"])
+    return {"decode_ms_without": turns["without"], "decode_ms_with": turns["with"], "share": share}
 
 
 def lognormal(model: Any, full_rate: float, rows: int) -> dict[str, float]:
@@ -265,6 +280,8 @@ def measure(name: str, options: argparse.Namespace, say: Callable[[str, Any], No
         figures = full(model, slots, options, new)
         rates[slots] = 1e3 * slots / figures["decode_ms"]
         say(f"full_{slots}", figures)
+    for slots in case.adapter:
+        say(f"adapter_{slots}", adapter_turns(model, slots, options, new))
     if "one_row" in case.others:
         say("one_row", full(model, 1, options, 24 if name == "tiny" else 128))
     if "lognormal" in case.others:

@@ -1,4 +1,4 @@
-"""Whether XLA's costly passes are used while something is compiled."""
+"""How XLA compiles a program of the tests: with its costly passes or without them, and long scans in linear time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
+
+# `compiler_options` of jax.jit for a derivative through a scan of many steps. The tests compile with XLA's older code
+# generator (conftest.py), which copies the values of all steps that such a scan keeps whenever it adds those of one:
+# over 1,024 tokens of the gated delta rule's definition that took 10 s, and 225 s without the costly passes. With the
+# newer generator, to which these options go back, it takes 1.1 s.
+LONG_SCAN = {"xla_backend_extra_options": ""}
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ def test_every_case_has_its_record_and_every_step_that_is_stored_its_case():
     unmeasured = {"qwen3_moe_fp8_blocks", *cases.SETS["gemma4"], *cases.SETS["ablation"]}  # yet
     assert set(cases.STEPS) - unmeasured == set(steps) and not unmeasured & set(steps)
     assert set(memory.CASES) < set(kept)
-    assert set(mesh.CASES) == set(stored("mesh_2.json")["cases"])
+    assert set(mesh.CASES) - mesh.NOT_MEASURED == set(stored("mesh_2.json")["cases"])
     ran = {name: (cases.STEPS[name], record) for name, record in steps.items()}
     ran |= {f"memory {name}": (case, kept[name]) for name, case in memory.CASES.items()}
     for name, (case, record) in ran.items():

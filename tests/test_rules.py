@@ -159,7 +159,7 @@ def test_no_file_is_too_long():
 
 # How often the whole tree may turn a tool off, or take a value's type for granted. These numbers may only fall.
 MAX_UNFORMATTED = 20  # statements that the formatter leaves alone
-MAX_UNCHECKED = 25  # lines, or files, that a type checker leaves alone
+MAX_UNCHECKED = 24  # lines, or files, that a type checker leaves alone
 MAX_CASTS = 1  # calls of typing.cast
 MAX_ANYS = 1221  # names `Any` in jaxtune
 MAX_FUNCTION_LINES = 80  # kernels apart

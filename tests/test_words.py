@@ -18,7 +18,7 @@ RETIRED = {
     r"\btold\b": 5,
     r"\btheirs\b": 6,
     r"\blies\b": 1,
-    r"\btogether\b": 12,
+    r"\btogether\b": 11,
     r"\bfates?\b": 0,
     r"\bremember(?:ed|s)?\b": 4,
     r"\bunfinished\b": 0,

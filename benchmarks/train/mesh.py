@@ -63,6 +63,11 @@ _EXPERTS = (
 # Weights that a step gathers, where there is memory for them to lie whole on each GPU.
 _LORA_GATHERED = (_LORA[0] + ", weights gathered", "--plan 'keep; whole=32' --steps 8")
 _EXPERTS_GATHERED = (_EXPERTS[0] + ", weights gathered", _EXPERTS[1].replace("--plan auto", "--plan 'keep; whole=36'"))
+_1B = (
+    "llama-3.2-1b, all parameters, gradients sent in {0}",
+    "--shape llama-3.2-1b --rank 0 --plan auto --gradient-sync {0}",
+)
+_1B_BF16, _1B_INT8, _1B_INT4 = ([text.format(sync) for text in _1B] for sync in ("bf16", "int8", "int4"))
 _70B = ("llama-3.3-70b nf4 LoRA r=16", "--shape llama-3.3-70b --load-in nf4 --plan auto --steps 5")
 CASES = {  # what matters most, first
     "70b_nf4_fsdp": Case(*_70B, 3, "fsdp", least=1600, limit=330),
@@ -76,7 +81,12 @@ CASES = {  # what matters most, first
     "qwen3_moe": Case(*_EXPERTS, 8, limit=200),
     "qwen3_moe_fsdp": Case(*_EXPERTS, 8, "fsdp", "qwen3_moe", 0.92, limit=200, profiled=True),
     "qwen3_moe_fsdp_gathered": Case(*_EXPERTS_GATHERED, 8, "fsdp", "qwen3_moe", limit=200, profiled=True),
+    "1b_full_data_bf16": Case(*_1B_BF16, 4, "data"),
+    "1b_full_data_int8": Case(*_1B_INT8, 4, "data", "1b_full_data_bf16", 1.0),
+    "1b_full_data_int4": Case(*_1B_INT4, 4, "data", "1b_full_data_bf16", 1.0),
 }
+# Cases that no record has yet.
+NOT_MEASURED = {"1b_full_data_bf16", "1b_full_data_int8", "1b_full_data_int4"}
 ENVIRONMENT = ("device", "versions")
 KEPT = (
     *ENVIRONMENT,

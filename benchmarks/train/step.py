@@ -100,7 +100,7 @@ def train_config(options) -> TrainConfig:
         steps=options.steps + 3,
         rows_per_step=options.rows,
         micro_batches=options.micro_batches,
-        mesh=MeshConfig(data=options.data, fsdp=options.fsdp),
+        mesh=MeshConfig(data=options.data, fsdp=options.fsdp, gradient_sync=options.gradient_sync),
         optim=OptimConfig(name=options.optim, offload=options.optim_offload),
         objective=OBJECTIVES[options.objective],
         memory=MemoryConfig(
@@ -266,6 +266,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--data", type=int, default=1, help="mesh.data; rows are those of a step, over all devices")
     parser.add_argument("--fsdp", type=int, default=1, help="mesh.fsdp")
+    parser.add_argument("--gradient-sync", default="fp32", choices=["fp32", "bf16", "int8", "int4"])
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--documents", default="full", choices=["full", "packed", "pairs"])
     parser.add_argument("--objective", default="sft", choices=list(OBJECTIVES), help="dpo goes with --documents pairs")

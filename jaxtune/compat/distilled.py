@@ -227,6 +227,9 @@ class GKDTrainer(DistilledTrainer):
         others["data_collator"] = data_collator
         super().__init__(model, teacher_model, args, train_dataset, eval_dataset, processing_class, **others)
         self._masking["last_response_only"] = True
+        for given in ("assistant_only_loss", "completion_only_loss"):
+            if getattr(self.args, given):
+                tell(type(self.args).__name__, given, "the last answer of a conversation is trained on, as in TRL")
 
     @property
     def _samples(self) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.compat.arguments import choose, tell
+from jaxtune.compat.callbacks import best_name
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer
 from jaxtune.compat.settings import given_arguments, plain_value
@@ -29,6 +30,7 @@ from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.folder.run_rows import is_stream
 from jaxtune.train.objectives.named import objective_of
@@ -43,6 +45,7 @@ from jaxtune.train.trainer import Trainer
 
 _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
 
+_ALL_ROWS = 2**31 - 1  # the most rows of eval_dataset that are answered
 _IN_SCRIPT = ("the script's",)  # named in the config if environments or a rollout function give the reward
 # Arguments that have the names of the objective's options.
 _SHARED = (
@@ -149,7 +152,9 @@ class RewardedTrainer(PreferenceTrainer):
         rollout_func give the rewards.
       args: a GRPOConfig or RLOOConfig, or TRL's own object.
       train_dataset: rows with a column `prompt`, text or messages.
-      eval_dataset: not used, which is printed: rewards are measured on the answers that are trained on.
+      eval_dataset: rows with a prompt, to which the model gives one answer each at every evaluation. The reward
+        functions measure the answers: metrics eval_reward and eval_answers/NAME. Without eval_strategy it is not used,
+        which is printed.
       processing_class: the tokenizer; None: the model's.
       tools: functions that the model may call while it answers, with types and a docstring.
       rollout_func: a function of (prompts, trainer) that samples the answers by generate_rollout_completions, and
@@ -195,25 +200,40 @@ class RewardedTrainer(PreferenceTrainer):
                 )
             self._functions.append(one)
         found = given_arguments(args, self.config_type)
-        if plain_value(found.eval_strategy) not in ("no", None):
+        evaluates = plain_value(found.eval_strategy) not in ("no", None) or found.eval_on_start
+        if evaluates and (self._tools is not None or rollout_func is not None):
             raise ValueError(
-                f"{self.config_type.__name__}: eval_strategy = {plain_value(found.eval_strategy)!r} is not supported; "
-                "leave it at 'no'. Instead: the rewards that every step logs"
+                f"{self.config_type.__name__}: eval_strategy = {plain_value(found.eval_strategy)!r} is not supported "
+                "with tools, environments and rollout_func: an evaluation samples answers of one turn; leave it at 'no'"
             )
-        if eval_dataset is not None:
+        if eval_dataset is not None and not evaluates:
             tell(name, "eval_dataset", "eval_strategy is 'no'")
+            eval_dataset = None
         if isinstance(model, str | os.PathLike):
             roomy = copy.copy(found)
             prompt = getattr(found, "max_prompt_length", None) or _USUAL_PROMPT
             roomy.max_length = prompt + getattr(found, "max_completion_length", RewardedConfig.max_completion_length)
             model = loaded(os.fspath(model), roomy, full=others.get("peft_config") is None)
         self._weights = getattr(found, "reward_weights", None)
-        super().__init__(model, args, train_dataset, None, processing_class, **others)
+        super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
+        self._require_best()
         if self.args.beta:
             which = "a copy of the adapter that was trained before" if self._trained_before else "its adapter off"
             say(f"{name}: the reference of beta = {self.args.beta} is the model with {which}")
 
     # ---- the arguments
+
+    def _require_best(self) -> None:
+        """Raises ValueError if metric_for_best_model names what an evaluation by rewards does not measure."""
+        wanted = self.args.metric_for_best_model
+        if wanted is None or (rewards := self._rewards()) is None:
+            return
+        known = ("eval_reward", *(f"eval_answers/{name}" for name in rewards.names))
+        if best_name(self.args) not in known:
+            raise ValueError(
+                f"{type(self.args).__name__}: metric_for_best_model = {wanted!r} is not in an evaluation by rewards; "
+                f"set one of {', '.join(known)}"
+            )
 
     @property
     def _answers(self) -> int:
@@ -326,7 +346,11 @@ class RewardedTrainer(PreferenceTrainer):
         if args.max_prompt_length is not None:
             length = min(length, args.max_prompt_length + args.max_completion_length)
         data = dataclasses.replace(made.data, length=length, packing=True)
-        return dataclasses.replace(made, data=data, rows_per_step=self._answers)
+        evaluation = made.evaluation
+        if made.data.eval is not None:
+            how = dict(max_new_tokens=args.max_completion_length, temperature=args.temperature)
+            evaluation = dataclasses.replace(evaluation, generate=(REWARDS,), generate_rows=_ALL_ROWS, **how)
+        return dataclasses.replace(made, data=data, evaluation=evaluation, rows_per_step=self._answers)
 
     # ---- the run
 
@@ -390,7 +414,8 @@ class RewardedTrainer(PreferenceTrainer):
     def _run(self, config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Trainer:
         """Makes a jaxtune Trainer of a run with this config and these callbacks of jaxtune.train, which trains on
         sampled answers."""
-        return Trainer(self._to_train(), self.tokenizer, config, self._source(config), callbacks=callbacks)
+        held_out = self._rows.get("eval")
+        return Trainer(self._to_train(), self.tokenizer, config, self._source(config), held_out, callbacks=callbacks)
 
     @functools.cached_property
     def _prepared(self) -> Trainer:

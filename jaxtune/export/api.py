@@ -123,7 +123,8 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
     keys, notes = hyperparameters(model.config, arch)
-    tokens, name = tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends), job.name
+    tokens = tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends, arch.shown)
+    name = job.name
     named, strips = re.search("phi-?3", name, re.IGNORECASE), strips_as_phi3(job.tokenizer)
     if bool(named) != strips:
         name = f"{name} (Phi-3)" if strips else re.sub("(phi)-?3", r"\1_3", name, flags=re.IGNORECASE)
@@ -221,6 +222,7 @@ FORMATS: dict[str, Callable[[Decoder, _Job], Exported]] = {
     "merged": _folder(lambda model, *rest: folders.write_merged(_whole(model), *rest)),
     **{name: _stored(to) for name, to in exports().items() if to.name in load_in()},
     "w4a16": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest)),
+    "w4a8": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest, activations=True)),
     "mxfp4": _folder(lambda model, *rest: folders.write_mxfp4(_whole(model), *rest)),
     "adapter": _folder(lambda model, folder, tokenizer, _: adapters.write(model, folder, tokenizer)),
     "gguf": _gguf,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtune.export import gemma4
 from jaxtune.models.config import DecoderConfig, RopeConfig
 from jaxtune.models.rope import rotary_frequencies
 
@@ -46,12 +47,26 @@ class Architecture:
     partial: bool = False  # the rotary embedding may cover only the first dimensions of each head; else it covers all
     factors: bool = False  # it reads factors on embedding, scores, layers and logits (the logits are divided by theirs)
     gemma: bool = False  # the embedding is scaled by the square root of its size, and the activation is GELU, not SiLU
+    fused_experts: bool = False  # gate and up of experts are one tensor of the file, gate first
+    # the file says of each layer its heads, window and MLP, as in export/gemma4.py; no pattern is hard-coded
+    by_layer: bool = False
     # (llama.cpp's key of an end token, the token's text), for end tokens it does not recognise by text
     ends: tuple[tuple[str, str], ...] = ()
+    # texts of special tokens that it is to write into an answer, where whoever reads thoughts and tool calls finds them
+    shown: tuple[str, ...] = ()
 
 
 _LLAMA = Architecture(
     "llama", permuted=True, biases=frozenset({_QKV, _OUT, _MLP}), ropes=("default", "linear", "llama3", "yarn")
+)
+_GEMMA4 = Architecture(
+    "gemma4",
+    ropes=("default", "proportional"),
+    gemma=True,
+    fused_experts=True,
+    by_layer=True,
+    ends=(("eot", "<turn|>"),),
+    shown=gemma4.SHOWN,
 )
 ARCHITECTURES = {
     "llama": _LLAMA,
@@ -64,6 +79,8 @@ ARCHITECTURES = {
     "gemma": Architecture("gemma", tied_output=True, gemma=True),
     "gemma2": Architecture("gemma2", period=2, tied_output=True, wide_scale_layers=46, ropes=("default",), gemma=True),
     "gemma3_text": Architecture("gemma3", period=6, wide_scale_layers=62, ropes=("default", "linear"), gemma=True),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "phi3": Architecture("phi3", split_heads=True, ropes=("default", "longrope"), partial=True),
     "olmo2": Architecture("olmo2", split_heads=True, own_output=True),
     "gpt_oss": Architecture("gpt-oss", biases=frozenset({_QKV, _OUT}), period=2, own_output=True),
@@ -103,7 +120,8 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         if not right:
             found.append(f"{what}: llama.cpp cannot run it")
 
-    check(all(part.config is None for layer in config.layers for part in layer.parts), "layers of another kind")
+    ordinary = all(part.config is None for layer in config.layers for part in layer.parts)
+    check(ordinary or arch.by_layer, "layers of another kind")
     present = {_QKV: config.qkv_bias, _OUT: config.out_bias, _MLP: config.mlp_bias}
     for place in sorted(place for place, there in present.items() if there and place not in arch.biases):
         check(False, f"biases of the {place} projections")
@@ -114,7 +132,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
     if arch.split_heads:
         split = config.hidden_size == config.query_size
         check(split, f"head_dim = {config.head_dim} is not hidden_size / num_attention_heads")
-    scale = config.head_dim**-0.5
+    scale = 1.0 if arch.by_layer else config.head_dim**-0.5
     if arch.wide_scale_layers is not None and config.num_layers == arch.wide_scale_layers:
         scale = (config.hidden_size // config.num_heads) ** -0.5
     check(
@@ -130,7 +148,8 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         check(caps, "attn_logit_softcapping or final_logit_softcapping = null")
     else:
         check(config.attention_soft_cap is None, f"attn_logit_softcapping = {config.attention_soft_cap}")
-        check(config.final_soft_cap is None, f"final_logit_softcapping = {config.final_soft_cap}")
+        capped = config.final_soft_cap is not None and not arch.by_layer
+        check(not capped, f"final_logit_softcapping = {config.final_soft_cap}")
     check(config.tie_embeddings or not arch.tied_output, "tie_word_embeddings = false")
     if config.moe is not None:
         normed = config.family != "qwen2_moe"  # llama.cpp normalises a token's expert weights in all other families
@@ -138,12 +157,12 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         clamped = (_OSS_LIMIT, _OSS_ALPHA) if config.family == "gpt_oss" else (None, config.moe.swiglu_alpha)
         limits = (config.moe.swiglu_limit, config.moe.swiglu_alpha)
         check(limits == clamped, f"swiglu_limit, swiglu_alpha = {limits}")
-    found += _layer_problems(config, arch)
+    found += gemma4.problems(config) if arch.by_layer else _layer_problems(config, arch)
     for rope in config.rotary:
         check(rope.kind in arch.ropes, f"rope_type {rope.kind!r}")
-        check(rope.head_dim in (None, config.head_dim), f"a rotary head of {rope.head_dim}")
+        check(rope.head_dim in (None, config.head_dim) or arch.by_layer, f"a rotary head of {rope.head_dim}")
         partial = rope.partial_rotary_factor
-        check(partial == 1.0 or arch.partial, f"partial_rotary_factor = {partial}")
+        check(partial == 1.0 or arch.partial or rope.kind == "proportional", f"partial_rotary_factor = {partial}")
         if rope.kind == "yarn" and rope.attention_factor is not None:
             formula = 0.1 * math.log(rope.factor) + 1.0
             check(math.isclose(rope.attention_factor, formula), f"yarn's attention_factor = {rope.attention_factor}")
@@ -209,7 +228,9 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
         "rope.dimension_count": int(config.head_dim * rope.partial_rotary_factor),
         "rope.freq_base": float(rope.theta),
     }
-    if arch.period is not None:
+    if arch.by_layer:
+        keys |= gemma4.hyperparameters(config)
+    elif arch.period is not None:
         keys["attention.sliding_window"] = max(windows, default=context)
     elif windows:
         context = min(context, *windows)
@@ -277,8 +298,10 @@ def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dic
 def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray]:
     """The factors by which llama.cpp divides the rotary frequencies, which it reads as tensors of the file: {tensor's
     name: float32[rotary dims / 2]}. They are one tensor for rotary embeddings of kind llama3, two for longrope (long
-    and short contexts), and {} for other kinds."""
+    and short contexts), one for the proportional kind of Gemma 4's global layers, and {} for other kinds."""
     rope = config.rotary[0]
+    if rope.kind == "proportional":
+        return {"rope_freqs.weight": gemma4.frequency_factors(rope, config.head_dim)}
     if rope.kind == "longrope":
         return {
             "rope_factors_long.weight": np.asarray(rope.long_factor, np.float32),

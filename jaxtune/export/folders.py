@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxtune.export import grids
 from jaxtune.models import hf
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.files import byte_files, file_plan, shards
@@ -52,7 +53,7 @@ def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max
     assert to.export is not None
     if to.export.without_experts is not None and weights.model.config.moe is not None:
         raise ValueError(f"{to.export.name}: {to.export.without_experts}")
-    changed = weights.quantized(to.name)
+    changed = grids.quantized(weights, to.name)
     return write_planned(
         changed.dequantized(to.export.keeps) if to.export.keeps else changed, folder, tokenizer, max_shard_bytes
     )

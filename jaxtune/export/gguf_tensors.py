@@ -20,7 +20,19 @@ from jaxtune.models.lora import experts, linears
 from jaxtune.pallas.formats import dense
 
 _QUERY_OR_KEY = re.compile(r"\.self_attn\.([qk])_proj(\.|$)")
+# Matrices that llama.cpp keeps in float32: routers, and the projection to the embeddings of each layer.
+_PLAIN = (
+    ".mlp.gate.weight",
+    ".mlp.router.weight",
+    "_expert_gate.weight",
+    ".router.proj.weight",
+    ".per_layer_model_projection.weight",
+)
 _GATE_UP = ".experts.gate_up_proj"
+# llama.cpp stores a factor of a router or of experts beside a matrix: {the factor's name: the matrix's module}.
+_FACTORS = {"router.scale": "router.proj", "router.per_expert_scale": "experts.down_proj"}
+# llama.cpp computes it without the adapters of a file.
+_UNADAPTED = "model.per_layer_model_projection"
 HEADS = ("token_embd.weight", "output.weight")
 
 
@@ -31,8 +43,8 @@ class Tensor:
     name: str  # llama.cpp's name
     shape: tuple[int, ...]  # in numpy's order; the file lists the dimensions in reverse
     of: Callable[[Any], Any]  # computes the tensor, as an array of floats, from the value that Source.make returns
-    # True: it is stored in float32 whatever the outtype, which llama.cpp requires for vectors and routers. False: it is
-    # stored in the type that the outtype gives it
+    # True: it is stored in float32 whatever the outtype, which llama.cpp requires for vectors and for the matrices of
+    # _PLAIN. False: it is stored in the type that the outtype gives it
     plain: bool
 
 
@@ -65,13 +77,17 @@ class _Names:
         self._map = gguf.get_tensor_name_map(known[arch.name], layers)
 
     def __call__(self, name: str) -> str:
-        """llama.cpp's name of a tensor; a name that does not end in .weight or .bias is that of a weight.
+        """llama.cpp's name of a tensor; a name that does not end in .weight or .bias is that of a weight, or of the
+        factor of a router or of experts (_FACTORS).
 
         Raises:
           ValueError: llama.cpp has no name for it.
         """
         suffix = next((end for end in (".weight", ".bias") if name.endswith(end)), "")
         module = name.removesuffix(suffix)
+        for factor, matrix in _FACTORS.items():
+            if module.endswith(f".{factor}"):
+                module, suffix = module.removesuffix(factor) + matrix, ".scale"
         found = self._map.get_name(module)
         if found is None:
             raise ValueError(f"gguf: {name} has no name in llama.cpp's files")
@@ -119,7 +135,7 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
         make = functools.partial(_dense, weights.maker(name, variable), model.dtype)
         shape = tuple(variable.get_value().shape)
         if ".experts." in name:
-            found.append(Source(make, tuple(_expert_tensors(name, shape, config, names))))
+            found.append(Source(make, tuple(_expert_tensors(name, shape, config, arch, names))))
         else:
             found.append(Source(make, (_dense_tensor(name, shape, config, arch, names),)))
     if arch.own_output and config.tie_embeddings:
@@ -157,18 +173,21 @@ def _dense_tensor(
         value = value.astype(jnp.float32) + offset if offset else value
         return value if heads is None else _interleaved(value, heads)
 
-    plain = len(shape) == 1 or name.endswith((".mlp.gate.weight", ".mlp.router.weight", "_expert_gate.weight"))
+    plain = len(shape) == 1 or name.endswith(_PLAIN)
     return Tensor(names(name), shape, of, plain)
 
 
-def _expert_tensors(name: str, shape: tuple[int, ...], config: DecoderConfig, names: _Names) -> list[Tensor]:
+def _expert_tensors(
+    name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: _Names
+) -> list[Tensor]:
     """Describes the GGUF tensors for a matrix or bias of all experts of a layer: one, or two for gate_up_proj, because
-    llama.cpp stores gate and up separately.
+    llama.cpp stores gate and up separately in all architectures but Gemma 4's.
 
     Args:
       name: Hugging Face's name of the matrix or bias.
       shape: its shape, [E, ...].
       config: the model's, which has experts.
+      arch: the model's architecture in llama.cpp.
       names: the map to llama.cpp's names.
     """
     moe = config.moe
@@ -185,7 +204,7 @@ def _expert_tensors(name: str, shape: tuple[int, ...], config: DecoderConfig, na
 
         return Tensor(names(module + (".bias" if bias else ".weight")), (count, size, *columns), of, bias)
 
-    if not module.endswith(_GATE_UP):
+    if arch.fused_experts or not module.endswith(_GATE_UP):
         return [tensor(module, slice(None), out_size)]
     half = out_size // 2
     gate, up = _gate_and_up(moe.interleaved, half)
@@ -223,6 +242,8 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
     if not adapted:
         raise ValueError("gguf-adapter: this model has no adapter; export the model itself with gguf")
     for name, _, lora in adapted:
+        if name == _UNADAPTED:
+            raise ValueError(f"gguf-adapter: {name} is adapted, and llama.cpp ignores that adapter; export gguf")
         if lora.magnitude is not None:
             raise ValueError(f"gguf-adapter: {name} has use_dora, which llama.cpp does not support; export gguf")
     for what, module in (("embed_tokens", model.embedding), ("lm_head", model.head)):
@@ -232,7 +253,7 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
     found = []
     for name, _, lora in adapted:
         factor = np.float32(lora.scale * lora.rank / alpha)
-        if not name.endswith(_GATE_UP):
+        if arch.fused_experts or not name.endswith(_GATE_UP):
             found.append(_lora_tensors(names(f"{name}.weight"), lora, factor, _heads(config, arch, name)))
             continue
         assert config.moe is not None

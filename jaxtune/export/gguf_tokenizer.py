@@ -43,13 +43,17 @@ def strips_as_phi3(tokenizer: Any) -> bool:
     return {"</s>", *_NOT_STRIPPED} <= tokenizer.get_vocab().keys() and all(token.rstrip for token in marks)
 
 
-def tokenizer_fields(tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
+def tokenizer_fields(
+    tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, str]] = (), shown: Iterable[str] = ()
+) -> dict[str, Any]:
     """GGUF metadata of a tokenizer and its chat template.
 
     Args:
       tokenizer: a fast Hugging Face tokenizer.
       vocab_size: rows of the model's embedding; those past the tokenizer's last token become unused tokens.
       ends: (llama.cpp's key, the token's text) of each end token that llama.cpp does not recognise by its text.
+      shown: the texts of special tokens that llama.cpp is to write into an answer, such as the marks of tool calls. It
+        leaves other special tokens out of the text.
     Returns:
       {GGUF's key: value}.
     Raises:
@@ -66,6 +70,8 @@ def tokenizer_fields(tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, 
         raise ValueError(f"gguf: a tokenizer of type {model['type']} cannot be written; only BPE can")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     tokens, types = _tokens(parts, vocab_size)
+    for number in (tokens.index(text) for text in shown if text in tokens):
+        types[number] = _USER_DEFINED
     if model.get("byte_fallback"):
         fields = {
             "tokenizer.ggml.model": "llama",

@@ -20,6 +20,7 @@ OUTTYPES = {
 }
 # Types of 32 numbers a block that take the place of those of 256 where rows are no multiple of 256.
 _SHORTER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_VALUES = ("attn_v.weight", "attn_qkv.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 
 
@@ -70,9 +71,9 @@ def _k_type(
     to its type, for rows of any length.
 
     The head has Q6_K, and so has the embedding where it is the head. In q4_k_m the matrices of v, or q/k/v in one, and
-    down have Q6_K in the first and last eighth of the layers and every third between. In the 70B models, whose v is
-    small, v has at least Q5_K. In models of eight experts k and v have Q8_0, and in q4_k_m the attention's output has
-    Q5_K.
+    down have Q6_K in the first and last eighth of the layers that have them and every third between. In the 70B models,
+    whose v is small, v has at least Q5_K. In models of eight experts k and v have Q8_0, and in q4_k_m the attention's
+    output has Q5_K.
 
     Args:
       tensors: all tensors of the file, which show whether the head is the embedding.
@@ -86,6 +87,8 @@ def _k_type(
         return found if isinstance(found, int) else 0
 
     layers, eight = number("block_count"), number("expert_count") == 8
+    # Layers that share values, or take the keys for them, have no v: llama.cpp counts those that have one.
+    with_v = [int(layer[1]) for tensor in tensors if (layer := _LAYER.fullmatch(tensor.name)) and layer[2] in _VALUES]
     grouped = number("attention.head_count") != number("attention.head_count_kv")
     large = layers == 80 and not eight and (architecture == "qwen2" or (architecture == "llama" and grouped))
     head = HEADS[1] if any(tensor.name == HEADS[1] for tensor in tensors) else HEADS[0]
@@ -95,9 +98,10 @@ def _k_type(
         if layer is None:
             return "Q6_K" if name == head else kind
         at, part = int(layer[1]), layer[2]
-        sensitive = at < layers // 8 or at >= 7 * layers // 8 or (at - layers // 8) % 3 == 2
+        place, count = (with_v.index(at), len(with_v)) if part in _VALUES else (at, layers)
+        sensitive = place < count // 8 or place >= 7 * count // 8 or (place - count // 8) % 3 == 2
         more = "Q6_K" if sensitive else kind
-        if part in ("attn_v.weight", "attn_qkv.weight"):
+        if part in _VALUES:
             return "Q8_0" if eight else "Q5_K" if large and more == "Q4_K" else more
         if part == "attn_k.weight" and eight:
             return "Q8_0"

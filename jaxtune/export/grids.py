@@ -3,11 +3,19 @@ to."""
 
 from __future__ import annotations
 
+import functools
+
+import jax
+import numpy as np
+from jax import core
+
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec
-from jaxtune.models.lora import has_adapter
-from jaxtune.pallas.formats import exports
+from jaxtune.models.files.weights import Weights
+from jaxtune.models.lora import has_adapter, matrices
+from jaxtune.models.placement import partition
+from jaxtune.pallas.formats import FORMATS, Stored
 
 _GGUF_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # by outtype
 
@@ -30,15 +38,16 @@ def require_held(model: Decoder, to: str, outtype: str | None) -> None:
     grid = grid_of_export(model)
     if grid is None or to in ("adapter", "gguf-adapter"):
         return
-    what = f"{to} in {outtype}" if outtype else to
-    if to in exports() or (outtype and outtype not in _GGUF_DTYPES):
+    what, exact = f"{to} in {outtype}" if outtype else to, grid.exports
+    if to not in exact and (to not in ("merged", "gguf") or (outtype and outtype not in _GGUF_DTYPES)):
+        takes = "".join(f"{name}, which stores that grid, or " for name in exact)
         raise ValueError(
             f"export: to = {what!r} rounds weights to a grid of its own, and quantisation-aware training rounded this "
-            f"model's to another ({grid}): take w4a16, which stores that grid, or merged, or gguf in bf16 or f32"
+            f"model's to another ({grid}): take {takes}merged, or gguf in bf16 or f32"
         )
     dtype = _GGUF_DTYPES[outtype] if outtype else model.dtype
-    exactly = to == "w4a16"  # its readers multiply codes and scales in the model's dtype
-    if dtype != grid.dtype and (exactly or not grid.represented_by(dtype)):
+    # Readers of quantised formats multiply codes and scales in the model's dtype.
+    if dtype != grid.dtype and (to in exact or not grid.represented_by(dtype)):
         raise ValueError(
             f"export: to = {what!r} in {dtype} cannot represent weights that quantisation-aware training rounded to "
             f"{grid}: take {grid.dtype} ({'outtype, --outtype' if outtype else 'dtype, --dtype'})"
@@ -53,5 +62,76 @@ def notes_on_adapter(model: Decoder) -> tuple[str, ...]:
         return ()
     return (
         f"it is the adapter before rounding: quantisation-aware training rounded merged weights to {grid}, as jaxtune "
-        "does when it loads the adapter and other programs do not: serve the merged model there (--to w4a16 or merged)",
+        "does when it loads the adapter and other programs do not: serve the merged model there (--to "
+        f"{_served(grid)})",
     )
+
+
+def _served(grid: FakeQuant) -> str:
+    """The values of --to that store the weights of a grid exactly, as text: "w4a16 or merged"."""
+    return " or ".join((*grid.exports, "merged"))
+
+
+def quantized(weights: Weights, format: str) -> Weights:
+    """The weights in a format of quantised weights (a key of FORMATS), each encoded when it is needed. Those that
+    quantisation-aware training rounded to this format are encoded exactly (`_exactly`); others are rounded here."""
+    if weights.model.qat is None:
+        return weights.quantized(format)
+    plain = weights.dequantized()
+    found = plain.changed(
+        {
+            name: functools.partial(_exactly, name, format)
+            for name, matrix in matrices(plain.model)
+            if matrix.quantizable
+        }
+    )
+    found.model.qat = None  # the format itself says what its numbers are
+    return found
+
+
+def _exactly(name: str, format: str, weight: jax.Array) -> Stored:
+    """Encodes a weight [..., out, in] that was rounded to a format, so that it decodes to the same numbers in its own
+    dtype.
+
+    Codes are those that the format's encoder finds, because rounding the products of codes and scales to 16 bits moves
+    them far less than the distance of two codes. Its float32 scale may differ, because it follows from the rounded
+    largest number. Every number allows an interval of scales, those with which its product is rounded to it; the
+    scale is set to the middle of what all numbers that share it allow.
+
+    Args:
+      name: the matrix's name, for the message.
+      format: a key of FORMATS.
+      weight: the matrix. Shapes without values, by which the file's header is planned, are only encoded.
+    Raises:
+      ValueError: the weight is not on such a grid.
+    """
+    stored = FORMATS[format].encode(weight)
+    if isinstance(weight, core.Tracer):
+        return stored
+    wanted = partition.on_host(weight)
+    if stored.scale_axes is not None:
+        low, high = _between(wanted)
+        wide = np.abs(np.float64(partition.on_host(stored.decode("float32"))))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            least = np.where(wide > 0, low / wide, 0).max(stored.scale_axes, keepdims=True)
+            most = np.where(wide > 0, high / wide, np.inf).min(stored.scale_axes, keepdims=True)
+        stored = stored.rescaled(np.where(np.isfinite(most), (least + most) / 2, 1.0))
+    off = int((partition.on_host(stored.decode(weight.dtype)) != wanted).sum())
+    if off:
+        raise ValueError(
+            f"export: {off} numbers of {name} are not on the grid of {format} to which the model says its weights were "
+            'rounded ("qat" in config.json): they were changed since; remove "qat" to have them rounded'
+        )
+    return stored
+
+
+def _between(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The bounds (least, most), float64 in the shape of `numbers`, between which magnitudes are rounded to those of
+    `numbers`: the middles between each magnitude and its neighbours in the dtype."""
+    bits = {2: np.int16, 4: np.int32}[numbers.dtype.itemsize]
+    size = np.abs(numbers)
+    codes = size.view(bits)
+    below = np.where(codes > 0, codes - 1, 0).astype(bits).view(numbers.dtype)
+    above = (codes + 1).astype(bits).view(numbers.dtype)
+    middle = size.astype(np.float64)
+    return (middle + below.astype(np.float64)) / 2, (middle + above.astype(np.float64)) / 2

@@ -1,9 +1,11 @@
-"""Weights in four bits with activations in 16, for vLLM: compressed-tensors' `pack-quantized` format.
+"""Weights in four bits for vLLM: compressed-tensors' `pack-quantized` format with activations in 16 bits (w4a16), and
+its `int-quantized` format with activations that servers round to int8 by token (w4a8).
 
 The numbers of a group within a row are codes of -8..7 times the group's scale, as quantisation-aware training rounds
 them (fake_quant.int4). Weights that were trained so are stored exactly. The format has three tensors for a linear X:
 `X.weight_packed` int32[out, in / 8], each of which contains eight codes plus 8, the first in its lowest bits;
-`X.weight_scale` [out, in / group]; and `X.weight_shape` int64[2].
+`X.weight_scale` [out, in / group]; and `X.weight_shape` int64[2]. With w4a8 it has two: the codes `X.weight` int8[out,
+in], and `X.weight_scale`.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ GROUP = 128
 _PACKED = 8  # codes in an int32
 
 
-def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes a model into a folder in compressed-tensors' pack-quantized format: the weights of linears and experts in
-    int4, with a scale for each group of neighbouring weights of a row.
+def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, activations: bool = False) -> list[str]:
+    """Writes a model into a folder in compressed-tensors' pack-quantized format, or its int-quantized one: the weights
+    of linears and experts in int4, with a scale for each group of neighbouring weights of a row.
 
     If the model was trained with QAT, its weights are stored exactly, in the groups of QAT; otherwise they are rounded
     here, in groups of 128. Linears named in SERVED_IN_16_BITS stay in 16 bits, as do linears whose rows cannot be
@@ -42,6 +44,7 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
+      activations: True: servers round activations to int8 by token (w4a8); False: they do not (w4a16).
     Returns:
       notes for the user: one sentence with the number of linears whose rows are not whole groups; [] if there are none.
     Raises:
@@ -51,8 +54,8 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
     """
     weights = weights.dequantized()
     model = weights.model
-    exact, group = model.qat is not None, GROUP if model.qat is None else model.qat.group_size
-    planned = hf.checkpoint_tensors(weights)
+    exact, group = model.qat is not None, (model.qat.group_size if model.qat else None) or GROUP
+    to, planned = "w4a8" if activations else "w4a16", hf.checkpoint_tensors(weights)
     dense = [
         name
         for name, linear in linears(model)
@@ -63,7 +66,7 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
     for name in names:
         if any(len(tensor.shape) != 2 for tensor in planned[name].tensors.values()):
             raise ValueError(
-                f"w4a16: the experts of {model.config.family!r} are stored as one tensor, which compressed-tensors "
+                f"{to}: the experts of {model.config.family!r} are stored as one tensor, which compressed-tensors "
                 "does not pack; take fp8 or mxfp4"
             )
         pieces = []
@@ -75,22 +78,24 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
                 pieces.append(piece)
             else:
                 packed.append(linear)
-                pieces.append(_piece(linear, tensor, group, model.dtype, exact))
+                pieces.append(_piece(linear, tensor, group, model.dtype, exact, to))
         planned[name] = Group(planned[name].make, tuple(pieces))
     if not packed:
-        raise ValueError(f"w4a16: no linear has whole groups of {group} columns; take fp8")
+        raise ValueError(f"{to}: no linear has whole groups of {group} columns; take fp8")
     tensors = {key: tensor for group in planned.values() for key, tensor in group.tensors.items()}
     others = {key for key, tensor in tensors.items() if len(tensor.shape) == 2}
-    plain = {key.removesuffix(".weight") for key in others if key.endswith(".weight")} - {"model.embed_tokens"}
+    plain = {key.removesuffix(".weight") for key in others if key.endswith(".weight")} - {"model.embed_tokens", *packed}
     ignored = sorted({model.config.head.name, *plain})
-    says = {"quantization_config": quantization_config(group, ignored)}
+    says = {"quantization_config": quantization_config(group, ignored, activations)}
     folders.write_planned(weights, folder, tokenizer, max_shard_bytes, planned, says, loads=False)
     return [f"{len(left)} linears are kept in 16 bits: their rows are not whole groups of {group}"] if left else []
 
 
-def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
+def quantization_config(group: int, ignored: list[str], activations: bool) -> dict[str, Any]:
     """The quantization_config of config.json, by which readers know the format. `group` is how many numbers of a row
-    share a scale, `ignored` are the names of the modules that stay in 16 bits."""
+    share a scale, `ignored` are the names of the modules that stay in 16 bits, and `activations` says whether servers
+    round activations to int8 by token."""
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -105,14 +110,14 @@ def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": "int-quantized" if activations else "pack-quantized",
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
                 "weights": weights,
-                "input_activations": None,
+                "input_activations": inputs if activations else None,
                 "output_activations": None,
             }
         },
@@ -120,8 +125,8 @@ def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
     }
 
 
-def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool) -> Piece:
-    """Describes the three tensors that files store in place of the weight of one linear, or of one expert. They are
+def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, to: str) -> Piece:
+    """Describes the tensors that files store in place of the weight of one linear, or of one expert. They are
     encoded and compared with the weight when the file is written.
 
     Args:
@@ -131,6 +136,7 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool) -
       dtype: of the scales, the model's.
       exact: True: quantisation-aware training rounded the weight to this grid already, and a number that is not on it
         is a ValueError when the tensors are made. False: the weight is rounded here.
+      to: "w4a16", whose codes are packed eight in a number, or "w4a8", whose codes are int8.
     """
 
     def cut(whole: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -138,16 +144,22 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool) -
         codes, scales, off = _encode(weight, group, dtype)
         if exact and off:
             raise ValueError(
-                f"w4a16: {off} groups of {name} are not on the grid (int4 in groups of {group}, {dtype}) to which the "
+                f"{to}: {off} groups of {name} are not on the grid (int4 in groups of {group}, {dtype}) to which the "
                 'model says its weights were rounded ("qat" in config.json): they were changed since; remove "qat" to '
                 "have them rounded"
             )
-        found = _pack(np.asarray(codes)), np.asarray(scales)
-        _check(name, *found, weight, group, exact)
-        return found
+        packed = _pack(np.asarray(codes))
+        _check(f"{to}: {name}", packed, np.asarray(scales), weight, group, exact)
+        return packed if to == "w4a16" else np.asarray(codes), np.asarray(scales)
 
     (out_size, in_size), shape = tensor.shape, np.asarray(tensor.shape, np.int64)
     packed, scales = (out_size, in_size // _PACKED), (out_size, in_size // group)
+    if to == "w4a8":
+        tensors = {
+            f"{name}.weight": FileTensor((out_size, in_size), np.dtype(np.int8), lambda found: found[0]),
+            f"{name}.weight_scale": FileTensor(scales, jnp.dtype(dtype), lambda found: found[1]),
+        }
+        return Piece(tensors, cut)
     tensors = {
         f"{name}.weight_packed": FileTensor(packed, np.dtype(np.int32), lambda found: found[0]),
         f"{name}.weight_scale": FileTensor(scales, jnp.dtype(dtype), lambda found: found[1]),
@@ -203,7 +215,7 @@ def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array,
     """Unpacks a linear as the format's readers do and compares it with the model's weight.
 
     Args:
-      name: the linear's name, for the message.
+      name: the format and the linear's name, for the message.
       packed: int32[out, in / 8], its codes as `_pack` returned them.
       scales: [out, in / group], its scales as `_encode` returned them.
       weight: the model's weight [out, in].
@@ -220,4 +232,4 @@ def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array,
     allowed = 0.0 if exact else (0.5 + 8 * float(jnp.finfo(scales.dtype).eps)) * steps + 1e-12
     found = found.astype(scales.dtype).astype(np.float32) if exact else found
     if (np.abs(found - partition.on_host(weight).astype(np.float32)) > allowed).any():
-        raise ArithmeticError(f"w4a16: {name} is not the model's weight in steps of its groups")
+        raise ArithmeticError(f"{name} is not the model's weight in steps of its groups")

@@ -29,9 +29,12 @@ class Embedding(nnx.Module):
     """The token embedding: weight [vocab, hidden], which Decoder.embed reads, and a tied head too.
 
     With adapters and modules_to_save the embedding may be trained; `original` is then its weight before training.
+    `compute` is the dtype's name in which a tied head computes logits, where a precision map names one
+    (models/precision.py); None: that of the hidden states.
     """
 
     original: nnx.Variable | None = None
+    compute: str | None = None
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         shape = (config.vocab_size, config.hidden_size)
@@ -151,6 +154,24 @@ class Decoder(nnx.Module):
         hidden]."""
         return self.embedding.weight if self.head is None else self.head.weight
 
+    def head_operands(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The two factors of the logits: (the head's whole weight [vocab, hidden] as it is stored, the hidden states
+        [..., hidden] in the dtype in which the logits are computed). That is the hidden states' own dtype, or the one
+        that a precision map gives the head (models/precision.py)."""
+        head, hidden = gathers.whole_beside(self.head_variable, hidden)
+        return head, hidden.astype(self.head_compute or hidden.dtype)
+
+    @property
+    def head_compute(self) -> str | None:
+        """The name of the dtype that a precision map gives the head for its product; None: the model's dtype."""
+        return (self.embedding if self.head is None else self.head).compute
+
+    @property
+    def weight_dtype(self) -> jnp.dtype:
+        """The dtype of the weights that are not quantised and that no precision map names: that of the final norm,
+        which is never trained whole beside adapters."""
+        return jnp.dtype(self.dtype) if self.norm.compute else self.norm.weight.get_value().dtype
+
     @property
     def name_or_path(self) -> str | None:
         """The folder or hub name that the weights were loaded from, as the caller named it; None for random weights."""
@@ -268,8 +289,8 @@ class Decoder(nnx.Module):
         A score head gives float32[..., 1], which transformers neither scales nor caps. rows: the part of the vocabulary
         for which logits are computed, so that fewer are in memory at a time; None: all of it.
         """
+        head, hidden = self.head_operands(hidden)
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-        head, hidden = gathers.whole_beside(self.head_variable, hidden)
         head = (head if rows is None else head[rows]).astype(hidden.dtype)
         logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, precision=precision)
         if not self.config.head.is_text:

@@ -1,8 +1,10 @@
-"""Fake quantisation for quantisation-aware training: rounds a weight to values that a low-bit format can represent.
+"""Fake quantisation for quantisation-aware training (QAT): rounds weights, and in some formats activations, to values
+that a low-bit format can represent.
 
-The forward uses the rounded weight; in the backward the gradient passes unchanged to the weight (straight-through,
-arXiv 1308.3432, 1712.05877). With an adapter the merged weight is rounded, as it is in a deployed model. The adapter's
-gradients are then those of the adapter without rounding, for which no dense gradient of the merged weight is needed.
+The forward uses the rounded numbers; in the backward the gradient passes unchanged to what was rounded
+(straight-through, arXiv 1308.3432, 1712.05877). With an adapter the merged weight is rounded, as it is in a deployed
+model. The adapter's gradients are then those of the adapter without rounding, for which no dense gradient of the merged
+weight is needed. `ROUNDINGS` declares the formats: how each rounds weights and activations.
 """
 
 from __future__ import annotations
@@ -17,27 +19,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import optimization_barrier
 
+from jaxtune.pallas import formats
+from jaxtune.pallas.format_names import QAT_GROUPS, qat_group_size
+from jaxtune.pallas.formats.division import divide
 
-def int4(weight: jax.Array, group_size: int, dtype: str) -> jax.Array:
-    """Rounds a weight [out, in] to symmetric int4: each group of a row is a scale times integers from -8 to 7.
+
+def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
+    """Rounds a weight [..., out, in] to symmetric int4: each group of a row is a scale times integers from -8 to 7.
 
     The scale is max(max(w) / 7, -min(w) / 8), the smallest one that clips nothing, rounded to `dtype`; codes are
     rounded to nearest even. These are the values of W4A16 formats (GPTQ and compressed-tensors, symmetric; torchao's
     SYMMETRIC_NO_CLIPPING_ERR): a kernel that multiplies code and scale in `dtype` computes with exactly them.
 
     Args:
-      weight: [out, in], of any floating-point dtype.
-      group_size: how many consecutive weights of a row share a scale; it must divide `in`.
+      weight: [..., out, in], of any floating-point dtype.
+      group_size: how many consecutive weights of a row share a scale; it must divide `in`, and is not None.
       dtype: of the scales and of the result.
     """
-    groups = weight.astype(jnp.float32).reshape(weight.shape[0], -1, group_size)
+    assert group_size is not None
+    groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
     scale = int4_scales(groups, dtype).astype(jnp.float32)
     return (int4_codes(groups, scale) * scale).astype(dtype).reshape(weight.shape)
 
 
 def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
-    """The scales with which a weight is rounded to int4, [out, n, 1] in `dtype`, one for each group of a row. groups:
-    float32[out, n, group], the weight, each row of which is divided into n groups of consecutive numbers."""
+    """The scales with which a weight is rounded to int4, [..., out, n, 1] in `dtype`, one for each group of a row.
+    groups: float32[..., out, n, group], the weight, each row of which is divided into n groups."""
     # XLA may or may not turn a division by a constant into a product; a product is the same in every program.
     seventh = np.float32(1 / 7)
     scale = jnp.maximum(groups.max(-1, keepdims=True) * seventh, -groups.min(-1, keepdims=True) / 8)
@@ -45,41 +52,126 @@ def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
 
 
 def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
-    """The codes of a weight that is rounded to int4: whole numbers from -8 to 7, as float32[out, n, group], of which
-    code * scale is the rounded weight. groups: float32[out, n, group], the weight in n groups a row. scale:
-    float32[out, n, 1], the scales of the groups, from int4_scales."""
+    """The codes of a weight that is rounded to int4: whole numbers from -8 to 7, as float32[..., out, n, group], of
+    which code * scale is the rounded weight. groups: the weight in n groups a row, of the same shape. scale:
+    float32[..., out, n, 1], the scales of the groups, from int4_scales."""
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -8, 7)
 
 
+def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
+    """Rounds a weight [..., out, in] to symmetric int8, integers from -127 to 127 times a scale.
+
+    Without groups, these are the values of the declared format int8, which has a scale for each row. With groups, the
+    scale is the group's largest magnitude / 127, rounded to `dtype`, and codes are rounded to nearest even; blocks of
+    Q8_0 in GGUF files contain such values.
+
+    Args:
+      weight: [..., out, in], of any floating-point dtype.
+      group_size: how many consecutive weights of a row share a scale, which must divide `in`; None: all of the row.
+      dtype: of the result, and of the scales of groups.
+    """
+    if group_size is None:
+        return _as_declared("int8", weight, None, dtype)
+    groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
+    scale = int8_scales(groups, dtype).astype(jnp.float32)
+    return (int8_codes(groups, scale) * scale).astype(dtype).reshape(weight.shape)
+
+
+def int8_scales(groups: jax.Array, dtype: str) -> jax.Array:
+    """The scales with which a weight is rounded to int8 in groups, [..., out, n, 1] in `dtype`, one for each group.
+    groups: float32[..., out, n, group], the weight in n groups a row."""
+    return (jnp.abs(groups).max(-1, keepdims=True) * np.float32(1 / 127)).astype(dtype)
+
+
+def int8_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
+    """The codes of a weight that is rounded to int8 in groups: whole numbers from -127 to 127, as float32[..., out, n,
+    group], of which code * scale is the rounded weight. groups: the weight, of the same shape. scale: float32[..., out,
+    n, 1], from int8_scales."""
+    return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -127, 127)
+
+
+def _as_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
+    """Rounds a weight [..., out, in] to the values of a declared format of quantised weights (a key of
+    formats.FORMATS): encodes it from float32 and decodes it to `dtype`. group_size: None, because these formats have
+    blocks of their own."""
+    del group_size
+    return formats.FORMATS[format].encode(weight.astype(jnp.float32)).decode(dtype)
+
+
+def int8_by_token(x: jax.Array) -> jax.Array:
+    """Rounds activations [..., in] to symmetric int8 with one scale for each token: integers from -128 to 127 times its
+    largest magnitude / 127.5, computed in float32. This is compressed-tensors' definition for W4A8 (dynamic, by
+    token). The result has x's dtype."""
+    wide = x.astype(jnp.float32)
+    largest = jnp.abs(wide).max(-1, keepdims=True)
+    scale = divide(largest, jnp.full_like(largest, 127.5))
+    scale = jnp.where(scale == 0, jnp.finfo(jnp.float32).eps, scale)
+    codes = jnp.clip(jnp.round(divide(wide, jnp.broadcast_to(scale, wide.shape))), -128, 127)
+    return (codes * scale).astype(x.dtype)
+
+
+def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
+    """Rounds activations [..., in] to int8 with one scale and one zero point for each token, as torchao's
+    Int8DynamicActivationInt4WeightConfig does: the scale is (max - min) / 255, where min is at most 0 and max at least
+    0, and the zero point -128 - round(min / scale). Computed in float32; the result has x's dtype."""
+    wide = x.astype(jnp.float32)
+    low = jnp.minimum(wide.min(-1, keepdims=True), 0)
+    high = jnp.maximum(wide.max(-1, keepdims=True), 0)
+    scale = jnp.maximum(divide(high - low, jnp.full_like(low, 255)), jnp.finfo(jnp.float32).eps)
+    zero = jnp.clip(-128 - jnp.round(divide(low, scale)), -128, 127)
+    # torchao multiplies by the reciprocal of the scale.
+    inverse = divide(jnp.ones_like(scale), scale)
+    codes = jnp.clip(jnp.round(wide * inverse) + zero, -128, 127)
+    return ((codes - zero) * scale).astype(x.dtype)
+
+
+def fp8_by_token(x: jax.Array) -> jax.Array:
+    """Rounds activations [..., in] to e4m3 with one float32 scale for each token, its largest magnitude / 448, as
+    servers do with FP8 checkpoints whose activation scales are dynamic. The result has x's dtype."""
+    return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
+
+
 @dataclasses.dataclass(frozen=True)
-class Format:
-    """A low-bit format to which weights can be rounded; its groups are consecutive weights along the input."""
+class Rounding:
+    """How quantisation-aware training rounds the numbers of a format."""
 
-    # (weight [out, in], group_size, dtype) -> rounded weight [out, in] in dtype
-    round: Callable[[jax.Array, int, str], jax.Array]
-    group_sizes: tuple[int, ...]  # the group sizes that it supports
+    # (weight [..., out, in], group_size, dtype) -> rounded weight of the same shape in dtype
+    weights: Callable[[jax.Array, int | None, str], jax.Array]
+    block: int = 1  # without groups, how many consecutive weights of a row the format has in a block
+    # activations [..., in] -> the same rounded, in their dtype; None: activations are not rounded
+    activations: Callable[[jax.Array], jax.Array] | None = None
+    exports: tuple[str, ...] = ()  # the values of `jaxtune export --to` that store the rounded weights exactly
 
 
-FORMATS = {"int4": Format(int4, (32, 64, 128))}
+ROUNDINGS = {
+    "int4": Rounding(int4, exports=("w4a16",)),
+    "int8-int4": Rounding(int4, activations=int8_by_token, exports=("w4a8", "w4a16")),
+    "int8-int4-asymmetric": Rounding(int4, activations=int8_by_token_asymmetric, exports=("w4a16",)),
+    "int8": Rounding(int8, exports=("int8",)),
+    "fp8": Rounding(functools.partial(_as_declared, "fp8"), activations=fp8_by_token, exports=("fp8",)),
+    "nvfp4": Rounding(functools.partial(_as_declared, "nvfp4"), block=16, exports=("nvfp4",)),
+    "mxfp4": Rounding(functools.partial(_as_declared, "mxfp4"), block=32, exports=("mxfp4",)),
+}
+assert ROUNDINGS.keys() == QAT_GROUPS.keys()
 
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuant:
-    """The grid (format, groups, dtype) to which QAT rounds the weights of linears; immutable and hashable. `round`
-    rounds a weight, `fits` says which weights can be rounded, and `represented_by` in which dtypes they can be saved.
-    Raises ValueError for a format or group size that is not supported."""
+    """The grid (format, groups, dtype) to which QAT rounds the weights of linears, and how it rounds their inputs;
+    immutable and hashable. `round` rounds a weight, `round_inputs` activations, `fits` says which weights can be
+    rounded, and `represented_by` in which dtypes they can be saved. Raises ValueError for a format or group size that
+    is not supported."""
 
-    format: str  # key of FORMATS
-    group_size: int  # how many consecutive weights of a row share a scale
-    dtype: str  # of the rounded values and their scales, whatever dtype computes with them
+    format: str  # key of ROUNDINGS
+    group_size: int | None  # how many consecutive weights of a row share a scale; None: as many as the format says
+    dtype: str  # of the rounded values and of scales of groups, whatever dtype computes with them
+    inputs: bool = True  # False: activations are not rounded, also where the format rounds them
 
     def __post_init__(self):
-        if self.format not in FORMATS:
-            raise ValueError(f"qat format {self.format!r} is not supported; supported: {', '.join(FORMATS)}")
-        sizes = FORMATS[self.format].group_sizes
-        if self.group_size not in sizes:
-            wanted = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
-            raise ValueError(f"qat group_size {self.group_size}: {self.format} has groups of {wanted}")
+        if self.format not in ROUNDINGS:
+            raise ValueError(f"qat format {self.format!r} is not supported; supported: {', '.join(ROUNDINGS)}")
+        if problem := qat_group_size(self.format, self.group_size):
+            raise ValueError(f"qat group_size {self.group_size}: {problem}")
 
     @classmethod
     def of_record(cls, where: str, record: Any) -> FakeQuant:
@@ -96,32 +188,66 @@ class FakeQuant:
         if record["dtype"] not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"{where}: dtype = {record['dtype']!r} is none of bfloat16, float16 and float32")
         try:
-            return cls(record["format"], record.get("group_size", 0), record["dtype"])
+            return cls(record["format"], record.get("group_size"), record["dtype"])
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
+    def record(self) -> dict[str, str | int | None]:
+        """What files record of the grid, of which `of_record` makes it again: format, group_size and dtype."""
+        return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype}
+
     def __str__(self) -> str:
-        return f"{self.format} in groups of {self.group_size}, {self.dtype}"
+        groups = "" if self.group_size is None else f" in groups of {self.group_size}"
+        return f"{self.format}{groups}, {self.dtype}"
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether activations are rounded before they are multiplied by rounded weights."""
+        return self.inputs and ROUNDINGS[self.format].activations is not None
+
+    @property
+    def exports(self) -> tuple[str, ...]:
+        """The values of `jaxtune export --to` whose formats store the grid's numbers exactly, beside 16-bit ones."""
+        grouped = self.group_size is not None and self.format == "int8"  # in blocks of GGUF's q8_0 alone
+        return () if grouped else ROUNDINGS[self.format].exports
 
     def represented_by(self, dtype: str) -> bool:
         """Whether a dtype (its name) represents every value of the grid exactly, so that weights can be saved in it."""
         return jnp.promote_types(self.dtype, dtype) == dtype
 
     def fits(self, in_size: int) -> bool:
-        """Whether in_size, the input size of a linear, is a multiple of group_size. QAT does not round a linear for
-        which it is not."""
-        return in_size % self.group_size == 0
+        """Whether in_size, the input size of a linear, is a multiple of the numbers that share a scale. QAT does not
+        round a linear for which it is not."""
+        return in_size % (self.group_size or ROUNDINGS[self.format].block) == 0
 
     def round(self, weight: jax.Array) -> jax.Array:
-        """Rounds a weight [out, in] to the grid; the result has the grid's dtype."""
+        """Rounds a weight [..., out, in] to the grid; the result has the grid's dtype."""
         with jax.named_scope("fake_quantise"):
-            return FORMATS[self.format].round(weight, self.group_size, self.dtype)
+            return ROUNDINGS[self.format].weights(weight, self.group_size, self.dtype)
+
+    def round_inputs(self, x: jax.Array) -> jax.Array:
+        """Rounds activations [..., in] as the format does before a product; the gradient passes unchanged. In a format
+        that does not round activations, x itself is returned."""
+        return _rounded_inputs(self, x) if self.rounds_inputs else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded_inputs(spec: FakeQuant, x: jax.Array) -> jax.Array:
+    """The activations x [..., in] rounded as the format of `spec` does, in their dtype. In the backward, the gradient
+    of the result is passed unchanged to x."""
+    activations = ROUNDINGS[spec.format].activations
+    assert activations is not None
+    with jax.named_scope("fake_quantise"):
+        return activations(x)
+
+
+_rounded_inputs.defvjp(lambda spec, x: (_rounded_inputs(spec, x), None), lambda spec, _, dx: (dx,))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Array:
-    """A weight [out, in] rounded to the grid `spec`, in the weight's own dtype. In the backward, the gradient of the
-    result is passed unchanged to the weight.
+    """A weight [..., out, in] rounded to the grid `spec`, in the weight's own dtype. In the backward, the gradient of
+    the result is passed unchanged to the weight.
 
     x: the activations that the rounded weight will multiply. An optimization barrier makes the rounding depend on them,
     so that forward and backward each round. Otherwise XLA would round once for both, and keep the rounded weight in
@@ -163,3 +289,51 @@ def _adapter_gradients_bwd(scale, residuals, dout):
 
 
 adapter_gradients.defvjp(lambda out, x, a, b, scale: (out, (x, a, b)), _adapter_gradients_bwd)
+
+
+@jax.custom_vjp
+def gradients_of(out: jax.Array, term: jax.Array) -> jax.Array:
+    """Returns `out` unchanged. In the backward its gradient is also that of `term`, an array of the same shape, whose
+    value is not used. So the adapters of experts get the gradients of the term that they would add, although `out` was
+    computed from their rounded merged weights."""
+    del term
+    return out
+
+
+gradients_of.defvjp(lambda out, term: (out, None), lambda _, dout: (dout, dout))
+
+
+@jax.custom_vjp
+def magnitude_gradients(out: jax.Array, magnitude: jax.Array) -> jax.Array:
+    """Returns `out`, the product [..., out] of x and a rounded merged weight with DoRA, unchanged. In the backward the
+    magnitude [out] gets its gradient: the merged weight's rows are proportional to it, and so are the rounded rows,
+    because scales are proportional to their largest numbers. A magnitude of 0 gets none."""
+    del magnitude
+    return out
+
+
+def _magnitude_gradients_bwd(residuals, dout):
+    """The backward rule of `magnitude_gradients`: (dout, the sum of dout * out over tokens divided by the magnitude).
+    residuals: (out, magnitude)."""
+    out, magnitude = residuals
+    sums = (dout.astype(jnp.float32) * out.astype(jnp.float32)).reshape(-1, out.shape[-1]).sum(0)
+    return dout, jnp.where(magnitude == 0, 0, sums / jnp.where(magnitude == 0, 1, magnitude)).astype(magnitude.dtype)
+
+
+magnitude_gradients.defvjp(lambda out, magnitude: (out, (out, magnitude)), _magnitude_gradients_bwd)
+
+
+def adapter_noise(x: jax.Array, dropped: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """What dropout adds to a product with a rounded merged weight: the adapter's term `scale b a x` with dropout minus
+    the term without it, whose mean over masks is zero. [..., out] in x's dtype. The adapter's gradients are those of
+    the term with dropout.
+
+    x: [..., in], the linear's input. dropped: the same after dropout. a: [r, in]. b: [out, r]. scale: the adapter's.
+    """
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+    def term(x, a, b):
+        inner = jnp.matmul(x, a.astype(x.dtype).T, precision=precision)
+        return scale * jnp.matmul(inner, b.astype(x.dtype).T, precision=precision)
+
+    return term(dropped, a, b) - term(x, *jax.lax.stop_gradient((a, b)))

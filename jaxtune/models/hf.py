@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,8 @@ from jaxtune.models.adapters import trained_over
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.adapters.adapter_files import load_adapter
 from jaxtune.models.adapters.trained_over import TrainedOver
-from jaxtune.models.config import DecoderConfig, Source
+from jaxtune.models.components import of_tensors, resolved, set_compute
+from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.files import expert_files, file_plan, load_memory, passthrough, quant, shards, stored_weights
@@ -46,8 +48,9 @@ from jaxtune.models.files.tensor_entries import dtype_name, is_kept_packed, list
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import freeze, matrices
 from jaxtune.models.placement import partition
+from jaxtune.models.precision import DTYPES
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
-from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.formats import FORMATS, Stored
 from jaxtune.system import terminal
 
 _ROUTERS = (".mlp.gate.weight", ".router.proj.weight")  # endings of the names of routers that files may quantise
@@ -55,19 +58,6 @@ _DTYPE = "bfloat16"  # the default
 
 
 # ---- loading
-
-
-def _abstract(config: DecoderConfig, dtype: str):
-    """The structure of a Decoder without its arrays, by which a checkpoint is checked before any tensor is read.
-
-    config: of the decoder. dtype: the name of the dtype of weights and compute.
-
-    Returns:
-      (graph, [(path, variable with only a shape)], names of all linears and expert matrices that may be quantised)
-    """
-    model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype))
-    graph, state = nnx.split(model)
-    return graph, list(nnx.to_flat_state(state)), [name for name, matrix in matrices(model) if matrix.quantizable]
 
 
 class Pretrained:
@@ -81,7 +71,9 @@ class Pretrained:
         has no effect on a checkpoint whose own weights are quantised.
       max_length: tokens of the longest row that will be used, which must not exceed the model's positions; None: not
         checked.
-      skip_modules: names of linears that `load_in` does not quantise.
+      precision: a precision map (models/precision.py), {pattern of module names: dtype or format}, of modules that are
+        stored and computed in another way than `dtype` and `load_in` say. It cannot name weights that the checkpoint
+        itself stores quantised.
 
     Attributes:
       config: the DecoderConfig.
@@ -99,7 +91,7 @@ class Pretrained:
         dtype="bfloat16",
         load_in: str | None = None,
         max_length: int | None = None,
-        skip_modules: Sequence[str] = (),
+        precision: Mapping[str, str] = types.MappingProxyType({}),
     ):
         quant.check_load_in(load_in)
         self._dtype = dtype_name(dtype)
@@ -119,8 +111,12 @@ class Pretrained:
                 f"{folder}: config.json: num_hidden_layers = {config.num_layers}: the weights are {len(entries)} "
                 "tensors, fewer than one a layer; correct it, or fetch the weights again"
             )
-        self._graph, flat, modules = _abstract(config, self._dtype)
+        model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), self._dtype))
         norms = family(config.family).norms
+        words = resolved(model, precision, load_in)
+        set_compute(model, words)
+        self._graph, state = nnx.split(model)
+        flat = list(nnx.to_flat_state(state))
         self._variables = {tensor_name(where, norms, config.layers, config.head.name): (where, v) for where, v in flat}
         wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         entries, beside = passthrough.divide(entries, config, hf, whole)
@@ -135,20 +131,26 @@ class Pretrained:
             files = family(config.family).expert_files
             entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
         self._entries = entries = match(wanted, entries, config.tie_embeddings, folder)
-        self._quantizable = quantizable = {weight_name(name) for name in modules}
+        self._quantizable = {weight_name(name) for name, matrix in matrices(model) if matrix.quantizable}
         packed = {name for name, entry in entries.items() if is_kept_packed(entry)}
         # Linears in transformers 4 (the first) or also in 5; here they are small arrays that stay in 16 bits.
         self._decoded = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTERS))
         packed -= self._decoded
-        if packed - quantizable:
-            raise ValueError(f"{folder}: {listed(packed - quantizable)} is quantised; only linears of layers can be")
+        if odd := packed - self._quantizable:
+            raise ValueError(f"{folder}: {listed(odd)} is quantised; only linears of layers can be")
         self.packed = bool(packed)
         stored = {entry.format_name for name in packed if isinstance(entry := entries[name], StoredEntry)}
         self.stored_in = min(stored, default=None)
         quant.check_stored(folder, hf, stored, load_in, passthrough.stored_in(beside))
+        named = of_tensors(model, words, {name: where for name, (where, _) in self._variables.items()})
+        if precision and (both := packed & named.keys()):
+            raise ValueError(
+                f"{folder}: precision names {listed(both)}, which the checkpoint itself stores quantised: leave it out "
+                "of the map, or take the 16-bit original"
+            )
+        self._dtypes = {name: DTYPES[word] for name, word in named.items() if word in DTYPES}
         # The 16-bit weights of a checkpoint that has quantised ones were left so on purpose.
-        encoded = quantizable - {weight_name(name) for name in skip_modules}
-        self._encoded = dict.fromkeys(encoded, load_in) if load_in and not packed else {}
+        self._encoded = {} if packed else {name: word for name, word in named.items() if word in FORMATS}
         # Weights that are quantised on loading are no longer on the grid to which QAT rounded them.
         self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", whole)
 
@@ -159,7 +161,7 @@ class Pretrained:
         much smaller it would be. None: the bytes of the model that `load` returns."""
         shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
-        return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._decoded)
+        return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._decoded, self._dtypes)
 
     def load(self, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None) -> Decoder:
         """Reads the weights and returns the model.
@@ -184,7 +186,8 @@ class Pretrained:
             decoded = not isinstance(tensor, Stored) or name not in self._decoded
             return partition.shardings(variable.replace(tensor), mesh).get_value() if decoded else None
 
-        arrays, digest = read_tensors(self._entries, self._dtype, self._encoded, self._decoded, cancelled, where)
+        forms = self._encoded, self._decoded
+        arrays, digest = read_tensors(self._entries, self._dtype, *forms, cancelled, where, self._dtypes)
         state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])
         model = nnx.merge(self._graph, state)
         if self.packed or self._encoded:
@@ -195,7 +198,11 @@ class Pretrained:
 
 
 def from_pretrained(
-    path: str | os.PathLike, dtype=None, load_in: str | None = None, max_length: int | None = None
+    path: str | os.PathLike,
+    dtype=None,
+    load_in: str | None = None,
+    max_length: int | None = None,
+    precision: Mapping[str, str] | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads a causal language model in Hugging Face's format, or an adapter with the base that it names.
 
@@ -212,6 +219,9 @@ def from_pretrained(
         stored quantised stays as it is. "stored": no weight is quantised on loading. None: the format that an adapter
         was trained over if its folder records it (trained_over.py), else "stored".
       max_length: tokens of the longest row that you mean to use; more than the model has positions for is refused.
+      precision: modules that are stored and computed in another way than dtype and load_in say: {pattern of names:
+        dtype or format}, such as {"lm_head": "fp32", "layers.0.*": "bf16"}; see models/precision.py. None: the map that
+        an adapter was trained over if its folder records one, else none.
     Returns:
       (model, tokenizer). The tokenizer is None where there are no tokenizer files (for an adapter: neither in its
         folder nor in its base's). The model is on the default device. All its weights are trainable; if any is
@@ -220,14 +230,18 @@ def from_pretrained(
       ValueError: an unsupported model or feature; missing, unexpected or misshaped tensors; a damaged file; pickles.
     """
     if base_of(path) is not None:
-        model, tokenizer = load_base(path, dtype, load_in, max_length)
+        model, tokenizer = load_base(path, dtype, load_in, max_length, precision)
         return load_adapter(model, path), tokenizer
-    pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length)
+    pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length, precision or {})
     return _loaded(pretrained, (pretrained.folder,))
 
 
 def load_base(
-    adapter: str | os.PathLike, dtype=None, load_in: str | None = None, max_length: int | None = None
+    adapter: str | os.PathLike,
+    dtype=None,
+    load_in: str | None = None,
+    max_length: int | None = None,
+    precision: Mapping[str, str] | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads the base model of an adapter, without the adapter, in the dtype and format over which the adapter was
     trained.
@@ -239,6 +253,8 @@ def load_base(
         adapter was trained over if its folder records it, else "stored".
       max_length: tokens of the longest row that will be used; more than the model has positions for is refused. None:
         not checked.
+      precision: a precision map (models/precision.py); None: the one that the adapter was trained over if its folder
+        records one. Where dtype or load_in differ from the record, its entries that depended on them are left out.
     Returns:
       (base, tokenizer): the adapter folder's tokenizer, with the chat template of its training, or else the base's.
     Raises:
@@ -248,8 +264,9 @@ def load_base(
     base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
     assert base is not None
     wanted = over.load_in if load_in is None else _format(load_in)
-    skipped = over.skip_modules if wanted == over.load_in else ()
-    pretrained = Pretrained(base, dtype or over.dtype or _DTYPE, wanted, max_length, skipped)
+    dtype = dtype_name(dtype or over.dtype or _DTYPE)
+    words = over.words(dtype, wanted) if precision is None else precision
+    pretrained = Pretrained(base, dtype, wanted, max_length, words)
     model, tokenizer = _loaded(pretrained, (folder, pretrained.folder))
     if over.compute == "fp8" and wanted == over.load_in:
         model = quant.compute_in_fp8(model)
@@ -326,7 +343,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     quantization = quant.quantization_config(model)
     if quantization is not None:
         files = family(model.config.family).expert_files
-        if files is not None:  # routers are linears in transformers 4 and in vLLM
+        if files is not None and files.module:  # routers are linears in transformers 4 and in vLLM
             modules = dict.fromkeys((files.module, "mlp"))
             gates = [f"model.layers.{i}.{m}.gate" for m in modules for i in range(model.config.num_layers)]
             for key in set(passthrough.SKIPPED) & set(quantization):
@@ -358,9 +375,9 @@ def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, file
                 )
             pieces = expert_files.pieces_of(name, value.shape, files)
         return stored_weights.group(name, value, make, pieces)
-    if files is not None and ".experts." in name:
+    if files is not None and ".experts." in name and not files.quantised_only:
         return Group(make, expert_files.split_experts(name, value, dtype, files))
-    if files is not None:
+    if files is not None and files.module:
         name = name.replace(".mlp.", f".{files.module}.")
     return file_plan.one(name, value.shape, dtype, make, lambda tensor: tensor.astype(dtype))
 

@@ -12,10 +12,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models.fake_quant import FakeQuant, adapter_gradients, straight_through
+from jaxtune.models.fake_quant import (
+    FakeQuant,
+    adapter_gradients,
+    adapter_noise,
+    magnitude_gradients,
+    straight_through,
+)
 from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored, dense
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
+from jaxtune.pallas.quant_matmul.reference import dropout
 
 
 class Frozen(nnx.Variable):
@@ -156,6 +163,8 @@ class Linear(nnx.Module):
     Attributes:
       lora: the adapter (Lora), or None.
       fp8: True: a weight that is stored in FP8 is multiplied as it is, without decoding; False: it is decoded first.
+      compute: the dtype's name in which the linear multiplies, where a precision map names one (models/precision.py): x
+        is cast to it, and the output back to x's dtype; None: in x's dtype.
       fake_quant: for quantisation-aware training: the grid to which the weight, with its adapter merged in, is rounded
         before it multiplies; None: it is not rounded.
       original: for a head that is trained beside adapters (modules_to_save), its weight before training; else None.
@@ -164,6 +173,7 @@ class Linear(nnx.Module):
     num_experts = 0  # as ExpertLinear has, for code that handles both
     quantizable = True  # whether `quantize` and loading in a format of few bits encode it; a router's is not
     original: nnx.Variable | None = None
+    compute: str | None = None
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
         self.weight: nnx.Variable = nnx.Param(
@@ -214,27 +224,80 @@ def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None
     and value, are computed so.
 
     key: draws the dropout mask, which the adapters of all these linears share; None: no dropout. Weights with a
-    `fake_quant` are rounded with their adapters merged in."""
+    `fake_quant` are rounded with their adapters merged in, and x is rounded before it multiplies them if the format
+    rounds activations. Linears that multiply in another dtype than x's (`compute`) are an operation of their own."""
+    kinds = dict.fromkeys(linear.compute for linear in linears)
+    if any(kinds):
+        found: dict[int, jax.Array] = {}
+        for kind in kinds:
+            places = [i for i, linear in enumerate(linears) if linear.compute == kind]
+            part = x if kind is None else x.astype(kind)
+            outputs = _fused(part, tuple(linears[i] for i in places), key)
+            found |= {i: out.astype(x.dtype) for i, out in zip(places, outputs, strict=True)}
+        return tuple(found[i] for i in range(len(linears)))
+    return _fused(x, linears, key)
+
+
+def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> tuple[jax.Array, ...]:
+    """What `apply_fused` returns for linears that all multiply in x's dtype; its arguments are the same."""
+    specs = {linear.fake_quant for linear in linears}
+    if len(specs) > 1 and any(spec is not None and spec.rounds_inputs for spec in specs):
+        return tuple(_fused(x, (linear,), key)[0] for linear in linears)  # some multiply x as it is
     rates = [linear.lora.rate for linear in linears if linear.lora is not None]
-    weights, loras = [], []
+    rate = max(rates, default=0.0)
+    seen = x
+    for spec in specs:
+        seen = x if spec is None else spec.round_inputs(x)
+    weights, loras, biases = [], [], []
     for linear in linears:
         rounded = linear.fake_quant is not None
         weights.append(linear.rounded_weight(x) if rounded else linear.stored_weight)
         lora = None if rounded else linear.lora
         loras.append(None if lora is None else lora.weights(linear.stored_weight))
+        biases.append(None if linear.bias is None or _bias_follows(linear) else linear.bias[...])
     outputs = quant_matmul(
-        x,
+        seen,
         weights,
         loras,
-        [None if linear.bias is None else linear.bias[...] for linear in linears],
-        dropout_rate=max(rates, default=0.0),
+        biases,
+        dropout_rate=rate,
         dropout_key=key,
         dropout_part=partition.part_of_rows(),
         fp8=any(linear.fp8 for linear in linears),
     )
+    dropped = seen
+    if key is not None and rate > 0 and any(linear.lora and linear.fake_quant for linear in linears):
+        flat = seen.reshape(-1, seen.shape[-1])
+        dropped = dropout(flat, rate, key, partition.part_of_rows()).reshape(seen.shape)
     return tuple(
-        out
-        if linear.lora is None or linear.fake_quant is None
-        else adapter_gradients(out, x, linear.lora.a[...], linear.lora.b[...], linear.lora.scale)
+        out if linear.lora is None or linear.fake_quant is None else _with_adapter(out, linear, seen, dropped)
         for out, linear in zip(outputs, linears, strict=True)
     )
+
+
+def _bias_follows(linear: Linear) -> bool:
+    """Whether a linear's bias is added after its product, by _with_adapter: in quantisation-aware training with DoRA,
+    because the magnitude's gradient is computed from the product without it."""
+    return linear.fake_quant is not None and linear.lora is not None and linear.lora.magnitude is not None
+
+
+def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Array) -> jax.Array:
+    """Finishes the output of a linear whose merged weight was rounded: returns `out` with what gives the adapter its
+    gradients, with dropout's noise, and with the bias if `_bias_follows`.
+
+    Args:
+      out: [..., out], the product of x and the rounded weight.
+      linear: has an adapter.
+      x: [..., in], its input, rounded if the format rounds activations.
+      dropped: x after dropout; x itself without dropout.
+    """
+    assert linear.lora is not None
+    lora = linear.lora.weights(linear.stored_weight)
+    b = lora.b if lora.row_scale is None else jax.lax.stop_gradient(lora.row_scale)[:, None] * lora.b
+    if dropped is x:
+        out = adapter_gradients(out, x, lora.a, b, lora.scale)
+    else:
+        out = out + adapter_noise(x, dropped, lora.a, b, lora.scale)
+    if linear.lora.magnitude is not None:
+        out = magnitude_gradients(out, linear.lora.magnitude[...])
+    return out + linear.bias[...].astype(out.dtype) if linear.bias is not None and _bias_follows(linear) else out

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtune.models import heads, values
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
-from jaxtune.models.layers.experts import ExpertLinear, ExpertLora
+from jaxtune.models.layers.expert_linear import ExpertLinear, ExpertLora
 from jaxtune.models.linear import Frozen, Linear, Lora, frozen, row_norm, trained
 from jaxtune.pallas.formats import dense
 

@@ -24,13 +24,23 @@ class RMSNorm(nnx.Module):
       offset: added to the weight, which starts at 1 - offset.
       dtype: of the weight.
       float32: True: the product with the weight is computed in fp32 although there is no offset; False: only with one.
+    Attributes:
+      compute: the dtype's name in which the product with the weight is computed, where a precision map names one
+        (models/precision.py); None: as described here.
     """
+
+    compute: str | None = None
 
     def __init__(self, size: int, eps: float, offset: float = 0.0, dtype=jnp.float32, float32: bool = False):
         self.eps = eps
         self.offset = offset
-        self.float32 = float32 or offset != 0.0
+        self._float32 = float32 or offset != 0.0
         self.weight = nnx.Param(jnp.full((size,), 1.0 - offset, dtype))
+
+    @property
+    def float32(self) -> bool:
+        """Whether the product with the weight is computed in fp32, before the cast to x's dtype."""
+        return self._float32 or self.compute == "float32"
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., size] -> [..., size] in the same dtype."""
@@ -40,7 +50,8 @@ class RMSNorm(nnx.Module):
         if self.float32:
             weight = weight.astype(jnp.float32)
             return (wide * (self.offset + weight if self.offset else weight)).astype(x.dtype)
-        return wide.astype(x.dtype) * weight.astype(x.dtype)
+        dtype = x.dtype if self.compute is None else jnp.dtype(self.compute)
+        return (wide.astype(dtype) * weight.astype(dtype)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -52,7 +63,11 @@ class LayerNorm(nnx.Module):
       size: of the last axis, which is normed.
       eps: added to the variance.
       dtype: of the weight.
+    Attributes:
+      compute: as RMSNorm has; this norm computes in fp32 whatever it is.
     """
+
+    compute: str | None = None
 
     def __init__(self, size: int, eps: float, dtype=jnp.float32):
         self.eps = eps

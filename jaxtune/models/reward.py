@@ -53,7 +53,7 @@ def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     config = dataclasses.replace(model.config, head=head, tie_embeddings=False)
     made = copy_structure(model)
     made.config = config
-    dtype = model.norm.weight.get_value().dtype
+    dtype = model.weight_dtype
     std, key = config.initializer_range, jax.random.key(seed)
     made.head = nnx.data(Linear(config.hidden_size, head.outputs, bias=False, std=std, key=key, dtype=dtype))
     if model.source is not None:

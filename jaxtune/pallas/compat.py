@@ -104,7 +104,7 @@ def triton_graph_call(
     warps: int,
     stages: int,
     aliases: Mapping[int, int] | None = None,
-    **constants: int | float,
+    **constants: int | float | None,
 ) -> list[jax.Array]:
     """Calls a Triton kernel as XLA launches its own kernels: the call becomes a node of a CUDA graph beside the kernels
     around it, and costs no time between kernels. The calls of jax-triton, which `triton_call` makes, are no nodes of
@@ -117,7 +117,7 @@ def triton_graph_call(
       grid: number of programs along each axis.
       warps, stages: Triton's num_warps and num_stages.
       aliases: {index of an argument: index of the output that takes its memory, for a kernel that changes it in place}.
-      constants: its compile-time constants.
+      constants: its compile-time constants; None for an array that the kernel takes but does not read in this call.
     Returns:
       the outputs, one for each of out_types.
     """

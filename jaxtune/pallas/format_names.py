@@ -6,3 +6,30 @@ JAX is imported: LOADED are those to which weights can be quantised on loading, 
 # this order.
 LOADED = {"nf4": "four_bit", "fp8": "fp8", "nvfp4": "nvfp4", "int8": "int8"}
 READ = {"mxfp4": "mxfp4"}
+
+# {name of a format of quantisation-aware training (qat.format): the values that qat.group_size can have}, the default
+# last. None: weights share scales in the way that the format itself says. models/fake_quant.py declares how they round.
+QAT_GROUPS: dict[str, tuple[int | None, ...]] = {
+    "int4": (32, 64, 128),
+    "int8-int4": (32, 64, 128),
+    "int8-int4-asymmetric": (32, 64, 128),
+    "int8": (32, None),
+    "fp8": (None,),
+    "nvfp4": (None,),
+    "mxfp4": (None,),
+}
+
+
+def qat_group_size(format: str, group_size: int | None) -> str | None:
+    """The reason why a format of quantisation-aware training (a key of QAT_GROUPS) has no groups of this size, or None
+    if it has. group_size: weights of a row that share a scale; None: as many as the format itself says."""
+    sizes = QAT_GROUPS[format]
+    if group_size in sizes:
+        return None
+    numbers = [str(size) for size in sizes if size is not None]
+    wanted = " or ".join(filter(None, (", ".join(numbers[:-1]), *numbers[-1:])))
+    if not numbers:
+        return f"{format} has blocks of its own size: leave group_size out"
+    return f"{format} has groups of {wanted}" + (
+        ", or a scale for each row without group_size" if None in sizes else ""
+    )

@@ -1,6 +1,7 @@
 """Evaluation by generation: the model answers held-out rows, and functions score each answer.
 
-The functions are reward functions (objectives/reward_functions.py). The sampled tokens depend only on the seed, the row
+The functions are reward functions (objectives/reward_functions.py); of a run that learns from rewards they may be its
+own (evaluation.generate = [rewards]). The sampled tokens depend only on the seed, the row
 and the weights, so an evaluation that is repeated after a resume gives the same numbers.
 """
 
@@ -15,6 +16,7 @@ import numpy as np
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import SampledRows
 from jaxtune.train.end_tokens import turn_end
 from jaxtune.train.objectives.packed_answers import Prompt
@@ -34,8 +36,9 @@ class Answered:
 
     metrics: dict[str, float]
     """`eval_answers/NAME`: the mean value of the function NAME over the answers that it applies to, NaN if there is
-    none; `eval_answer_tokens`: the mean number of tokens of an answer; `eval_answers_cut_off`: the share of answers
-    that reached evaluation.max_new_tokens."""
+    none; `eval_reward`, if the functions are the run's own rewards: the mean over the answers of the weighted sum of
+    their values; `eval_answer_tokens`: the mean number of tokens of an answer; `eval_answers_cut_off`: the share of
+    answers that reached evaluation.max_new_tokens."""
 
     samples: list[dict[str, object]]
     """The answers to the first evaluation.sample_rows rows, each as {"question": text, "given": the model's answer,
@@ -45,6 +48,8 @@ class Answered:
         """The metrics and the samples in words, as lines for the screen: first the mean score of each function with
         the answers' length, then a line for each sample."""
         of_functions = [f"{name.partition('/')[2]} {value:.4f}" for name, value in self.metrics.items() if "/" in name]
+        if "eval_reward" in self.metrics:
+            of_functions.insert(0, f"reward {self.metrics['eval_reward']:.4f}")
         length, cut = self.metrics["eval_answer_tokens"], self.metrics["eval_answers_cut_off"]
         found = [f"{', '.join(of_functions)} (answers of {length:.1f} tokens, {cut:.0%} cut off)"]
         for sample in self.samples:
@@ -94,6 +99,9 @@ class AnswerMetrics:
     """True: an answer has the same bits whatever else is generated at the same time, which is slower. False: they may
     differ."""
 
+    are_rewards: bool = False
+    """Whether the functions are the rewards that the run learns from; if so, their weighted sum is measured too."""
+
     @property
     def identity(self) -> str:
         """A string, 8 hex digits, that identifies these questions by their tokens. It is recorded with an evaluation,
@@ -135,6 +143,9 @@ class AnswerMetrics:
         )
         table = self.functions(sampled)
         found = {f"eval_answers/{name}": _mean(table[:, column]) for column, name in enumerate(self.functions.names)}
+        if self.are_rewards:  # as in the objective, a function that does not apply to an answer adds nothing
+            weighted = np.nan_to_num(table) * np.asarray(self.functions.weights, np.float32)
+            found["eval_reward"] = float(weighted.sum(1, dtype=np.float64).mean())
         found["eval_answer_tokens"] = float(np.mean([len(row.ids) for row in rows]))
         found["eval_answers_cut_off"] = float(np.mean([row.finish_reason == "length" for row in rows]))
         samples = [
@@ -148,7 +159,9 @@ class AnswerMetrics:
         return Answered(found, samples)
 
 
-def answer_metrics(config: TrainConfig, rows: object, tokenizer, model: Decoder) -> AnswerMetrics | None:
+def answer_metrics(
+    config: TrainConfig, rows: object, tokenizer, model: Decoder, rewards: RewardFunctions | None = None
+) -> AnswerMetrics | None:
     """Makes the evaluation by generation that config.evaluation.generate asks for; returns None if it names no
     function.
 
@@ -158,13 +171,21 @@ def answer_metrics(config: TrainConfig, rows: object, tokenizer, model: Decoder)
       tokenizer: a Hugging Face tokenizer with the chat template of the run.
       model: the run's model, of which the context length and the end tokens are read; its arrays may be
         `jax.ShapeDtypeStruct`s.
+      rewards: what evaluation.generate = [rewards] means; None: the functions that config.objective names.
     Raises:
       ConfigError: a function does not exist, rows have no questions, or a question leaves no room for an answer.
     """
     wanted = config.evaluation
     if not wanted.generate:
         return None
-    functions = RewardFunctions.named(wanted.generate, key=KEY, errors="skip")
+    are_rewards = wanted.generate == (REWARDS,)
+    if not are_rewards:
+        functions = RewardFunctions.named(wanted.generate, key=KEY, errors="skip")
+    elif rewards is None:
+        given = config.objective
+        functions = RewardFunctions.named(given.reward_funcs or (), given.reward_weights, errors="skip")
+    else:
+        functions = dataclasses.replace(rewards, errors="skip")
     most = model.config.context_length - wanted.max_new_tokens
     data = dataclasses.replace(config.data, max_rows=wanted.generate_rows)
     beside = "evaluation.max_new_tokens the model's positions leave"
@@ -180,6 +201,7 @@ def answer_metrics(config: TrainConfig, rows: object, tokenizer, model: Decoder)
         wanted.sample_rows,
         _MOST_SLOTS,
         config.deterministic,
+        are_rewards,
     )
 
 

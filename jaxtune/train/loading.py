@@ -20,7 +20,7 @@ from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
 from jaxtune.models.reward import with_head
-from jaxtune.train.config import COMPUTE_DTYPES, TrainConfig
+from jaxtune.train.config import TrainConfig
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 from jaxtune.train.planning import cost
@@ -62,7 +62,7 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
         yield None, tokenizer(None), with_teacher(made, load_teacher(teacher))
         return
     assert wanted.path is not None
-    pretrained = Pretrained(wanted.path, COMPUTE_DTYPES[config.precision], wanted.load_in)
+    pretrained = Pretrained(wanted.path, config.dtype, wanted.load_in, precision=config.components)
     stored = replace(config, model=replace(wanted, load_in=wanted.load_in or pretrained.stored_in))
     chosen, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored))
     mesh = None if chosen.divides_tensors is None else partition.make_mesh(*chosen.sizes)

@@ -283,8 +283,8 @@ class Run:
         return math.isfinite(float(partition.on_host(loss).sum()))
 
     def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
-        """Evaluates, logs and shows the held-out loss and the metrics of generated answers; returns the loss, NaN if
-        there is none.
+        """Evaluates, logs and shows the held-out loss and the metrics of generated answers, and saves the state if
+        checkpoint.best says so; returns the loss, NaN if there is none.
 
         Args:
           evaluate: the compiled program of an evaluation; None if no held-out rows have a loss.
@@ -322,6 +322,7 @@ class Run:
         if answered is not None:
             begin, *samples = answered.lines()
             monitor.progress.print("\n".join([f"step {step}: {begin}", *samples]))
+        self.saver.evaluated(step, state, values)
         return values.get("eval_loss", math.nan)
 
     def _capture(self, programs: Programs):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.models.adapters import trained_over
+from jaxtune.models.precision import DTYPES
 from jaxtune.system import terminal
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.answer_metrics import SAMPLES
@@ -85,6 +86,8 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
     model = replace(config.model, path=str(result.folder), from_config=None, load_in=None, compute=None)
     # The Trainer needs an optimizer, which is not used; this one has no states.
     optim = OptimConfig(name="sgd", momentum=0.0)
+    words = {pattern: word for pattern, word in config.components.items() if word in DTYPES}  # merged weights are plain
+    config = replace(config, precision=words | {"*": config.computes_in})
     return Scored(text, replace(config, model=model, adapter=None, qat=None, optim=optim), result=result)
 
 
@@ -119,6 +122,8 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
         if over is None:
             return scored
         kept = replace(model, load_in=over.load_in, compute=over.compute)
+        words = config.components or over.words(config.dtype, over.load_in)
+        config = replace(config, precision=words | {"*": config.computes_in})
     if kept.load_in is not None and adapter is None:
         adapter = AdapterConfig(r=1)  # quantised weights need an adapter; an untrained one changes nothing
     return replace(scored, config=replace(config, model=kept, adapter=adapter))

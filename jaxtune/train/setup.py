@@ -34,6 +34,7 @@ from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
+from jaxtune.train.program.gradient_sync import gradient_sync_of
 from jaxtune.train.program.loss import aux_losses
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.program.trained_model import TrainedModel
@@ -101,14 +102,15 @@ def step_programs(
         max_documents=None if config.deterministic else most_documents(batches, eval_data),
         max_grad_norm=config.max_grad_norm,
         dropout=any(rate > 0 for rate in rates),
-        scale_loss=config.precision == "fp16",
-        weights=weight_storage(config.optim.weights, config.precision, size),
+        scale_loss=config.computes_in == "fp16",
+        weights=weight_storage(config.optim.weights, config.computes_in, size),
         aux_losses=aux_losses(config, model.prepared),
         bound=rule.bound,
         # The many small tensors of adapters are updated in one program, which is faster.
         by_tensor=rule.bound is not None and not has_adapter(model.given),
         offload=config.optim.offload,
         full=batches.full,
+        gradient_sync=gradient_sync_of(config.mesh),
     )
     if config.qat is None or config.qat.start == 0:
         return program, None
@@ -234,6 +236,6 @@ def profile_facts(config: TrainConfig, batches: BatchSource, planner: Planner) -
     return {
         "config": config_to_dict(config),
         "tokens_per_step": rows * length,
-        "what": f"{model.path or model.from_config}, {config.precision}, {rows} x {length:,} tokens a step, plan "
+        "what": f"{model.path or model.from_config}, {config.computes_in}, {rows} x {length:,} tokens a step, plan "
         f"{residuals_text(planner.plan.residuals)}",
     }

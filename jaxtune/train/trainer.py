@@ -29,7 +29,7 @@ from jaxtune.system.terminal import outliving, say
 from jaxtune.train import own_parts, setup
 from jaxtune.train.answer_metrics import answer_metrics
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.config import COMPUTE_DTYPES, TrainConfig
+from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.pairs import PairDataset
@@ -59,13 +59,16 @@ from jaxtune.train.objectives import references, teachers
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.prompts import end_tokens
+from jaxtune.train.objectives.rollouts import SampledAnswers
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
 from jaxtune.train.planning.planner import Planner
+from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.program.programs import Engine, Programs
-from jaxtune.train.program.step import StepProgram, Sums, TrainState, trainable_names
+from jaxtune.train.program.step import StepProgram, Sums, TrainState
+from jaxtune.train.program.tensors import trainable_names
 from jaxtune.train.program.trained_model import TrainedModel
 from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
 from jaxtune.train.signals import StopSignal
@@ -139,7 +142,8 @@ class Trainer:
         ends = end_tokens(self.model.given, self.tokenizer) if samples(self.objective) else ()
         reader = Reader(self.objective, self.tokenizer, config, self.model.given.config, tuple(ends))
         asked = config.data.eval if eval_rows is None else eval_rows
-        self.answers = answer_metrics(config, asked, self.tokenizer, self.model.given)
+        rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
+        self.answers = answer_metrics(config, asked, self.tokenizer, self.model.given, rewards)
         rows, held_out = run_rows(reader, train_rows, eval_rows, not trains)
         self.train_data = rows if isinstance(rows, TokenDataset) else None
         self.config = config = in_first_words(config)
@@ -235,6 +239,7 @@ class Trainer:
             del resumed
             trainable = state.trainable
             del state  # frees the optimizer's states, which are not needed any more
+            trainable = saver.best.weights(trainable, say)
             trained = with_end_tokens(self.model.finished(trainable), self.tokenizer)
             del trainable
             saved = checkpointer.latest() == self.steps_done
@@ -248,7 +253,7 @@ class Trainer:
 
     def _watched(self) -> Watched:
         """The facts about this run by which the Monitor logs, shows and checks the metrics of its steps."""
-        peak = device_peak_flops(self.mesh.devices.flat[0].device_kind, COMPUTE_DTYPES[self.config.precision])
+        peak = device_peak_flops(self.mesh.devices.flat[0].device_kind, self.config.dtype)
         return Watched(
             config=self.config,
             total_steps=self.total_steps,
@@ -273,18 +278,9 @@ class Trainer:
         profile = Profile(self.profile_folder, traced, config.profile.start, facts)
         rows = rows_identity(self.eval_data and self.eval_data.documents, self.answers)
         due = is_evaluation_due(config.evaluation, start, self.total_steps, self.output, rows)
-        run = Run(
-            self.engine,
-            monitor,
-            saver,
-            self.total_steps,
-            config.evaluation,
-            due,
-            lambda: self.eval_batches,
-            profile,
-            self.model.finished,
-            self.answers,
-        )
+        saver.best.resume(self.output, start, rows)
+        of_run = (self.engine, monitor, saver, self.total_steps, config.evaluation, due)
+        run = Run(*of_run, lambda: self.eval_batches, profile, self.model.finished, self.answers)
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)
@@ -357,10 +353,8 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """Lines for the screen about how weights are stored, gradients summed and, under QAT, weights rounded."""
-        losses = self.program.aux_losses
-        return report.precision_notes(
-            self.config, self.storage(), self.gradients, losses, self.model.given, self.model.qat
-        )
+        losses, model = self.program.aux_losses, self.model
+        return report.precision_notes(self.config, self.storage(), self.gradients, losses, model.given, model.qat)
 
     def storage(self) -> dict[str, str]:
         """How a checkpoint stores the weights and the optimizer's states: {"weights": dtype, "optimizer": in words}."""
@@ -370,8 +364,9 @@ class Trainer:
 
     @property
     def gradients(self) -> str:
-        """The dtype, such as "fp32", in which gradients are summed over micro-batches."""
-        return "fp32" if self.engine.planner.plan.micro_batches > 1 else self.program.weights
+        """The dtype in which gradients are summed over micro-batches, such as "fp32", and in what they are sent."""
+        summed = "fp32" if self.engine.planner.plan.micro_batches > 1 else self.program.weights
+        return summed if self.program.sync is None else f"{summed}, {self.program.sync}"
 
     @property
     def adapted(self) -> bool:
@@ -478,18 +473,17 @@ class Trainer:
         {"trainable": weights}, without the optimizer's states.
         """
         self.model.take_weights()  # the record has the base's fingerprint
-        like: Any = self.model.state_shapes(self.engine)
-        if weights_only:
-            like = {"trainable": like.trainable}
+        wanted: Any = self.model.state_shapes(self.engine)
+        wanted, like = {"trainable": wanted.trainable} if weights_only else wanted, {}
 
         def check(saved):
+            like["state"] = gradient_sync.as_saved(wanted, saved)
             if self.trains:
                 self.planner.adopt(saved["numerics"])
                 self.engine.follow_plan()
             note(require_same_run(saved, self.record(), self.output))
             self.model.free_given()
 
-        like = {"state": like}
         step, restored, meta = checkpointer.restore(from_step, like=like, check=check, partial=weights_only)
         if is_longer(meta, self.record()):
             note(report.new_rates(self.config.schedule, self.program.schedule, step, self.total_steps))
@@ -497,4 +491,4 @@ class Trainer:
             raise CheckpointError(f"steps = {steps}: the last checkpoint is of step {step}; give it as many or more")
         if self.trains:
             self.batches.resume(step, meta.get(POSITION))
-        return step, restored["state"]
+        return step, gradient_sync.fitted(restored["state"], wanted, note)

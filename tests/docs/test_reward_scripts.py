@@ -81,10 +81,43 @@ def adapted(trained: bool = False):
     return model
 
 
-def trainer_of(kind: Any = compat.GRPOTrainer, model=None, reward_funcs=(by_level, length), dataset=ROWS, **settings):
+def trainer_of(
+    kind: Any = compat.GRPOTrainer,
+    model=None,
+    reward_funcs=(by_level, length),
+    dataset=ROWS,
+    eval_dataset=None,
+    tools=None,
+    **settings,
+):
     usual: dict[str, Any] = dict(max_steps=1, num_generations=2, max_completion_length=4, per_device_train_batch_size=4)
     args = kind.config_type(**(usual | settings))
-    return kind(model or adapted(), list(reward_funcs), args, dataset)
+    return kind(model or adapted(), list(reward_funcs), args, dataset, eval_dataset, tools=tools)
+
+
+def a_tool():
+    """Does nothing."""
+
+
+def test_the_best_model_by_the_reward_of_held_out_prompts(workplace):
+    best = dict(load_best_model_at_end=True, metric_for_best_model="reward", greater_is_better=True)
+    often = dict(max_steps=3, eval_strategy="steps", eval_steps=1, save_strategy="no", learning_rate=1e-2)
+    trainer = trainer_of(eval_dataset=ROWS[:2], **best, **often)
+    kept = []
+
+    class Kept(compat.TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, model, **others):
+            kept.append((metrics["eval_reward"], jax.device_get(nnx.state(model.module, nnx.Param))))
+
+    trainer.add_callback(Kept)
+    trainer.train()
+    rewards = [reward for reward, _ in kept]
+    at = int(np.argmax(rewards))
+    assert len(rewards) == 3 and trainer.state.best_metric == rewards[at] and trainer.state.best_global_step == at + 1
+    for one, other in zip(
+        *map(jax.tree.leaves, (nnx.state(trainer.model.module, nnx.Param), kept[at][1])), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_arguments_become_the_objectives_options(workplace):
@@ -114,7 +147,19 @@ def test_arguments_become_the_objectives_options(workplace):
     [
         (dict(loss_type="vespo"), "loss_type = 'vespo' is not supported; supported: 'grpo'"),
         (dict(steps_per_generation=3, gradient_accumulation_steps=2), "steps_per_generation = 3 is a generation of 12"),
-        (dict(eval_strategy="steps"), "eval_strategy = 'steps' is not supported; leave it at 'no'"),
+        (dict(eval_strategy="steps"), "eval_strategy = 'steps' needs eval_dataset"),
+        (
+            dict(load_best_model_at_end=True, metric_for_best_model="reward"),
+            "load_best_model_at_end = True needs eval_",
+        ),
+        (
+            dict(load_best_model_at_end=True, eval_strategy="steps", eval_dataset=ROWS),
+            "metric_for_best_model = 'loss' is not in an evaluation by rewards; set one of eval_reward, ",
+        ),
+        (
+            dict(eval_strategy="steps", tools=[a_tool]),
+            "is not supported with tools, environments and rollout_func",
+        ),
         (dict(generation_kwargs={"top_k": 1}), "generation_kwargs = .* is not supported"),
         (dict(sync_ref_model=True), "sync_ref_model = True is not supported"),
         (dict(packing=True), "packing = True is not supported"),

@@ -26,6 +26,8 @@ from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import linears
 from jaxtune.pallas.formats import FP8, MXFP4, FourBit
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 def assert_same(found, wanted):
     """Every tensor of two models, bit for bit."""
@@ -208,7 +210,7 @@ def test_no_room(to, tmp_path, monkeypatch):
     [
         (
             dict(to="onnx"),
-            "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, nvfp4, int8, w4a16, mxfp4, adapter, gguf",
+            "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, nvfp4, int8, w4a16, w4a8, mxfp4, adapter, gguf",
         ),
         (dict(to="merged", outtype="q8_0"), "outtype = 'q8_0' is an option of gguf; merged has none"),
         (

@@ -23,6 +23,8 @@ from jaxtune.models.files import byte_files  # noqa: E402
 from jaxtune.models.files.weights import Weights  # noqa: E402
 from tests.export.test_gguf_tokenizer import changed  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 def written(model, tmp_path, outtype="f32"):
     """(the reader of the file that was written, its keys)"""
@@ -86,7 +88,30 @@ OTHERS = {
     },
 }
 OTHERS["gemma3"] = OTHERS["gemma2"]
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OTHERS |= dict.fromkeys(
+    ("gemma4", "gemma4_experts", "gemma4_shared", "gemma4_unified"),
+    OTHERS["gemma2"]
+    | {
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_up_exps": "experts.gate_up_proj",
+        "ffn_down_exps": "experts.down_proj",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "layer_output_scale": "layer_scalar",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
+)
+TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 
 
 def expected_tensors(name, model) -> dict[str, np.ndarray]:
@@ -94,7 +119,7 @@ def expected_tensors(name, model) -> dict[str, np.ndarray]:
     config, found = model.config, {}
     for key, variable in named(model).items():
         value = np.asarray(variable.get_value(), np.float32)
-        if name.startswith("gemma") and "norm" in key:
+        if name.startswith("gemma") and not name.startswith("gemma4") and "norm" in key:
             value = value + 1
         rotates = re.search(r"\.([qk])_proj", key)
         if rotates and name in ("llama", "llama_yarn", "mistral", "mixtral", "smollm3", "granite"):
@@ -111,7 +136,7 @@ def expected_tensors(name, model) -> dict[str, np.ndarray]:
                 value = value.swapaxes(1, 2)
             suffix = ".bias" if key.endswith("_bias") else ".weight"
             stem = key.removesuffix("_bias")
-            if "gate_up_proj" in stem:
+            if "gate_up_proj" in stem and name != "gemma4_experts":
                 half = value.shape[1] // 2
                 gate, up = (value[:, 0::2], value[:, 1::2]) if name == "gpt_oss" else (value[:, :half], value[:, half:])
                 found[stem.replace("gate_up_proj", "gate_proj") + suffix] = gate
@@ -124,12 +149,15 @@ def expected_tensors(name, model) -> dict[str, np.ndarray]:
 
 
 def our_name(name: str, theirs: str) -> str:
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", theirs)
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)", theirs)
     if match is None:
         stem, suffix = theirs.rsplit(".", 1)
         return f"{TOP[stem]}.{suffix}"
     ours = (LAYER | OTHERS.get(name, {}))[match[2]]
-    return f"model.layers.{match[1]}.{ours}" + ("" if ours.endswith("sinks") else f".{match[3]}")
+    if match[3] == "scale":
+        ours = {"router.proj": "router.scale", "experts.down_proj": "router.per_expert_scale"}[ours]
+    named_so = ours.endswith(("sinks", "layer_scalar")) or match[3] == "scale"
+    return f"model.layers.{match[1]}.{ours}" + ("" if named_so else f".{match[3]}")
 
 
 # Without these llama.cpp does not load an architecture.
@@ -140,6 +168,8 @@ ALSO_REQUIRED = {
     "gemma3": {"attention.sliding_window"},
     "cohere2": {"attention.sliding_window", "logit_scale"},
     "granite": {"logit_scale"},
+    "gemma4": {f"attention.{key}" for key in ("sliding_window", "sliding_window_pattern", "key_length_swa")}
+    | {"attention.value_length_swa", "embedding_length_per_layer_input"},
 }
 
 
@@ -157,15 +187,28 @@ def test_every_tensor_and_every_key(name, tmp_path):
         np.testing.assert_array_equal(value, expected[our_name(name, key)], err_msg=key)
     config, arch = model.config, keys["general.architecture"]
     assert {key.removeprefix(f"{arch}.") for key in keys} >= REQUIRED | ALSO_REQUIRED.get(arch, set())
-    assert keys[f"{arch}.attention.head_count_kv"] == config.num_kv_heads
+    heads = {"gemma4": [2, 1, 1], "gemma4_experts": [2, 1]}.get(name, config.num_kv_heads)
+    assert keys[f"{arch}.attention.head_count_kv"] == heads
     assert keys[f"{arch}.rope.freq_base"] == config.rotary[0].theta
     epsilon = "layer_norm_epsilon" if name == "cohere2" else "layer_norm_rms_epsilon"
     assert keys[f"{arch}.attention.{epsilon}"] == np.float32(config.norm_eps)
-    assert keys[f"{arch}.attention.key_length"] == config.head_dim
+    wide = {"gemma4_unified": 48}.get(name, 64) if arch == "gemma4" else config.head_dim
+    assert keys[f"{arch}.attention.key_length"] == wide
     assert set(factors) == {
         "llama": {"rope_freqs.weight"},
         "phi3": {"rope_factors_long.weight", "rope_factors_short.weight"},
-    }.get(name, set())
+    }.get(name, {"rope_freqs.weight"} if arch == "gemma4" else set())
+    if arch == "gemma4":
+        turned = {"gemma4_unified": (6, 24)}.get(name, (8, 32))  # a quarter of the pairs of a head
+        np.testing.assert_array_equal(
+            factors["rope_freqs.weight"], np.float32([1.0] * turned[0] + [1e30] * (turned[1] - turned[0]))
+        )
+        assert keys["gemma4.attention.key_length_swa"] == keys["gemma4.rope.dimension_count_swa"] == config.head_dim
+        assert keys["gemma4.final_logit_softcapping"] == (0.0 if name == "gemma4_unified" else 5.0)
+    if name == "gemma4_shared":
+        assert keys["gemma4.attention.shared_kv_layers"] == 2
+        assert keys["gemma4.feed_forward_length"] == [96, 96, 192, 192]
+        assert keys["gemma4.attention.sliding_window_pattern"] == [True, False, True, False]
     if name == "gemma2":
         assert keys["gemma2.attn_logit_softcapping"] == 2.0 and keys["gemma2.final_logit_softcapping"] == 5.0
         assert keys["gemma2.attention.sliding_window"] == 8
@@ -226,6 +269,13 @@ def test_neighbours_of_interleaved_rows_rotate_as_halves_do():
         ("qwen2_moe", dict(mlp_only_layers=[0]), "layers of another kind"),
         ("qwen2_moe", dict(norm_topk_prob=True), "norm_topk_prob = true"),
         ("cohere2", dict(layer_types=CONFIGS["cohere2"]["layer_types"] * 2), "layer_types of layer 0: llama.cpp has"),
+        ("gemma4", dict(attention_bias=True), "biases of the attention output projections"),
+        ("gemma4_shared", dict(vocab_size_per_layer_input=160), "vocab_size_per_layer_input = 160: llama.cpp has"),
+        (
+            "gemma4_shared",
+            dict(layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"]),
+            "num_kv_shared_layers: layer 2 does not take the keys of layer 0",
+        ),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(name, changes, message):
@@ -335,12 +385,13 @@ def exported(model, path, tokenizer) -> tuple[dict, tuple[str, ...]]:
 
 
 def test_other_ends_of_turns(tmp_path, tokenizer):
-    """llama.cpp ends a text where these keys say, and knows neither token of GLM-4 by its text; to others they are no
-    ends."""
+    """llama.cpp ends a text where these keys say, and knows neither token of GLM-4 by its text, nor Gemma 4's; to
+    others they are no ends."""
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_tokens(["<|user|>", "<|observation|>"], special_tokens=True)
+    tokenizer.add_tokens(["<|user|>", "<|observation|>", "<turn|>"], special_tokens=True)
     ids = dict(zip(("eot", "eom"), tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"]), strict=True))
-    for name, wanted in (("glm4", ids), ("phi3", {})):
+    turn = {"eot": tokenizer.convert_tokens_to_ids("<turn|>")}
+    for name, wanted in (("glm4", ids), ("gemma4", turn), ("phi3", {})):
         keys, _ = exported(made(name), tmp_path / name, tokenizer)
         found = {end: keys.get(f"tokenizer.ggml.{end}_token_id") for end in ("eot", "eom")}
         assert {end: number for end, number in found.items() if number is not None} == wanted
@@ -429,6 +480,8 @@ def added(reader, name: str) -> np.ndarray:
         ("phi3", dict(r=4, use_rslora=True)),
         ("mixtral", dict(r=2, target_modules=["k_proj"], target_parameters=["gate_up_proj", "down_proj"])),
         ("gpt_oss", dict(r=2, target_modules=["v_proj"], target_parameters=["gate_up_proj"])),
+        ("gemma4_shared", dict(r=4, target_modules=["q_proj", "k_proj", "per_layer_input_gate", "down_proj"])),
+        ("gemma4_experts", dict(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])),
     ],
 )
 def test_an_adapter_adds_what_merging_adds(name, settings, tmp_path):
@@ -447,15 +500,16 @@ def test_an_adapter_adds_what_merging_adds(name, settings, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "settings", "message"),
     [
-        (None, "this model has no adapter"),
-        (dict(use_dora=True), "use_dora, which llama.cpp does not support"),
-        (dict(modules_to_save=["lm_head"]), "modules_to_save has lm_head"),
+        ("mistral", None, "this model has no adapter"),
+        ("mistral", dict(use_dora=True), "use_dora, which llama.cpp does not support"),
+        ("mistral", dict(modules_to_save=["lm_head"]), "modules_to_save has lm_head"),
+        ("gemma4_shared", dict(target_modules=["per_layer_model_projection"]), "llama.cpp ignores that adapter"),
     ],
 )
-def test_adapters_that_llama_cpp_cannot_hold(settings, message, tmp_path):
-    model = made("mistral") if settings is None else adapted_model(made("mistral"), r=2, **settings)
+def test_adapters_that_llama_cpp_cannot_hold(name, settings, message, tmp_path):
+    model = made(name) if settings is None else adapted_model(made(name), r=2, **settings)
     with pytest.raises(ValueError, match=message):
         api.export_model(model, tmp_path / "out", "gguf-adapter")
     assert not any(tmp_path.iterdir())

@@ -39,7 +39,7 @@ def run(
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests" / "models")]),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": ONE_DEVICE,
+        "XLA_FLAGS": f"{ONE_DEVICE} --xla_force_host_platform_device_count={2 if 'mesh.data=2' in rows else 1}",
     }
     command = [sys.executable, str(root / "tests" / "faults" / "kills.py"), str(folder / "recipe.yaml"), str(moment)]
     command += [number, *OVERRIDES, *rows, f"output={folder / name}"]
@@ -52,8 +52,9 @@ def weights(result: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_killed_at_random_moments(tmp_path, streamed):
+    """Rows in memory on two devices, which send each other gradients in int8, and streamed rows on one."""
     make_folder(tmp_path)
-    rows = ()
+    rows = ("mesh.data=2", "mesh.gradient_sync=int8")
     if streamed:  # in windows that end within a step, so that most kills are in the middle of one
         lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
         (tmp_path / "shards").mkdir()

@@ -75,7 +75,7 @@ def train(model, config: TrainConfig, rows: TokenDataset, held_out: TokenDataset
     parts, _ = trainer.engine.load_step(0)
     first = trainer.engine.at(programs, 0)
     sums = trainer.engine.accumulate(first, sums, state, frozen, parts)
-    sums = jax.jit(trainer.program.total)(sums, state.trainable)
+    sums = jax.jit(trainer.program.total)(sums, state)[0]
     scale = 1.0 / (np.float32(sums.count) * np.float32(state.loss_scale))
     gradients = jax.tree.map(lambda g: jnp.asarray(np.asarray(g, np.float32) * scale), sums.gradients)
     gradients = saved_tensors(nnx.merge(trainer.model.graph, gradients, frozen))

@@ -30,6 +30,13 @@ CASES = {
     | dict(num_key_value_heads=8),
     "gpt_oss": dict(hidden_size=320, vocab_size=128),  # no rows of whole blocks
     "gemma2": dict(hidden_size=256, intermediate_size=512, vocab_size=128),
+    # Values that are keys, so that not every layer has a v; shared keys and embeddings of each layer; experts.
+    "gemma4": dict(hidden_size=256, intermediate_size=512, vocab_size=128, num_hidden_layers=9)
+    | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 3),
+    "gemma4_shared": dict(hidden_size=256, intermediate_size=512, vocab_size=128, num_hidden_layers=10)
+    | dict(layer_types=["sliding_attention", "full_attention"] * 5, num_kv_shared_layers=4),
+    "gemma4_experts": dict(hidden_size=256, intermediate_size=512, vocab_size=128, moe_intermediate_size=256)
+    | dict(num_experts=16),
 }
 
 

@@ -20,6 +20,7 @@ from tiny_models import adapted_model, golden_model, named, tiny_model
 from jaxtune import get_peft_model, load_adapter, merge_adapter, save_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.files.quant import dequantize, is_quantized, quantize
+from jaxtune.models.files.shards import read_header
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import experts, linears
 from jaxtune.models.placement import transfers
@@ -198,22 +199,25 @@ def four_bit_model(name, layers: int, **changes):
 
 @pytest.mark.parametrize(
     ("name", "size", "nested"),
-    [("mixtral", 96, False), ("qwen3_moe", 256, True)],  # experts' sizes: 96 x 64 is no whole group of 256 blocks
+    # experts' sizes: 96 x 64 is no whole group of 256 blocks
+    [("mixtral", 96, False), ("qwen3_moe", 256, True), ("gemma4_experts", 256, True)],
 )
 def test_four_bit_experts_are_saved_as_linears_and_load_again(tmp_path, name, size, nested):
     """What is saved is what bitsandbytes makes of each expert's matrix; it loads as the same numbers."""
     key = "intermediate_size" if name == "mixtral" else "moe_intermediate_size"
-    model = four_bit_model(name, 1, **{key: size})
+    model = four_bit_model(name, 2 if name == "gemma4_experts" else 1, **{key: size})
     with pytest.warns(UserWarning, match="transformers 5 does not"):
         save_pretrained(model, tmp_path / "out")
     stored = load_file(tmp_path / "out" / FILE)
-    module, matrix = ("block_sparse_moe", "w3") if name == "mixtral" else ("mlp", "up_proj")
-    prefix = f"model.layers.0.{module}.experts.2.{matrix}.weight"
+    module, matrix = ("block_sparse_moe.experts", "w3") if name == "mixtral" else ("mlp.experts", "up_proj")
+    module = "experts" if name == "gemma4_experts" else module
+    prefix = f"model.layers.0.{module}.2.{matrix}.weight"
     assert stored[prefix].shape == (size * 64 // 2, 1)
     assert (f"{prefix}.nested_absmax" in stored) == nested
     assert json.loads(stored[f"{prefix}.quant_state.bitsandbytes__nf4"].tobytes())["shape"] == [size, 64]
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert f"model.layers.0.{module}.gate" in config["llm_int8_skip_modules"]
+    router = "router.proj" if name == "gemma4_experts" else module.replace("experts", "gate")
+    assert f"model.layers.0.{router}" in config["llm_int8_skip_modules"]
     again, _ = from_pretrained(tmp_path / "out", dtype="float32")
     for (where, one), (_, other) in zip(experts(model), experts(again), strict=True):
         one, other = one.stored_weight, other.stored_weight
@@ -225,6 +229,24 @@ def test_four_bit_experts_are_saved_as_linears_and_load_again(tmp_path, name, si
             save_pretrained(again, tmp_path / "twice")
         for tensor, value in load_file(tmp_path / "twice" / FILE).items():
             np.testing.assert_array_equal(value, stored[tensor], err_msg=tensor)
+
+
+def test_experts_of_gemma_4_in_fp8_are_saved_as_linears(tmp_path):
+    """One linear for each expert and matrix; what is not quantised stays one tensor, as transformers has it."""
+    model = model_from_config(CONFIGS["gemma4_experts"], jax.random.key(0))
+    save_pretrained(model, tmp_path / "plain")
+    assert "model.layers.0.experts.gate_up_proj" in load_file(tmp_path / "plain" / FILE)
+    packed = quantize(model, "fp8")
+    save_pretrained(packed, tmp_path / "out")
+    stored = read_header(tmp_path / "out" / FILE)
+    kinds = {stored[f"model.layers.0.{name}.weight"].dtype for name in ("mlp.down_proj", "experts.7.up_proj")}
+    assert kinds == {"F8_E4M3"} and stored["model.layers.0.router.proj.weight"].dtype == "F32"
+    assert not any(key.endswith(("gate_up_proj", "router.proj.weight_scale")) for key in stored)
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "model.layers.0.router.proj" in ignored
+    again, _ = from_pretrained(tmp_path / "out", dtype="float32")
+    for (where, one), (_, other) in zip(experts(packed), experts(again), strict=True):
+        np.testing.assert_array_equal(one.stored_weight.decode(), other.stored_weight.decode(), err_msg=where)
 
 
 def test_four_bit_experts_as_the_hub_has_them(tmp_path):

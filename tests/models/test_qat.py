@@ -13,7 +13,7 @@ from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models.adapters.merge import merge_adapter
-from jaxtune.models.config import LayerSpec, MoEConfig
+from jaxtune.models.config import LayerSpec
 from jaxtune.models.fake_quant import FakeQuant, int4
 from jaxtune.models.files.quant import (
     convert_qat,
@@ -148,11 +148,6 @@ def test_what_cannot_be_prepared_converted_or_saved(tmp_path):
         prepare_qat(model_of(), "int3")
     with pytest.raises(ValueError, match="group_size 48: int4 has groups of 32, 64 or 128"):
         prepare_qat(model_of(), group_size=48)
-    for setting in (dict(use_dora=True), dict(lora_dropout=0.1)):
-        with pytest.raises(ValueError, match=f"q_proj has {next(iter(setting))}, but it is the merged weight"):
-            prepare_qat(adapted_model(model_of(), r=2, **setting), group_size=32)
-    with pytest.raises(ValueError, match=r"qat: model.layers.0.mlp.experts.gate_up_proj: .* set qat=null for llama"):
-        prepare_qat(tiny_model(moe=MoEConfig(4, 2, 32), **SIZES), group_size=32)
     with pytest.raises(ValueError, match="is not prepared for QAT"):
         convert_qat(model_of())
     prepared = prepare_qat(model_of(), group_size=32)

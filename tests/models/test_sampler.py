@@ -14,7 +14,9 @@ from tiny_models import adapted_model, golden_model, tiny_model
 from jaxtune import Decoder, Sampler, generate
 from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.files.quant import quantize
+from jaxtune.models.generation.decoded import with_rounded_adapters
 from jaxtune.models.generation.divided import DividedSampler, copy_on, devices_of
+from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.slot_plan import plan_slots, room_bytes
 from jaxtune.models.lora import linears as linears_of
@@ -312,6 +314,28 @@ def test_other_weights_of_the_same_structure(model):
     assert before == generate(adapted, prompts, 8) != after == generate(trained, prompts, 8)
     with pytest.raises(ValueError, match="another structure"):
         sampler.update(model)
+
+
+@pytest.mark.usefixtures("compiled_in_full")
+def test_adapters_are_rounded_once_as_products_round_them():
+    tokens = np.arange(24, dtype=np.int32)[None]
+    for settings, rounded_dtype in ({"use_rslora": True}, "bfloat16"), ({"use_dora": True}, "float32"):
+        model = adapted_model(tiny_model("bfloat16"), r=4, target_modules=["q_proj", "up_proj"], **settings)
+        rounded = with_rounded_adapters(model)
+        np.testing.assert_array_equal(rounded(tokens), model(tokens))
+        for dtype, own in (("float32", model), (rounded_dtype, rounded)):
+            loras = [linear.lora for _, linear in linears_of(own) if linear.lora is not None]
+            assert {str(side[...].dtype) for lora in loras for side in (lora.a, lora.b)} == {dtype}
+
+
+def test_what_an_adapter_of_some_matrices_samples_is_what_it_trains():
+    """The adapter's products are then part of some of a step's kernels."""
+    model = tiny_model(initializer_range=0.5)
+    model = adapted_model(model, r=4, use_rslora=True, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
+    prompts = prompts_of(48)
+    rows = list(Sampler(model, slots=4, length=64).run(prompts, 8, eos_token_ids=()))
+    trained = training_logprobs(model, prompts, [row.ids for row in rows], 8)
+    np.testing.assert_allclose([row.logprobs for row in rows], trained, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

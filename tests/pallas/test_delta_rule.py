@@ -22,6 +22,7 @@ from jaxtune.pallas.delta_rule import (
     short_convolution_step,
 )
 from jaxtune.pallas.delta_rule.chunked import CHUNK, unit_lower_inverse
+from tests.passes import LONG_SCAN
 
 OTHERS = ["chunked"]  # in float32
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 16
@@ -62,7 +63,7 @@ def draw(count: int, length: int, dtype=jnp.float32, seed: int = 0, dims=(KEY_DI
     return *(x.astype(dtype) for x in (query, key, value)), decay, beta
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=LONG_SCAN)
 def value_and_gradients(name, arrays, ids):
     layout = packed_layout(ids.shape, ids)
 

@@ -11,12 +11,15 @@ import safetensors.torch
 import torch
 import transformers
 from compressed_tensors.compressors import PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from llama_cpp_models import made
 from tiny_models import adapted_model
 
 import jaxtune
 from jaxtune import cli
+from jaxtune.models.fake_quant import ROUNDINGS
 from jaxtune.models.files.quant import convert_qat, prepare_qat
 from jaxtune.models.lora import linears
 
@@ -51,6 +54,30 @@ def test_eight_bits_and_mxfp4(tmp_path, to, name):
         (tmp_path / "out/config.json").write_text(json.dumps(config))
     ours, _ = jaxtune.from_pretrained(tmp_path / "out", dtype="float32")
     same_in_transformers(tmp_path / "out", ours, model)
+
+
+def test_w4a8_is_read_by_compressed_tensors(tmp_path):
+    """The numbers that training saw, with activations that it rounds as training did."""
+    model = made("qwen2", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    trained = prepare_qat(model, "int8-int4", 32)
+    jaxtune.export_model(convert_qat(trained), tmp_path / "out", to="w4a8")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens = np.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(tokens)).logits.numpy()
+    want = np.asarray(trained(jnp.asarray(tokens)))
+    plain = np.asarray(convert_qat(trained)(jnp.asarray(tokens)))
+    assert abs(logits - want).max() < 0.2 * abs(plain - want).max()  # near ties of sums may round apart
+
+
+@pytest.mark.parametrize("name", ["int8-int4", "fp8"])
+def test_qat_rounds_activations_as_compressed_tensors_does(name):
+    kind = "float" if name == "fp8" else "int"
+    args = QuantizationArgs(num_bits=8, type=kind, strategy="token", dynamic=True, symmetric=True)
+    x = np.random.default_rng(0).standard_normal((2, 9, 64)).astype(np.float32) * 3
+    scale, zero = compute_dynamic_scales_and_zp(torch.from_numpy(x), args, None)
+    theirs = fake_quantize(torch.from_numpy(x), scale, zero, args).numpy()
+    np.testing.assert_array_equal(ROUNDINGS[name].activations(jnp.asarray(x)), theirs)
 
 
 def decompressed(folder) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ from tiny_models import shaken
 
 import jaxtune
 from jaxtune.models.hf import from_pretrained, save_pretrained
+from jaxtune.models.lora import linears
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOLERANCE = 1e-4
@@ -87,6 +88,8 @@ OURS = {
         ),
     ),
     "values_are_keys": ("gemma4", dict(r=4)),
+    # The last layers have no k_proj and v_proj; the linears of each layer's embeddings are adapted.
+    "shared_keys": ("gemma4_shared", dict(r=4)),
     # Every linear, which is PEFT's answer: the router's is one.
     "router": ("gemma4_experts", dict(r=4, target_parameters=["experts.gate_up_proj", "experts.down_proj"])),
     "saved_tied": ("gemma3", dict(r=2, modules_to_save=["lm_head"])),
@@ -135,11 +138,16 @@ def test_base_with_a_vision_tower(tmp_path, whole, text, settings):
     towers = {
         "gemma3": _TOWER | {"model_type": "siglip_vision_model"},
         "mistral3": _TOWER | {"model_type": "pixtral"},
-        "gemma4": _TOWER | {"model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2},
+        "gemma4": _TOWER
+        | {"model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2, "use_clipped_linears": True},
         "gemma4_unified": {"model_type": "gemma4_unified_vision", "mm_embed_dim": 16, "mm_posemb_size": 8},
     }
     tower = towers[whole]
     parts = dict(text_config=inner, vision_config=tower, tie_word_embeddings=inner["tie_word_embeddings"])
+    if whole == "gemma4":  # whose linears clip, with bounds that are tensors of the file
+        parts["audio_config"] = dict(
+            model_type="gemma4_audio", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, output_proj_dims=24
+        ) | dict(subsampling_conv_channels=[8, 8])
     hf = transformers.AutoConfig.for_model(whole, image_token_index=100, **parts)
     torch.manual_seed(0)
     transformers.AutoModelForImageTextToText.from_config(hf).save_pretrained(tmp_path / "base")
@@ -168,13 +176,22 @@ def test_base_with_a_vision_tower(tmp_path, whole, text, settings):
     np.testing.assert_allclose(got, reference.logits(made, tokens), atol=TOLERANCE, rtol=0)
 
     if whole.startswith("gemma4"):  # younger than that; its towers are carried through a save
-        jaxtune.save_pretrained(plain, tmp_path / "again")
-        again, info = transformers.AutoModelForImageTextToText.from_pretrained(
-            tmp_path / "again", dtype=torch.float32, output_loading_info=True
-        )
-        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        for key, value in base().state_dict().items():
-            assert torch.equal(again.state_dict()[key], value), key
+        kept = base().state_dict()
+        assert whole != "gemma4" or {"vision", "audio"} <= {
+            key.split(".")[1].removesuffix("_tower") for key in kept if key.endswith("q_proj.output_max")
+        }
+        changed = {f"{name}.weight" for name, linear in linears(model) if linear.lora}
+        for one in (plain, jaxtune.merge_adapter(model)):
+            folder = tmp_path / ("again" if one is plain else "merged")
+            jaxtune.save_pretrained(one, folder)
+            again, info = transformers.AutoModelForImageTextToText.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True
+            )
+            assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+            for key, value in kept.items():
+                if one is plain or key.replace("model.language_model.", "model.") not in changed:
+                    assert torch.equal(again.state_dict()[key], value), key
+        np.testing.assert_allclose(reference.logits(again, tokens), expected, atol=TOLERANCE, rtol=0)
         return
     file = tmp_path / "theirs" / "adapter_model.safetensors"  # as made with transformers 4.51, which PEFT still loads
     names = {key: key.replace(".model.language_model.", ".language_model.model.") for key in load_file(file)}

@@ -17,6 +17,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.delta_rule import gated_delta_rule
 from jaxtune.pallas.delta_rule.triton import DIM
+from tests.passes import LONG_SCAN
 
 # Documents by length, a negative one is padding: borders inside and at the edges of chunks, of one token, one alone in
 # a chunk's last place, one over several chunks; a row of no whole number of chunks.
@@ -31,11 +32,17 @@ CASES = {
 
 
 def outputs(implementation, arrays, dout, ids):
-    def run(*arrays):
+    """The output and the gradients of the arrays. Triton's interpreter needs numbers, so its calls are not traced."""
+
+    def rule(*arrays):
         return gated_delta_rule(*arrays, packed_layout(ids.shape, jnp.asarray(ids)), implementation=implementation)
 
-    out, pull = jax.vjp(run, *arrays)
-    return [np.asarray(x, np.float64) for x in (out, *pull(dout.astype(out.dtype)))]
+    def run(arrays, dout):
+        out, pull = jax.vjp(rule, *arrays)
+        return out, *pull(dout.astype(out.dtype))
+
+    run = jax.jit(run, compiler_options=LONG_SCAN) if implementation == "reference" else run
+    return [np.asarray(x, np.float64) for x in run(arrays, dout)]
 
 
 @pytest.mark.parametrize(

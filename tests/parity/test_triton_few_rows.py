@@ -3,6 +3,8 @@ does not round to bfloat16 as a GPU does."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.few_rows import added_norm, gated_product, placed, products, reference
+from jaxtune.pallas.quant_matmul import LoraWeights
 
 HOPPER = (9, 0)
 
@@ -46,7 +49,60 @@ def test_a_gated_product(activation):
     near(got, reference.gated_product(x, gate, up, activation))
 
 
+def adapter(out: int, size: int, rank: int, scale: float, seed: int) -> LoraWeights:
+    return LoraWeights(
+        normal(rank, size, seed=seed, scale=0.03), normal(out, rank, seed=seed + 1, scale=0.3), scale=scale
+    )
+
+
+def wide(tree):
+    return jax.tree.map(lambda array: array.astype(jnp.float32), tree)
+
+
+@pytest.mark.parametrize("rows", [5, 33])
+def test_adapters_are_part_of_the_products(rows):
+    """Of several ranks and scales, and one weight has none; the sums are those of merged weights."""
+    x = normal(rows, 2048)
+    weights = [normal(size, 2048, seed=i + 1, scale=0.05) for i, size in enumerate((128, 64, 192))]
+    loras = [adapter(128, 2048, 8, 2.0, 10), None, adapter(192, 2048, 20, 0.7, 20)]
+    with interpreted(HOPPER):
+        parts = products(x, weights, loras)
+    assert dispatch.record["products"][0] == "triton"
+    assert parts.shape == (8, rows, 384) and parts.dtype == jnp.float32
+    near(parts.sum(0), reference.products(wide(x), wide(weights), wide(loras))[0], 5e-4)
+    merged = [
+        weight if lora is None else weight + lora.scale * lora.b @ lora.a
+        for weight, lora in zip(wide(weights), wide(loras), strict=True)
+    ]
+    near(parts.sum(0), reference.products(wide(x), merged)[0], 5e-4)
+    plain = reference.products(wide(x), wide(weights))[0]
+    assert np.linalg.norm(parts.sum(0) - plain) > 0.1 * np.linalg.norm(plain)
+
+
+@pytest.mark.parametrize("which", [(True, True), (False, True), (True, False)])
+def test_a_gated_product_with_adapters(which):
+    x, gate, up = normal(5, 256), *(normal(128, 256, seed=i, scale=0.1) for i in (1, 2))
+    loras = [adapter(128, 256, rank, 1.5, 30 + rank) if has else None for has, rank in zip(which, (16, 4), strict=True)]
+    with interpreted(HOPPER):
+        got = gated_product(x, gate, up, "silu", loras)
+    assert dispatch.record["gated_product"][0] == "triton"
+    near(got, reference.gated_product(wide(x), wide(gate), wide(up), "silu", wide(loras)))
+    assert np.linalg.norm(got - reference.gated_product(x, gate, up, "silu")) > 0.1 * np.linalg.norm(got)
+
+
+def test_a_row_with_an_adapter_has_the_same_bits_beside_others():
+    x, weight, lora = normal(16, 512), normal(64, 512, seed=1), adapter(64, 512, 16, 2.0, 2)
+    with interpreted(HOPPER):
+        whole, alone = products(x, [weight], [lora]), products(x.at[1:].set(7.0), [weight], [lora])
+    np.testing.assert_array_equal(whole[:, 0], alone[:, 0])
+
+
 def test_a_call_that_no_kernel_supports_says_why():
+    lora = adapter(64, 256, 65, 1.0, 1)
+    with interpreted(HOPPER), pytest.raises(ValueError, match="adapters of rank 65; up to 64"):
+        products(normal(5, 256), [normal(64, 256)], [lora], implementation="triton")
+    with pytest.raises(ValueError, match=r"loras.0. has a row_scale .DoRA.: use quant_matmul"):
+        products(normal(5, 256), [normal(64, 256)], [dataclasses.replace(lora, row_scale=jnp.ones(64))])
     with interpreted(HOPPER), pytest.raises(ValueError, match="weights .100, 256.; multiples of 64 rows and 128 col"):
         products(normal(5, 256), [normal(100, 256)], implementation="triton")
     with interpreted(HOPPER), pytest.raises(ValueError, match="200 rows; from 2 to 128"):

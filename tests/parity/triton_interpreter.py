@@ -34,7 +34,9 @@ def _call(kernel, arguments, out_types, grid, *, warps, stages, contract=True, a
     outputs = [_to_torch(np.full(t.shape, np.nan, t.dtype)) for t in out_types]
     for argument, output in (aliases or {}).items():
         outputs[output] = _to_torch(arguments[argument])
-    kernel[(*grid, *(1,) * (3 - len(grid)))](*map(_to_torch, arguments), *outputs, **constants)
+    names = [name for name in kernel.arg_names if name not in constants]
+    arrays = dict(zip(names, (*map(_to_torch, arguments), *outputs), strict=True))
+    kernel[(*grid, *(1,) * (3 - len(grid)))](**arrays, **constants)
     return [_to_jax(tensor) for tensor in outputs]
 
 

@@ -129,10 +129,14 @@ def learning(folder):
 
 def test_learning_from_rewards_is_evaluated_by_answers_alone(folder, learning):
     tokenizer = make_tokenizer()
-    config = dataclasses.replace(learning, steps=2)
+    rewards = dataclasses.replace(learning.objective, reward_weights=(0.5,))
+    best = dataclasses.replace(learning.checkpoint, best="eval_reward")
+    often = dataclasses.replace(learning.evaluation, generate=("rewards",))
+    config = dataclasses.replace(learning, steps=2, objective=rewards, evaluation=often, checkpoint=best)
     Trainer(a_model(tokenizer), tokenizer, config).train()
     found = evaluations(folder)
     assert [line["step"] for line in found] == [0, 2] and "eval_loss" not in found[0]
+    assert all(line["eval_reward"] == pytest.approx(0.5 * line["eval_answers/even"]) for line in found)
     # An evaluation that a kill has cut off is made when the same command runs again; one that is there is not.
     file = folder / "run" / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)

@@ -6,7 +6,6 @@ gradients themselves, tensor by tensor, and weights after SGD.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import shutil
@@ -35,7 +34,8 @@ from jaxtune.train.objectives.kto import KTO
 from jaxtune.train.objectives.preference import DPO, ORPO
 from jaxtune.train.objectives.reward import Reward
 from jaxtune.train.program.loss import declared_losses
-from jaxtune.train.program.step import StepProgram, trainable_names
+from jaxtune.train.program.step import StepProgram
+from jaxtune.train.program.tensors import trainable_names
 from jaxtune.train.trainer import Trainer
 from tests.train.test_preference import pairs
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
@@ -207,7 +207,7 @@ def run(name: str, mesh: tuple[int, ...]) -> Done:
             for index, batch in enumerate(parts):
                 sums = accumulate(sums, state, frozen, batch, jnp.int32(index))
             if not gradients:
-                gradients = named(jax.jit(program.total)(sums, state.trainable).gradients)
+                gradients = named(jax.jit(program.total)(sums, state)[0].gradients)
             state, sums, found = update(state, sums)
             metrics.append(jax.tree.map(np.asarray, found))
     return Done(gradients, named(state.trainable), metrics, evaluated)
@@ -261,7 +261,7 @@ def test_an_axis_of_the_mesh_is_its_declaration(monkeypatch):
 
 
 def test_the_config_has_a_key_for_each_axis():
-    assert [field.name for field in dataclasses.fields(MeshConfig)] == [axis.name for axis in partition.AXES]
+    assert list(MeshConfig().axes) == [axis.name for axis in partition.AXES]
 
 
 def test_devices_have_different_numbers_of_targets():

@@ -14,7 +14,7 @@ from flax import nnx
 from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
-from jaxtune.models.files.quant import quantize
+from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.generation.slot_plan import slots_for
 from jaxtune.models.lora import get_peft_model, without_adapter
 from jaxtune.train.callbacks import Callback
@@ -212,6 +212,7 @@ KINDS = {
     "delta nets": lambda: golden_model("qwen3_5"),
     "nf4": lambda: quantize(tiny_model(hidden_size=64, intermediate_size=64, head_dim=32), "nf4"),
     "fp8": lambda: quantize(tiny_model(hidden_size=64, intermediate_size=64, head_dim=32), "fp8"),
+    "fp8 products": lambda: compute_in_fp8(KINDS["fp8"]()),
 }
 
 

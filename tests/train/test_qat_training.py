@@ -11,7 +11,7 @@ from flax import nnx
 from tiny_models import tiny_model
 
 from jaxtune.models.adapters.merge import merge_adapter
-from jaxtune.models.config import LayerSpec
+from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.lora import get_peft_model, linears
@@ -19,6 +19,7 @@ from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    MeshConfig,
     QatConfig,
 )
 from jaxtune.train.config.file import config_from_dict, config_to_dict
@@ -125,6 +126,31 @@ def test_full_fine_tuning_gives_weights_on_the_grid(tmp_path):
     again = trainer_of(tmp_path / "again", trained, qat=None, precision="bf16").evaluate()["eval_loss"]
     assert again == pytest.approx(eval_losses(trainer)[STEPS], abs=1e-3)  # embeddings and norms lose digits
     assert losses(trainer)[-1] < losses(trainer)[0]
+
+
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_rounded_activations_are_resumed_and_divided(tmp_path, of_experts):
+    """With dropout and DoRA, or with experts: a resume gives equal bits, and two devices that divide the weights give
+    the losses of one until an activation between two codes is rounded apart."""
+
+    def trainer(output, **changes):
+        more = dict(moe=MoEConfig(4, 2, 32)) if of_experts else {}
+        base = tiny_model("float32", hidden_size=32, intermediate_size=64, layers=(LayerSpec(),), **more)
+        which = (
+            dict(target_parameters=["experts.gate_up_proj"]) if of_experts else dict(lora_dropout=0.1, use_dora=True)
+        )
+        return trainer_of(output, get_peft_model(base, r=4, **which), QatConfig("int8-int4", 32, 1), **changes)
+
+    one = trainer(tmp_path / "one")
+    trained = one.train()
+    shutil.copytree(tmp_path / "one", tmp_path / "again")
+    for folder in (tmp_path / "again" / "checkpoints").glob("step_*"):
+        if int(folder.name[5:]) > START:
+            shutil.rmtree(folder)
+    same(trainer(tmp_path / "again").train(), trained)
+    divided = trainer(tmp_path / "divided", mesh=MeshConfig(fsdp=2))
+    divided.train()
+    np.testing.assert_allclose(losses(divided), losses(one), rtol=2e-3)
 
 
 def test_the_config_says_it_briefly_and_refuses(tmp_path):

@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec
+from jaxtune.pallas.rounding import random_bits, stochastic_round
 from jaxtune.train.config import AdapterConfig, CheckpointConfig, ConfigError, OptimConfig
 from jaxtune.train.optimizer.optim import weight_storage
-from jaxtune.train.optimizer.rounding import _random_bits, stochastic_round
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 
@@ -42,7 +42,7 @@ def test_bits_are_their_definition():
     with np.errstate(over="ignore"):
         hashed = mixed(place ^ np.uint32(SEED[0])) + np.uint32(stream * 0x9E3779B9 % 2**32)
         wanted = mixed(hashed ^ np.uint32(SEED[1])) >> np.uint32(16)
-    np.testing.assert_array_equal(_random_bits(shape, SEED, stream).reshape(-1), wanted)
+    np.testing.assert_array_equal(random_bits(shape, SEED, stream).reshape(-1), wanted)
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     below, above = neighbours(x)
     up = (x.view(np.uint32) & 0xFFFF).reshape(-1) + wanted >= 0x10000
@@ -80,7 +80,7 @@ def test_bits_of_places_steps_and_tensors_are_independent():
     count = 1 << 18
     other = jax.random.key_data(jax.random.fold_in(jax.random.key(0), 1))
     draws = [
-        np.asarray(_random_bits((count,), seed, stream)).astype(np.int64)
+        np.asarray(random_bits((count,), seed, stream)).astype(np.int64)
         for seed, stream in [(SEED, 0), (SEED, 1), (SEED + jnp.uint32(1), 0), (other, 0)]
     ]
     bound = 5 / np.sqrt(count)

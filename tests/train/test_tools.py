@@ -149,6 +149,14 @@ class Game:
             "4",
             [],
         ),
+        (
+            tool_formats.parse_gemma,
+            '<|channel>thought\nI need f.\n<channel|>So: <|tool_call>call:f{a:7,b:{c:[1.5,true,null],d:<|"|>x, {y}: '
+            '"z"<|"|>},e:<|"|><|"|>}<tool_call|><|tool_call>call:g{}',
+            "So:",
+            [Call("f", {"a": 7, "b": {"c": [1.5, True, None], "d": 'x, {y}: "z"'}, "e": ""}), Call("g", {})],
+        ),
+        (tool_formats.parse_gemma, "<|channel>thought\nx\n<channel|>It is {4}.", "It is {4}.", []),
     ],
 )
 def test_calls_are_parsed_in_the_form_of_each_kind_of_template(parse, text, content, calls):
@@ -163,6 +171,12 @@ def test_a_malformed_call_is_a_text():
         assert form.parsed(ids, {}) == ({"role": "assistant", "content": text}, [])
     message, calls = form.parsed(form._ids('<tool_call>{"name": "f", "arguments": {}}</tool_call>'), {})
     assert calls == [Call("f", {})] and message["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
+@pytest.mark.parametrize("call", ["f", "call:f{a:}", "call:f{a:1", "call:f{a:b}", "call:f{a:<1>}", "call:f(1)"])
+def test_a_malformed_call_of_gemma(call):
+    with pytest.raises(ValueError):
+        tool_formats.parse_gemma(f"<|tool_call>{call}<tool_call|>", {})
 
 
 @pytest.mark.parametrize("name", ["qwen-2.5", "qwen-3", "qwen-3-instruct"])

@@ -234,11 +234,15 @@ def test_a_finished_run_is_complete(run, capsys):
         (dict(steps=20), "steps = 20: the last checkpoint is of step 24; give it as many or more"),
         (dict(seed=1), r"config\.seed: saved 0, now 1"),
         (dict(precision="bf16"), r"config\.precision: saved 'fp32', now 'bf16'"),
+        (
+            dict(precision={"*": "fp32", "lm_head": "bf16"}),
+            r"config\.precision\.lm_head: saved '\(absent\)', now 'bf16'",
+        ),
         (dict(train=dataset(TRAIN[:-1])), r"data\.tokens_crc32: saved"),
         (dict(model=lora_model(layers=2, r=2)), r"trainable\..*lora\.a: saved \[\[4, 16\]"),
         (dict(checkpoint=CheckpointConfig(resume="never")), "holds checkpoints and checkpoint.resume is never"),
     ],
-    ids=["learning rate", "optimizer", "steps", "seed", "precision", "rows", "adapter", "never"],
+    ids=["learning rate", "optimizer", "steps", "seed", "precision", "map", "rows", "adapter", "never"],
 )
 def test_another_run_is_refused_with_the_difference(run, changes, message):
     before = (run.trainer.output / "config.yaml").read_text()
@@ -395,8 +399,10 @@ def test_full_fine_tuning_is_the_same_step(tmp_path):
     assert trained.base_fingerprint is None and model.base_fingerprint == "0" * 64
 
 
-def test_fp16_scales_the_loss_and_trains(tmp_path):
-    trainer = Trainer(lora_model(), None, make_config(tmp_path, precision="fp16", steps=12), dataset(TRAIN))
+@pytest.mark.parametrize("words", [{}, {"lm_head": "fp32", "norms": "fp32", "layers.0.*.v_proj": "fp32"}])
+def test_fp16_scales_the_loss_and_trains(tmp_path, words):
+    config = make_config(tmp_path, precision={**words, "*": "fp16"}, steps=12)
+    trainer = Trainer(lora_model(), None, config, dataset(TRAIN))
     trainer.train()
     lines = trainer.history
     assert all(line["loss_scale"] >= 1 for line in lines)

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtune.models.components import set_compute
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec, round_to_grid
 from jaxtune.models.files.weights import Weights, tensors_of
-from jaxtune.models.layers.experts import ExpertLinear
+from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Frozen, Linear, merged_weight, row_norm, trained
 from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.placement import partition
@@ -87,20 +88,22 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
     return stored, jnp.isfinite(wide).all(), error
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _merge_experts(weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool):
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _merge_experts(
+    weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool, fake_quant: FakeQuant | None
+):
     """Merges the adapters of an experts' matrix into the weight of each expert, and compares products, each as
     `_merge_and_check` does: (merged weights, whether all are finite, the largest error over the error allowed).
 
     weight: [E, out, in], or [E, in, out] if `transposed`, decoded; the merged weights have its shape and dtype. lora:
-    the adapters. probe: float32[rows, in], random.
+    the adapters. probe: float32[rows, in], random. fake_quant: the grid to which merged weights are rounded, or None.
     """
 
     def one(expert):
         weight, a, b = expert
         weight = weight.T if transposed else weight
         lora_of = LoraWeights(a, b, None, lora.scale)
-        stored, finite, error = _merge_and_check(weight, lora_of, probe, weight.dtype, fake_quant=None)
+        stored, finite, error = _merge_and_check(weight, lora_of, probe, weight.dtype, fake_quant)
         return stored.T if transposed else stored, finite, error
 
     stored, finite, errors = jax.lax.map(one, (weight, lora.a, lora.b))
@@ -131,7 +134,9 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
     probe = jax.random.normal(jax.random.key(index), (8, linear.sizes[-1]), jnp.float32)
     assert linear.lora is not None
     if isinstance(linear, ExpertLinear):
-        stored, finite, error = _merge_experts(weight, linear.lora.weights(), probe, linear.transposed)
+        stored, finite, error = _merge_experts(
+            weight, linear.lora.weights(), probe, linear.transposed, linear.fake_quant
+        )
     else:
         stored, finite, error = _merge_and_check(
             weight, linear.lora.weights(weight), probe, dtype=weight.dtype, fake_quant=linear.fake_quant
@@ -164,8 +169,8 @@ def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
     """The weight of a matrix without an adapter (`linear`), as the merged model has it: decoded to `dtype` if it is
     quantised, and rounded to its grid in a model that is prepared for QAT."""
     weight = dense(linear.stored_weight, dtype)
-    spec = linear.fake_quant if isinstance(linear, Linear) else None
-    return weight if spec is None else round_to_grid(weight, spec)
+    transposed = isinstance(linear, ExpertLinear) and linear.transposed
+    return weight if linear.fake_quant is None else round_to_grid(weight, linear.fake_quant, transposed)
 
 
 def merged_weights(model: Decoder) -> Weights:
@@ -182,14 +187,13 @@ def merged_weights(model: Decoder) -> Weights:
     if not has_adapter(model):
         raise ValueError("merge_adapter: this model has no adapter")
     merged = copy_structure(model)
-    # The norms are never trained whole beside an adapter, so they still have the dtype of the base.
-    dtype = model.norm.weight.get_value().dtype
+    dtype = model.weight_dtype
     makers: dict[int, Callable[[], jax.Array]] = {}  # by the identity of the merged model's variable
     views: dict[int, _Merged] = {}
     changed = 0
     for index, ((name, own), (_, linear)) in enumerate(zip(matrices(model), matrices(merged), strict=True)):
         given = own.stored_weight
-        rounded = isinstance(own, Linear) and own.fake_quant is not None
+        rounded = own.fake_quant is not None
         changed += own.lora is not None or isinstance(given, Stored)
         if own.lora is not None:
             make = functools.partial(_merged_matrix, name, own, index, model.dtype, dtype)
@@ -200,8 +204,7 @@ def merged_weights(model: Decoder) -> Weights:
         form = jax.ShapeDtypeStruct(given.shape, model.dtype if isinstance(given, Stored) else given.dtype)
         linear.weight = trained(linear.weight, form)
         linear.lora = nnx.data(None)
-        if isinstance(linear, Linear):
-            linear.fake_quant = None
+        linear.fake_quant = None
         makers[id(linear.weight)], views[id(linear.weight)] = make, _Merged.of(own, model.dtype)
     for module in (merged.embedding, merged.head):
         if module is not None and isinstance(module.weight, nnx.Param):
@@ -319,7 +322,7 @@ class _Merged(Stored):
             0.0 if lora is None else lora.scale,
             tuple(weight.shape),
             dtype if isinstance(weight, Stored) else weight.dtype.name,
-            linear.fake_quant if isinstance(linear, Linear) else None,
+            linear.fake_quant,
             isinstance(linear, ExpertLinear) and linear.transposed,
         )
 
@@ -349,7 +352,7 @@ class _Merged(Stored):
                 wide = merged_weight(weight, LoraWeights(self.a, self.b, scaled, self.scale))
                 stored = (wide if self.fake_quant is None else self.fake_quant.round(wide)).astype(self.dtype_name)
         else:
-            stored = weight if self.fake_quant is None else self.fake_quant.round(weight).astype(self.dtype_name)
+            stored = weight if self.fake_quant is None else round_to_grid(weight, self.fake_quant, self.transposed)
         # Otherwise XLA may leave out the rounding, and the compared values would not be the stored ones.
         return jax.lax.optimization_barrier(stored).astype(dtype or self.dtype_name)
 
@@ -357,7 +360,8 @@ class _Merged(Stored):
         """Merges one expert's adapter: its weight plus scale b a, in the dtype that the merged weight is stored in.
         weight: [out, in], or [in, out] if `transposed`, which the result is too. a: [r, in]. b: [out, r]."""
         weight = weight.T if self.transposed else weight
-        stored = merged_weight(weight, LoraWeights(a, b, None, self.scale)).astype(self.dtype_name)
+        wide = merged_weight(weight, LoraWeights(a, b, None, self.scale))
+        stored = (wide if self.fake_quant is None else self.fake_quant.round(wide)).astype(self.dtype_name)
         return stored.T if self.transposed else stored
 
 
@@ -388,10 +392,14 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
             variable.set_value(views[id(own)])
         elif name in merged.made:  # an embedding or a head, which one forward needs twice if it is tied
             variable.set_value(merged.made[name]())
-    expected, got = _logits(copy_structure(model)), _logits(walked)
+    plain = copy_structure(model)
+    for _, matrix in matrices(plain):
+        if matrix.fake_quant is not None:  # a merged model does not round activations
+            matrix.fake_quant = dataclasses.replace(matrix.fake_quant, inputs=False)
+    expected, got = _logits(plain), _logits(walked)
     del walked
     widest = max(config.hidden_size, config.intermediate_size, config.query_size)
-    roundoff = _roundoff(model.norm.weight.get_value().dtype) + _FP32_ROUNDOFF * widest**0.5
+    roundoff = _roundoff(model.weight_dtype) + _FP32_ROUNDOFF * widest**0.5
     bound = _LOGITS_MARGIN * roundoff * changed**0.5
     middle = expected.mean(-1 if config.head.is_text else None, keepdims=True)  # of scores, over all tokens
     scale = np.sqrt(np.mean(np.square(expected - middle)))
@@ -417,9 +425,10 @@ def _logits(model: Decoder) -> np.ndarray:
     """float32[rows, tokens, vocab] in host memory: the logits of a random batch, which is the same for every model of
     this vocabulary, computed in float32 with some rows of the head at a time.
 
-    The model's dtype is set to float32, so the caller passes a copy.
+    The model's dtype is set to float32, and no module keeps one of its own, so the caller passes a copy.
     """
     model.dtype = "float32"
+    set_compute(model, {})
     tokens = jax.random.randint(jax.random.key(0), (_PROBE_ROWS, _PROBE_LENGTH), 0, model.config.vocab_size)
     hidden = model.hidden_states(tokens)
     rows = model.head_variable.shape[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,17 @@ from safetensors import SafetensorError, safe_open
 
 from jaxtune.models import values
 from jaxtune.models.adapters.adapter_config import WEIGHTS_NAME
+from jaxtune.models.components import common_format, followed
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.model_folder import read_json
-from jaxtune.models.files.quant import computes_in_fp8, qat_spec, stored_in
+from jaxtune.models.files.quant import computes_in_fp8, qat_spec
 from jaxtune.models.generation.ends import end_token_ids
-from jaxtune.models.lora import matrices
-from jaxtune.pallas.formats import FORMATS, Stored, load_in
+from jaxtune.models.precision import DTYPES, WORDS, check_words
+from jaxtune.pallas.formats import FORMATS, load_in
 
 METADATA = "jaxtune_trained_over"
 RUN_RECORD = "jaxtune_run.json"  # in a folder that a run wrote; see train/folder/results.py
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # by the config key `precision` of a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,9 @@ class TrainedOver:
 
     # the format (of model.load_in) in which the base's linears were; None: as the base's files store them
     load_in: str | None = None
-    skip_modules: tuple[str, ...] = ()  # names of linears that were not in that format
+    # {module's name: word} of the modules that were stored or computed in another way than load_in and dtype say, as a
+    # precision map has it (models/precision.py)
+    precision: Mapping[str, str] = dataclasses.field(default_factory=dict)
     compute: str | None = None  # "fp8": FP8 weights were multiplied without decoding; None: they were decoded
     dtype: str | None = None  # of the model's weights; None: not recorded
     qat: FakeQuant | None = None  # the grid to which merged weights were rounded in quantisation-aware training
@@ -44,16 +46,29 @@ class TrainedOver:
 
     def to_text(self) -> str:
         """The record as JSON, for the metadata of the adapter's safetensors file."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        record = dataclasses.asdict(self) | {"qat": None if self.qat is None else self.qat.record()}
+        if not self.precision:  # older versions do not know the key
+            del record["precision"]
+        return json.dumps(record, sort_keys=True)
+
+    def words(self, dtype: str, load_in: str | None) -> dict[str, str]:
+        """The precision map for loading the base in `dtype`, a name such as "bfloat16", and in the format `load_in`
+        (None: none). If the format is another one than in training, modules that were in a further format, or in the
+        model's dtype beside it, are as `dtype` and `load_in` say."""
+        own, found = WORDS.get(self.dtype or ""), {}
+        for name, word in self.precision.items():
+            if word in DTYPES and word != own:
+                found[name] = word
+            elif load_in == self.load_in:
+                found[name] = WORDS[dtype] if word == own else word
+        return found
 
 
 def of_model(model: Decoder) -> TrainedOver:
     """The record for a model with an adapter, to be written to the adapter's file."""
-    stored = stored_in(model)
-    plain = [name for name, matrix in matrices(model) if not isinstance(matrix.stored_weight, Stored)]
     return TrainedOver(
-        load_in=stored,
-        skip_modules=() if stored is None or _stored_so(model) else tuple(plain),
+        load_in=common_format(model),
+        precision=followed(model, plain=not _stored_so(model)),
         compute="fp8" if computes_in_fp8(model) else None,
         dtype=model.dtype,
         qat=qat_spec(model),
@@ -95,7 +110,7 @@ def _from_record(where: str, record: Any) -> TrainedOver:
       ValueError: `record` is no object, has a key that this version does not know, or a value that is not supported.
     """
     values.mapping(where, record)
-    fields = {field.name for field in dataclasses.fields(TrainedOver)}
+    fields = {field.name for field in dataclasses.fields(TrainedOver)} | {"skip_modules"}
     if unknown := sorted(record.keys() - fields):
         raise ValueError(
             f"{where}: {unknown[0]} is unknown to this version of jaxtune: load it with the version that wrote it"
@@ -103,13 +118,18 @@ def _from_record(where: str, record: Any) -> TrainedOver:
     found = {key: value for key, value in record.items() if value is not None}
     _one_of(f"{where}: load_in", found.get("load_in"), load_in())
     _one_of(f"{where}: compute", found.get("compute"), ("fp8",))
-    _one_of(f"{where}: dtype", found.get("dtype"), tuple(_DTYPES.values()))
-    values.texts(f"{where}: skip_modules", found.get("skip_modules", []))
+    _one_of(f"{where}: dtype", found.get("dtype"), tuple(WORDS))
+    skipped = found.get("skip_modules", [])  # older versions recorded the linears in 16 bits so
+    values.texts(f"{where}: skip_modules", skipped)
+    words = found.get("precision", {})
+    values.mapping(f"{where}: precision", words)
+    check_words(f"{where}: precision", words)
+    words = words | dict.fromkeys(skipped, WORDS.get(found.get("dtype", ""), "bf16"))
     values.items(f"{where}: eos_token_ids", found.get("eos_token_ids", []), values.token_ids)
-    lists: dict[str, Any] = {key: tuple(found.get(key, ())) for key in ("skip_modules", "eos_token_ids")}
+    ends = tuple(found.get("eos_token_ids", ()))
     names: dict[str, Any] = {key: found.get(key) for key in ("load_in", "compute", "dtype")}
     qat = FakeQuant.of_record(f"{where}: qat", found["qat"]) if "qat" in found else None
-    return TrainedOver(qat=qat, **names, **lists)
+    return TrainedOver(qat=qat, precision=words, eos_token_ids=ends, **names)
 
 
 def of_run(folder: Path) -> TrainedOver | None:
@@ -126,10 +146,11 @@ def of_run(folder: Path) -> TrainedOver | None:
         return None
     where = f"{file}: run"
     stored, compute, precision = (run.get(f"config.{key}") for key in ("model.load_in", "model.compute", "precision"))
+    precision = run.get("config.precision.*", precision)  # of a run whose precision is a map
     _one_of(f"{where}: config.model.load_in", stored, load_in())
     _one_of(f"{where}: config.model.compute", compute, ("fp8",))
-    _one_of(f"{where}: config.precision", precision, tuple(_DTYPES))
-    dtype = None if precision is None else _DTYPES[precision]
+    _one_of(f"{where}: config.precision", precision, tuple(DTYPES))
+    dtype = None if precision is None else DTYPES[precision]
     qat = None
     if run.get("config.qat.format") is not None:
         parts = {key: run.get(f"config.qat.{key}") for key in ("format", "group_size")}
@@ -145,15 +166,21 @@ def _one_of(where: str, value: Any, known: Sequence[str]) -> None:
 
 
 def difference(over: TrainedOver, base: Decoder) -> str | None:
-    """How the format of a base's weights differs from the format that an adapter was trained over, as a phrase for a
-    warning, such as "it was trained over weights not quantised, and this base's are ...". Only the formats are
-    compared. None if both are quantised in the same format or both are not; also None if the record names no format
+    """How the precision of a base's weights differs from that over which an adapter was trained, as a phrase for a
+    warning, such as "it was trained over weights not quantised, and this base's are ...". Compared are the format of
+    most weights and the precision of single modules. None if they are the same; also None if the record names no format
     and the base's own files store it quantised.
 
     over: the adapter's record. base: the model to which the adapter is added.
     """
-    found = stored_in(base)
-    if found == over.load_in or (over.load_in is None and _stored_so(base)):
+    found = common_format(base)
+    if found != over.load_in and not (over.load_in is None and _stored_so(base)):
+        trained, here = ("not quantised" if word is None else FORMATS[word].title for word in (over.load_in, found))
+        return f"it was trained over weights {trained}, and this base's are {here}"
+    other, own = over.words(base.dtype, found), followed(base, plain=not _stored_so(base))
+    names = sorted(name for name in other.keys() | own.keys() if other.get(name) != own.get(name))
+    if not names or over.dtype is None:
         return None
-    trained, here = ("not quantised" if word is None else FORMATS[word].title for word in (over.load_in, found))
-    return f"it was trained over weights {trained}, and this base's are {here}"
+    trained, here = (words.get(names[0], "as the other weights") for words in (other, own))
+    more = f", and {len(names) - 1} more differ" if len(names) > 1 else ""
+    return f"it was trained over {names[0]} in {trained}, which is here {here}{more}"

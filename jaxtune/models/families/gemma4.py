@@ -3,7 +3,7 @@ the MLP (26B-A4B), or embeddings of their own and shared keys and values (E2B, E
 config.json is checked, read and written, and how checkpoints name their tensors."""
 
 from jaxtune.models.config import PRE_AND_POST_NORM
-from jaxtune.models.families.common import Family, gemma4
+from jaxtune.models.families.common import ExpertFiles, Family, gemma4
 
 FAMILY = Family(
     "gemma4_text",
@@ -16,5 +16,6 @@ FAMILY = Family(
     norms=gemma4.NORMS,
     text_of=("gemma4",),
     unused_tensors=gemma4.unused_tensors,
+    expert_files=ExpertFiles("", "gate_proj", "up_proj", "down_proj", quantised_only=True),
     passthrough_tensors=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )

@@ -22,7 +22,7 @@ from jaxtune.models.files import shards, stored_weights
 from jaxtune.models.files.file_plan import FileTensor, Piece
 from jaxtune.models.files.stored_weights import StoredEntry
 
-_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_FUSED = re.compile(r"(model\.layers\.\d+\.(?:mlp\.)?experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,9 @@ def gather_experts(
     """
     if files is None:
         return dict(entries)
-    renamed = {name.replace(f".{files.module}.", ".mlp."): entry for name, entry in entries.items()}
-    pattern = re.compile(rf"(.+\.mlp\.experts)\.(\d+)\.({files.gate}|{files.up}|{files.down})\.weight")
+    module = f".{files.module}." if files.module else ".mlp."
+    renamed = {name.replace(module, ".mlp."): entry for name, entry in entries.items()}
+    pattern = re.compile(rf"(.+\.experts)\.(\d+)\.({files.gate}|{files.up}|{files.down})\.weight")
     groups: dict[str, dict[tuple[int, str], shards.TensorEntry]] = {}
     whole = dict(renamed)
     for name in renamed:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import types
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ def load_bytes(
     dtype: str,
     encoded: Mapping[str, str],
     decoded: Collection[str] = (),
+    dtypes: Mapping[str, str] = types.MappingProxyType({}),
 ) -> int:
     """Bytes of device memory that all tensors of a model take; nothing is read.
 
@@ -35,6 +37,7 @@ def load_bytes(
       dtype: of tensors that are not quantised.
       encoded: {name: format} of tensors that are quantised on loading.
       decoded: names of quantised tensors that are decoded on loading.
+      dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
     """
     total = 0
     for name, shape in shapes.items():
@@ -43,7 +46,7 @@ def load_bytes(
         elif name in encoded:
             total += _encoded_bytes(shape, dtype, encoded[name])
         else:
-            total += math.prod(shape) * jnp.dtype(dtype).itemsize
+            total += math.prod(shape) * jnp.dtype(dtypes.get(name, dtype)).itemsize
     return total
 
 

@@ -3,7 +3,6 @@ config.json."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -14,8 +13,10 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
-from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, linears, matrices, name_matches
+from jaxtune.models.layers.expert_linear import ExpertLinear
+from jaxtune.models.lora import copy_structure, freeze, has_adapter, matrices, name_matches
 from jaxtune.models.registry import weights_stored_in
+from jaxtune.pallas.format_names import QAT_GROUPS
 from jaxtune.pallas.formats import FORMATS, Stored, dense, format_of, load_in
 from jaxtune.pallas.formats.layout import Config
 
@@ -119,60 +120,54 @@ def _stored(model: Decoder) -> dict[str, Stored]:
 # ---- quantisation-aware training
 
 
-def prepare_qat(model: Decoder, format: str = "int4", group_size: int = 128) -> Decoder:
-    """A new model over the same arrays whose layers compute with fake-quantised weights; see fake_quant.py.
+def prepare_qat(model: Decoder, format: str = "int4", group_size: int | None = None) -> Decoder:
+    """A new model over the same arrays whose layers compute with fake-quantised weights, and with fake-quantised
+    activations where the format has them; see fake_quant.py.
 
-    Where there are adapters, the merged weight is rounded. Linears whose input size is not a multiple of group_size are
-    not rounded (`not_quantized` names them), nor are embeddings, head and norms. Values are rounded in model.dtype.
+    Where there are adapters, the merged weight is rounded. Linears and experts whose input size is not a multiple of
+    the numbers that share a scale are not rounded (`not_quantized` names them), nor are routers, embeddings, head and
+    norms. Values are rounded in model.dtype.
 
     Args:
-      format: a key of fake_quant.FORMATS.
-      group_size: how many consecutive weights of a row share a scale.
+      format: a key of fake_quant.ROUNDINGS.
+      group_size: how many consecutive weights of a row share a scale; None: the format's default, 128 for int4.
     Raises:
-      ValueError: another format or size; a size that divides no linear's input; a model with experts, which are not
-        rounded; DoRA or dropout, which the merged weight cannot represent.
+      ValueError: another format or size; a size that divides no matrix's input.
     """
-    return rounded_by(model, FakeQuant(format, group_size, model.dtype))
+    size = QAT_GROUPS[format][-1] if group_size is None and format in QAT_GROUPS else group_size
+    return rounded_by(model, FakeQuant(format, size, model.dtype))
 
 
 def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
-    """A new model over the same arrays whose linears round their weights to the grid `spec` when they compute, as
+    """A new model over the same arrays whose linears and experts round to the grid `spec` when they compute, as
     prepare_qat makes one. The grid's dtype may differ from the model's here, because an adapter that is loaded again
     must compute on the grid on which it was trained, which its file records.
 
     Raises:
-      ValueError: a size that divides no linear's input; a model with experts, which are not rounded; DoRA or dropout.
+      ValueError: a size that divides no matrix's input.
     """
-    for name, _ in experts(model):
-        raise ValueError(
-            f"qat: {name}: quantisation-aware training does not round experts; set qat=null for {model.config.family}"
-        )
     model = copy_structure(model)
-    for name, linear in linears(model):
-        if linear.lora is not None and (linear.lora.magnitude is not None or linear.lora.rate > 0):
-            what = "use_dora" if linear.lora.magnitude is not None else "lora_dropout"
-            raise ValueError(f"qat: {name} has {what}, but it is the merged weight that is quantised: train without it")
-        if spec.fits(linear.sizes[1]):
-            linear.fake_quant = spec
+    for _, matrix in matrices(model):
+        if matrix.quantizable and spec.fits(matrix.sizes[-1]):
+            matrix.fake_quant = spec
     if qat_spec(model) is None:
-        inputs = sorted({linear.sizes[1] for _, linear in linears(model)})
-        raise ValueError(
-            f"qat: group_size = {spec.group_size} divides no linear's input (they are {inputs}): nothing to do"
-        )
+        inputs = sorted({matrix.sizes[-1] for _, matrix in matrices(model)})
+        key = f"format = {spec.format}" if spec.group_size is None else f"group_size = {spec.group_size}"
+        raise ValueError(f"qat: {key} divides no linear's input (they are {inputs}): nothing to do")
     return model
 
 
 def unrounded(model: Decoder) -> Decoder:
     """A new model over the same arrays that computes with its weights without rounding them: undoes prepare_qat."""
     model = copy_structure(model)
-    for _, linear in linears(model):
-        linear.fake_quant = None
+    for _, matrix in matrices(model):
+        matrix.fake_quant = None
     return model
 
 
 def convert_qat(model: Decoder) -> Decoder:
-    """A new model whose weights are the rounded ones that a prepared model computes with, so that its logits are the
-    same.
+    """A new model whose weights are the rounded ones that a prepared model computes with. Its logits are the same,
+    unless the format rounds activations: the result is a plain model, which does not.
 
     Weights keep their dtype. A model with adapters is converted by merge_adapter.
 
@@ -183,33 +178,37 @@ def convert_qat(model: Decoder) -> Decoder:
     if spec is None:
         raise ValueError("convert_qat: this model is not prepared for QAT (prepare_qat)")
     model = copy_structure(model)
-    for name, linear in linears(model):
-        if linear.fake_quant is None:
+    for name, matrix in matrices(model):
+        if matrix.fake_quant is None:
             continue
-        if linear.lora is not None:
+        if matrix.lora is not None:
             raise ValueError(f"convert_qat: {name} has an adapter: merge_adapter converts such a model")
-        weight = dense(linear.stored_weight, model.dtype)
-        linear.weight = linear.weight.replace(round_to_grid(weight, linear.fake_quant))
-        linear.fake_quant = None
+        weight = dense(matrix.stored_weight, model.dtype)
+        transposed = isinstance(matrix, ExpertLinear) and matrix.transposed
+        matrix.weight = matrix.weight.replace(round_to_grid(weight, matrix.fake_quant, transposed))
+        matrix.fake_quant = None
     model.qat = spec
     return model
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def round_to_grid(weight: jax.Array, spec: FakeQuant) -> jax.Array:
-    """Rounds a weight [out, in] to the grid `spec`; the result has the weight's own dtype."""
-    return spec.round(weight).astype(weight.dtype)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def round_to_grid(weight: jax.Array, spec: FakeQuant, transposed: bool = False) -> jax.Array:
+    """Rounds a weight [..., out, in], or [..., in, out] if `transposed`, to the grid `spec`; the result has the
+    weight's own shape and dtype."""
+    oriented = weight.swapaxes(-1, -2) if transposed else weight
+    rounded = spec.round(oriented).astype(weight.dtype)
+    return rounded.swapaxes(-1, -2) if transposed else rounded
 
 
 def qat_spec(model: Decoder) -> FakeQuant | None:
     """The grid to which a model that is prepared for QAT rounds its weights when it computes; None for other models."""
-    return next((linear.fake_quant for _, linear in linears(model) if linear.fake_quant is not None), None)
+    return next((matrix.fake_quant for _, matrix in matrices(model) if matrix.fake_quant is not None), None)
 
 
 def not_quantized(model: Decoder, spec: FakeQuant) -> list[str]:
-    """Names of the linears that QAT with the grid `spec` does not round because group_size does not divide their input
-    size, in the model's order."""
-    return [name for name, linear in linears(model) if not spec.fits(linear.sizes[1])]
+    """Names of the linears and experts that QAT with the grid `spec` does not round because their input size is not a
+    multiple of the numbers that share a scale, in the model's order; routers, which are never rounded, are left out."""
+    return [name for name, matrix in matrices(model) if matrix.quantizable and not spec.fits(matrix.sizes[-1])]
 
 
 def qat_config(model: Decoder) -> dict[str, Any] | None:
@@ -226,7 +225,7 @@ def qat_config(model: Decoder) -> dict[str, Any] | None:
         return None
     require_grid(model, "the model")
     skipped = [model.config.head.name, *not_quantized(model, model.qat)]
-    return {**dataclasses.asdict(model.qat), "modules_to_not_convert": skipped}
+    return {**model.qat.record(), "modules_to_not_convert": skipped}
 
 
 def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
@@ -291,14 +290,23 @@ def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, 
 
 def quantization_config(model: Decoder) -> Config | None:
     """The entry "quantization_config" of config.json for a model, as transformers reads it: the format of its
-    quantised weights, and the names of the linears that are not quantised. None where no weight is quantised."""
+    quantised weights, and the names of the linears that are not quantised. None where no weight is quantised.
+
+    Raises:
+      ValueError: weights in several formats, which config.json cannot say.
+    """
     stored = _stored(model)
     if not stored:
         return None
     plain = [model.config.head.name, *(name for name, _ in matrices(model) if name not in stored)]
-    found = FORMATS[str(stored_in(model))]
-    weights = [weight for weight in stored.values() if format_of(weight) is found]
-    return found.layout(weights[0]).config(weights, plain, model.dtype)
+    names = sorted({format_of(weight).name for weight in stored.values()})
+    if len(names) > 1:
+        raise ValueError(
+            f"save_pretrained: the weights are stored in {' and '.join(names)}, and config.json can say one format: "
+            "merge the adapter, or use dequantize (jaxtune.models.files.quant), and save 16-bit weights"
+        )
+    weights = list(stored.values())
+    return FORMATS[names[0]].layout(weights[0]).config(weights, plain, model.dtype)
 
 
 def parameters(state: nnx.State) -> int:

@@ -34,6 +34,17 @@ def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
 
+def _require_finite(entries: Mapping[str, shards.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
+    """Raises ValueError if a tensor has values that are not finite. entries: {name: entry in files}. finite: {name:
+    what `_all_finite` returned for each of its parts}. dtype: that the error names."""
+    if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
+        files = sorted({entries[name].file.name for name in broken})
+        raise ValueError(
+            f"{entries[broken[0]].file.parent}: values that are not finite in {dtype}: {listed(broken)} "
+            f"(in {listed(files)}); fetch them again{'' if dtype != 'float16' else ', or load in bfloat16 or float32'}"
+        )
+
+
 def read_tensors(
     entries: Mapping[str, shards.TensorEntry],
     dtype: str,
@@ -41,6 +52,7 @@ def read_tensors(
     decoded: frozenset[str] = frozenset(),
     cancelled: threading.Event | None = None,
     where: Callable[[str, Any], Any] = lambda name, tensor: None,
+    dtypes: Mapping[str, str] = types.MappingProxyType({}),
 ) -> tuple[dict[str, jax.Array | Stored], Digest]:
     """Reads tensors, casts, encodes or decodes them, places them on devices, and checks there that they are finite.
 
@@ -51,6 +63,7 @@ def read_tensors(
       cancelled: once it is set, the function raises CancelledError.
       where: (name, tensor) -> the sharding of its arrays; None: the default device. Of a divided tensor only this
         process's parts are read, except that quantised and encoded tensors are read whole.
+      dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
     Returns:
       ({name: array or quantised weight}, digest of all tensors as they are stored)
     Raises:
@@ -61,27 +74,28 @@ def read_tensors(
     digest_cache = DigestCache(entry.file for entry in entries.values())
 
     def load(name, entry):
+        own = dtypes.get(name, dtype)
         if isinstance(entry, StoredEntry):
             packed, digest = stored_weights.read(entry, dtype)
             if not entry.layout.decoded_on_load:
                 packed = partition.put(packed, where(name, packed))
-                return jax.block_until_ready(packed.decode(dtype) if name in decoded else packed), digest
-            host = entry.layout.decoded(packed, dtype)
+                return jax.block_until_ready(packed.decode(own) if name in decoded else packed), digest
+            host = entry.layout.decoded(packed, own)
         else:
             stacked = isinstance(entry, expert_files.StackedEntry)
             read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
-            sharding = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, dtype))
+            sharding = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, own))
             if sharding is not None and not sharding.is_fully_replicated:
                 divided = shards.over_devices(entry, sharding, read)
                 digest = shards.entry_digest(name, entry, read, digest_cache.get(name))
                 digest_cache.put(name, digest.whole)
-                return jax.block_until_ready(divided.astype(dtype)), digest
+                return jax.block_until_ready(divided.astype(own)), digest
             host = read(0, entry.size_bytes).view(shards.DTYPES[entry.dtype]).reshape(entry.shape)
             digest = Digest.of(name, host)
         with one_at_a_time if name in encoded else contextlib.nullcontext():
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
             if name not in encoded:
-                return jax.block_until_ready(partition.put(host, where(name, host)).astype(dtype)), digest
+                return jax.block_until_ready(partition.put(host, where(name, host)).astype(own)), digest
             stored = quant.encode(jax.device_put(host).astype(dtype), encoded[name])
             return jax.block_until_ready(partition.put(stored, where(name, stored))), digest
 
@@ -106,11 +120,6 @@ def read_tensors(
             in_flight += entry.size_bytes
         while waiting:
             collect()
-    if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
-        files = sorted({entries[name].file.name for name in broken})
-        raise ValueError(
-            f"{entries[broken[0]].file.parent}: values that are not finite in {dtype}: {listed(broken)} "
-            f"(in {listed(files)}); fetch them again{'' if dtype != 'float16' else ', or load in bfloat16 or float32'}"
-        )
+    _require_finite(entries, finite, dtype)
     digest_cache.save()
     return arrays, Digest.joined(digests[name] for name in sorted(digests))

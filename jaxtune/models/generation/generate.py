@@ -176,9 +176,10 @@ def _token_logprobs(graph, state, tokens, lengths) -> jax.Array:
     real = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
     hidden = model.hidden_states(tokens, real)
     targets, weights = (jnp.pad(part[:, 1:], ((0, 0), (0, 1))) for part in (tokens, real))
+    head, hidden = model.head_operands(hidden)
     losses = linear_token_losses(
         hidden,
-        model.head_variable[...],
+        head,
         targets,
         weights.astype(jnp.float32),
         head_gradient=False,

@@ -23,6 +23,7 @@ from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import RMSNorm
 from jaxtune.pallas.decode_attention import decode_attention
 from jaxtune.pallas.few_rows import added_norm, gated_product, placed, products
+from jaxtune.pallas.quant_matmul import LoraWeights
 
 
 class Stream(NamedTuple):
@@ -56,7 +57,7 @@ def is_plain(block: Block, spec: LayerSpec) -> bool:
     plain &= not (config.attention_gate or config.values_are_keys or config.value_norm)
     rope = None if spec.rotary is None else config.rotary[spec.rotary]
     whole = rope is None or not (rope.llama_4_scaling_beta or rope.partial_rotary_factor != 1.0)
-    return plain and whole and all(type(norm) is RMSNorm for norm in norms)
+    return plain and whole and all(type(norm) is RMSNorm and norm.compute is None for norm in norms)
 
 
 def norm_before(block: Block, part: str) -> RMSNorm:
@@ -112,9 +113,9 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
     experts read."""
     if type(feed_forward) is MLP and not feed_forward.config.fused_gate_up:
         gate, up = feed_forward.gate_proj, feed_forward.up_proj
-        if all(_is_array(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
-            activation = feed_forward.config.activation
-            gated = gated_product(stream.normed, gate.weight[...], up.weight[...], activation)
+        if all(_is_plain(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
+            activation, loras = feed_forward.config.activation, _adapters((gate, up))
+            gated = gated_product(stream.normed, gate.weight[...], up.weight[...], activation, loras)
             return _parts(gated, [feed_forward.down_proj])
     values = {INPUT: stream.normed[:, None], STREAM: stream.x[:, None]}
     for segment in feed_forward.segments():
@@ -124,18 +125,24 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
     return values[OUTPUT][None, :, 0]
 
 
-def _is_array(linear: Linear, dtype) -> bool:
-    """Whether a linear is a product with an array of this dtype and nothing else (no bias, adapter or rounding), which
-    few_rows' kernels can multiply."""
-    more = (linear.bias, linear.lora, linear.fake_quant)
+def _is_plain(linear: Linear, dtype) -> bool:
+    """Whether a linear is a product with an array of this dtype, with or without a LoRA adapter, and nothing else (no
+    bias, rounding or DoRA, and no dtype of its own), which few_rows' kernels can multiply."""
+    more = (linear.bias, linear.fake_quant, linear.compute, None if linear.lora is None else linear.lora.magnitude)
     weight = linear.stored_weight
     return all(part is None for part in more) and isinstance(weight, jax.Array) and weight.dtype == dtype
 
 
+def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:
+    """The adapters of linears for which `_is_plain` holds, one for each or None; empty if none has one."""
+    loras = [None if linear.lora is None else linear.lora.weights(linear.stored_weight) for linear in linears]
+    return loras if any(lora is not None for lora in loras) else []
+
+
 def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
     """The products of x [N, in] with several linears, concatenated: [splits, N, sum of the linears' out], partial sums,
-    whose sum over the first axis is the product. The kernel few_rows.products computes them if all weights are plain
-    arrays (_is_array); otherwise the linears compute the product as usual, and splits is 1."""
-    if all(_is_array(linear, x.dtype) for linear in linears):
-        return products(x, [linear.weight[...] for linear in linears])
+    whose sum over the first axis is the product. The kernel few_rows.products computes them if all linears are plain
+    (_is_plain), adapters included; otherwise the linears compute the product as usual, and splits is 1."""
+    if all(_is_plain(linear, x.dtype) for linear in linears):
+        return products(x, [linear.weight[...] for linear in linears], _adapters(linears))
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]

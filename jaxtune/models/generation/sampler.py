@@ -91,7 +91,8 @@ class Sampler:
     bucket of capacity and of prompt length, and shared by all samplers of equal models.
 
     Args:
-      model: with its adapters. Weights are not copied; `update` sets others.
+      model: with its adapters, of which the sampler has a copy in the compute dtype. Other weights are not copied;
+        `update` sets others.
       slots: rows that decode in one batch. None: `most_slots`, or as many as there is memory for.
       length: tokens that a row may have, its prompt included. None: as many as there is memory for, at most the model's
         positions. Caches grow in buckets up to the longest row that is requested.
@@ -310,7 +311,7 @@ class Sampler:
     def update(self, model: Decoder) -> None:
         """Sets the weights to those of a model with the same structure, such as one that is being trained.
 
-        Nothing is copied: the model's arrays must not be deleted while the sampler uses them.
+        Only adapters are copied, in 16 bits: the model's arrays must not be deleted while the sampler uses them.
 
         Raises:
           ValueError: requests are not done, whose states were computed with the old weights; another structure.

@@ -24,6 +24,7 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
+from jaxtune.models.generation.decoded import with_rounded_adapters
 from jaxtune.models.generation.sampling import (
     MOST_RANKED,
     Kind,
@@ -74,15 +75,15 @@ def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) 
 
 
 def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
-    """Takes a model apart for the programs: (its Structure, which has no arrays, the list of its arrays). The sampler
-    does so once and not for each call, because flattening a deep model takes the host as long as the device takes for
-    many tokens.
+    """Takes a model apart for the programs: (its Structure, which has no arrays, the list of its arrays). Adapters are
+    rounded to the compute dtype, in new arrays; all others are the model's own. The sampler does so once and not for
+    each call, because flattening a deep model takes the host as long as the device takes for many tokens.
 
     Raises:
       ValueError: weights are divided over devices.
     """
-    graph, state = nnx.split(model)
-    partition.require_undivided(state, "Sampler")
+    partition.require_undivided(nnx.state(model), "Sampler")
+    graph, state = nnx.split(with_rounded_adapters(model))
     leaves, treedef = jax.tree.flatten(state)
     return structure_of(graph, treedef, model.config), leaves
 
@@ -347,7 +348,7 @@ def _decode(
     splits = _split(model)
     if len(live.token) > 1:  # XLA does not pad the head for a product with a single row
         head = model.head_variable
-        head.set_value(filled_up(head[...].astype(model.dtype)))
+        head.set_value(filled_up(head[...].astype(model.head_compute or model.dtype)))
 
     def one(before, _):
         states, live, seen = before
@@ -388,7 +389,8 @@ def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) ->
     """
     x, after, shared = model.embed(tokens), [], {}
     layers = list(zip(model.layers, model.config.layers, strict=True))
-    if tokens.shape[1] == 1 and all(itertools.starmap(plain_layer.is_plain, layers)):
+    plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
+    if tokens.shape[1] == 1 and plain:
         norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]
         stream = plain_layer.Stream(x[:, 0], norms[0](x[:, 0]))
         for (graph, *state), (_, spec), kept, norm in zip(splits, layers, states, norms[1:], strict=True):

@@ -7,7 +7,6 @@ then does not need the experts' outputs."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from jax.lax import optimization_barrier
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.fitted import EXPERTS_BYTES
+from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.layers.routers import Router, ScaledRouter
 from jaxtune.models.layers.segment import (
@@ -34,166 +34,13 @@ from jaxtune.models.layers.segment import (
 from jaxtune.models.linear import Linear
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS
-from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias
 from jaxtune.pallas.routing import (
     RouterSums,
-    Routing,
     choose_experts,
-    matmul_of_tokens,
-    matmul_to_tokens,
     route,
     router_sums,
     row_weights,
-    token_bias,
 )
-
-_RANK_STEP = 64  # grouped_matmul's kernels sum over multiples of this many numbers, so ranks are padded to them
-
-
-class ExpertLora(nnx.Module):
-    """The LoRA adapters of one matrix of every expert, stacked: a [E, r, in] and b [E, out, r] (zero at the start),
-    float32. It is the attribute `lora` of an ExpertLinear, whose output gets scale * b a x added.
-
-    The scale follows from `alpha` and `rslora`, as in PEFT. There is no dropout, because PEFT has none on experts.
-    `weights` gives the adapters to the kernels.
-
-    Args:
-      experts, in_size, out_size, rank: E, in, out and r of these shapes.
-      alpha: the adapters' output is multiplied by alpha / r.
-      key: draws the initial a.
-      rslora: True: it is multiplied by alpha / sqrt(r) instead; False: by alpha / r.
-    """
-
-    rate = 0.0  # of dropout
-    magnitude = None  # of DoRA, which PEFT does not have on experts
-
-    def __init__(
-        self,
-        experts: int,
-        in_size: int,
-        out_size: int,
-        rank: int,
-        alpha: float,
-        key: jax.Array,
-        *,
-        rslora: bool = False,
-    ):
-        # PEFT draws all experts' A as one matrix [E r, in]: uniform in +-1 / sqrt(in), as for a linear.
-        bound = 1.0 / math.sqrt(in_size)
-        self.a = nnx.Param(jax.random.uniform(key, (experts, rank, in_size), jnp.float32, -bound, bound))
-        self.b = nnx.Param(jnp.zeros((experts, out_size, rank), jnp.float32))
-        self.alpha = alpha
-        self.rslora = rslora
-
-    @property
-    def rank(self) -> int:
-        """The rank r of the adapters."""
-        return self.a.shape[1]
-
-    @property
-    def scale(self) -> float:
-        """The factor on the adapters' product b a x: alpha / r, or alpha / sqrt(r) with rslora."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-    def weights(self) -> GroupedLora:
-        """The adapters as the argument of grouped_matmul, the product of rows that are sorted by expert: a, b and the
-        scale."""
-        return GroupedLora(self.a[...], self.b[...], self.scale)
-
-
-class ExpertLinear(nnx.Module):
-    """One weight matrix for each of E experts, stacked in one array, with optional biases [E, out] and optional
-    adapters.
-
-    The weight is [E, out, in], or [E, in, out] if `transposed` (as in Hugging Face's class), as an array or quantised.
-    `of_tokens` multiplies each token by the matrices of its experts and gives rows that are sorted by expert;
-    `to_tokens` multiplies such rows and sums them for each token.
-
-    Args:
-      experts, in_size, out_size: E, in and out of these shapes.
-      transposed: whether the weight is [E, in, out]; False: [E, out, in].
-      bias: whether there are biases.
-      std: the standard deviation of the initial weights.
-      key: draws them.
-      dtype: of weight and biases.
-    Attributes:
-      fp8: whether a weight that is stored in FP8 is multiplied as it is, without decoding; False until the loader sets
-        it.
-      lora: the adapters (ExpertLora), or None.
-    """
-
-    quantizable = True  # as Linear has, for code that handles both
-
-    def __init__(
-        self, experts: int, in_size: int, out_size: int, *, transposed: bool, bias: bool, std: float, key, dtype
-    ):
-        shape = (experts, in_size, out_size) if transposed else (experts, out_size, in_size)
-        axes = ("experts", "in", "out") if transposed else ("experts", "out", "in")
-        self.weight: nnx.Variable = nnx.Param(
-            (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype), axes=axes
-        )
-        self.bias = nnx.Param(jnp.zeros((experts, out_size), dtype)) if bias else None
-        self.lora: ExpertLora | None = nnx.data(None)  # an ExpertLora, once the model has adapters
-        self.transposed = transposed
-        self.fp8 = False
-
-    @property
-    def num_experts(self) -> int:
-        """The number of experts E."""
-        return self.weight.shape[0]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """(experts, out, in), the sizes of the weight, always in this order, whether or not it is transposed or
-        quantised."""
-        experts, first, second = self.weight.shape
-        return (experts, second, first) if self.transposed else (experts, first, second)
-
-    @property
-    def stored_weight(self) -> jax.Array | Stored:
-        """The weight in the form in which the model stores it: an array, or a quantised weight (Stored)."""
-        return self.weight.get_value()
-
-    def adapter(self) -> GroupedLora | None:
-        """The adapters as the argument of grouped_matmul (a, b and the scale); None if there are none."""
-        return None if self.lora is None else self.lora.weights()
-
-    def adapter_bytes(self, itemsize: int) -> float:
-        """The bytes of the copies of the adapters that kernels read: with the rank padded, in the compute dtype; 0
-        without adapters. The planner counts these copies. itemsize: bytes of one number in the compute dtype."""
-        if self.lora is None:
-            return 0.0
-        experts, rank, in_size = self.lora.a.shape
-        return float(experts * (in_size + self.lora.b.shape[1]) * -(-rank // _RANK_STEP) * _RANK_STEP * itemsize)
-
-    def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
-        """Multiplies each token of x [T, in] by the matrices of its experts: [rows, out], one row for each pair of
-        token and expert, sorted by expert.
-
-        If a quantised weight must be decoded, the decoded weight is kept for the derivative, which is expected to be
-        computed right after (`derivative_follows` of grouped_matmul). routing: which token and expert each row belongs
-        to, from `route`."""
-        options: dict[str, Any] = dict(transposed=self.transposed, derivative_follows=True, fp8=self.fp8)
-        out = matmul_of_tokens(x, self.stored_weight, routing, self.adapter(), **options)
-        if self.bias is None:
-            return out
-        return grouped_bias(out, self.bias[...], routing.groups)
-
-    def to_tokens(
-        self, rows: jax.Array, lora: GroupedLora | None, routing: Routing, choice: jax.Array, weights: jax.Array
-    ) -> jax.Array:
-        """Multiplies rows [rows, in], one for each pair of token and expert and sorted by expert, by the experts'
-        matrices, and sums the results of each token: [T, out].
-
-        Args:
-          rows: they have been multiplied by the router's weights already.
-          lora: the adapters, from `adapter()`; None: there are none.
-          routing: which expert and token each row belongs to, from `route`.
-          choice: int32[T, k], each token's experts.
-          weights: [T, k], the router's weights, by which the biases are multiplied if there are any.
-        """
-        out = matmul_to_tokens(rows, self.stored_weight, routing, lora, transposed=self.transposed, fp8=self.fp8)
-        return out if self.bias is None else token_bias(out, weights, self.bias[...], choice)
 
 
 class Experts(nnx.Module):

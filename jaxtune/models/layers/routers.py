@@ -22,7 +22,12 @@ class Router(nnx.Module):
         one.
       key: draws the initial weight.
       dtype: of the weight.
+    Attributes:
+      compute: the dtype's name in which the logits' product is computed, where a precision map names one
+        (models/precision.py); None: in x's dtype.
     """
+
+    compute: str | None = None
 
     def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
         shape = (moe.num_experts, config.hidden_size)
@@ -32,6 +37,7 @@ class Router(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, hidden] -> logits float32[T, E]."""
+        x = x if self.compute is None else x.astype(self.compute)
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         weight = self.weight[...].astype(x.dtype)
         logits = jnp.einsum("td,ed->te", x, weight, preferred_element_type=jnp.float32, precision=precision)

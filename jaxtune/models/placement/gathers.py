@@ -4,6 +4,7 @@ gradients of it, and leaves each device its part of the sum."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
+from jaxtune.models.placement import low_format
 from jaxtune.models.placement.partition import TENSORS, Shard, shards
 
 
@@ -53,8 +55,8 @@ def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
 def _rows_of_fwd(take, shard: Shard, index: jax.Array):
     """The forward rule of `_rows_of`, with its arguments: (the rows for this device's `index`, residuals).
 
-    The residuals are the pullback of `take` on this device's part of the table, `shard`, and a bool array whose first
-    axis is the devices: which of every device's indices are rows of this part.
+    The residuals are the pullback of `take` on this device's part of the table, `shard`, a bool array whose first axis
+    is the devices (which of every device's indices are rows of this part), and `shard` itself.
     """
     size = shard.array.shape[0]
     all_index = (
@@ -64,7 +66,7 @@ def _rows_of_fwd(take, shard: Shard, index: jax.Array):
     rows, back = jax.vjp(lambda table: take(table, jnp.clip(all_index, 0, size - 1)), shard.array)
     mine = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
     rows = jax.lax.psum_scatter(jnp.where(mine, rows, 0), TENSORS)  # all but one term of each sum are zero
-    return rows, (back, mine)
+    return rows, (back, mine, shard)
 
 
 def _rows_of_bwd(take, residuals, gradient):
@@ -72,9 +74,9 @@ def _rows_of_bwd(take, residuals, gradient):
 
     take: that of the forward, which is not needed. residuals: from `_rows_of_fwd`. gradient: that of the rows which
     this device looked up."""
-    back, mine = residuals
+    back, mine, shard = residuals
     (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, TENSORS), 0))
-    return Shard(gradients, 0, mine.shape[0]), None
+    return dataclasses.replace(shard, array=gradients), None
 
 
 _rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
@@ -131,15 +133,19 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
     as a Shard. Call it inside `partition.divided`.
 
     The sum is computed in float32. With two devices the gradients are sent in their own dtype, which are half the
-    bytes, because a sum of two numbers is rounded only once in either case.
+    bytes, because a sum of two numbers is rounded only once in either case. If the Shard names a format (`sync`), they
+    are sent in that one (low_format.py).
 
     Args:
-      shard: this device's part of the tensor, of which only the axis and the number of parts are read.
+      shard: this device's part of the tensor, of which only the axis, the number of parts and `sync` are read.
       gradient: this device's gradient of the whole tensor.
     """
-    wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
-    total = jax.lax.psum_scatter(wide, TENSORS, scatter_dimension=shard.axis, tiled=True)
-    return Shard(total.astype(gradient.dtype), shard.axis, shard.count)
+    if shard.sync is not None:
+        total = low_format.part_of_sum(gradient, TENSORS, shard.axis, shard.count, shard.sync)
+    else:
+        wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
+        total = jax.lax.psum_scatter(wide, TENSORS, scatter_dimension=shard.axis, tiled=True)
+    return dataclasses.replace(shard, array=total.astype(gradient.dtype))
 
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:

@@ -30,6 +30,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxtune.models.placement.low_format import SyncFormat
 from jaxtune.pallas.formats import Stored
 from jaxtune.system import private_jax
 
@@ -300,6 +301,8 @@ class Shard:
     array: jax.Array  # the part (or the whole array, see above)
     axis: int = dataclasses.field(metadata=dict(static=True))  # the axis along which the array is divided
     count: int = dataclasses.field(metadata=dict(static=True))  # the number of parts
+    # in which format gathers.scatter sends its gradients
+    sync: SyncFormat | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -322,11 +325,11 @@ def _is_shard(leaf: Any) -> bool:
     return isinstance(leaf, Shard)
 
 
-def divide(tree: Any, mesh: Mesh | None) -> Any:
+def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
     """Marks which arrays of a tree of nnx variables the mesh divides: each of these is wrapped in a Shard, the others
-    stay as they are, as all do without a mesh (None). Quantised tensors are divided between blocks, with their scales.
-    Tensors that cannot be divided evenly are whole."""
-    return _divided(tree, 1 if mesh is None else MeshShape.of(mesh).parts)
+    stay as they are, as all do without a mesh (None). sync: that of the Shards. Quantised tensors are divided between
+    blocks, with their scales. Tensors that cannot be divided evenly are whole."""
+    return divided_into(tree, 1 if mesh is None else MeshShape.of(mesh).parts, sync)
 
 
 def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
@@ -341,22 +344,21 @@ def bytes_per_device(tree: Any, parts: int) -> float:
         size = float(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize)
         return size / leaf.count**2 if isinstance(leaf, Shard) else size  # a Shard's shape is of `count` such arrays
 
-    return sum(map(one, jax.tree.leaves(_divided(tree, parts), is_leaf=_is_shard)))
+    return sum(map(one, jax.tree.leaves(divided_into(tree, parts), is_leaf=_is_shard)))
 
 
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
     """(bytes, elements) of the whole arrays of those variables of a tree that would be divided if `parts` devices
     divide tensors; the planner computes the time of gathers from them."""
     # These are whole arrays, which are only marked as divided.
-    arrays = [shard.array for shard in shards(_divided(tree, parts))]
+    arrays = [shard.array for shard in shards(divided_into(tree, parts))]
     counts = [float(math.prod(array.shape)) for array in arrays]
     return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)
 
 
-def _divided(tree: Any, count: int) -> Any:
-    """Marks the arrays of a tree of nnx variables that would be divided into `count` parts: each of them is wrapped in
-    a Shard, without being cut; the others stay as they are. Plans that are made without a mesh take this function; its
-    count is the size of the mesh axis fsdp."""
+def divided_into(tree: Any, count: int, sync: SyncFormat | None = None) -> Any:
+    """Marks the arrays of a tree of nnx variables as `divide` does, for a number of parts (the size of the mesh axis
+    fsdp) instead of a mesh, for plans that are made without one. The arrays are not cut."""
     if count == 1:
         return tree
 
@@ -367,7 +369,7 @@ def _divided(tree: Any, count: int) -> Any:
         if axes is None:
             return variable
         leaves, structure = jax.tree.flatten(variable.get_value())
-        parts = [leaf if axis is None else Shard(leaf, axis, count) for leaf, axis in zip(leaves, axes, strict=True)]
+        parts = [leaf if at is None else Shard(leaf, at, count, sync) for leaf, at in zip(leaves, axes, strict=True)]
         return variable.replace(jax.tree.unflatten(structure, parts))
 
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
@@ -407,7 +409,7 @@ def divide_like(divided_tree: Any, tree: Any) -> Any:
     """Marks the arrays of `tree`, such as gradients, as Shards where the same leaves of `divided_tree` are Shards."""
 
     def one(leaf, array):
-        return Shard(array, leaf.axis, leaf.count) if isinstance(leaf, Shard) else array
+        return dataclasses.replace(leaf, array=array) if isinstance(leaf, Shard) else array
 
     return jax.tree.map(one, divided_tree, tree, is_leaf=_is_shard)
 
@@ -439,7 +441,7 @@ def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
     def one(leaf):
         if not isinstance(leaf, Shard):
             return PartitionSpec(*front)
-        return Shard(PartitionSpec(*front_of_shards, *([None] * leaf.axis), TENSORS), leaf.axis, leaf.count)  # type: ignore[arg-type]
+        return dataclasses.replace(leaf, array=PartitionSpec(*front_of_shards, *([None] * leaf.axis), TENSORS))
 
     return jax.tree.map(one, tree, is_leaf=_is_shard)
 

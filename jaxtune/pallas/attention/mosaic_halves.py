@@ -104,6 +104,34 @@ def multiply(acc, own, first, ring, full, number, release=None):
         before = slot
 
 
+def two_products(shape, weight_operands, score_operands, number, zero):
+    """Computes the products of a step of dq or dk of heads of 512: returns (scores, gradients of the softmax weights),
+    both float32[shape] in registers. The slots of the second product's block are not released.
+
+    Args:
+      shape: (tokens of the item, tokens of the block).
+      weight_operands: (own, ring, full, free), the operands of the gradients: `multiply` describes the first three;
+        `free` is a barrier for each slot, at which the slot is released when the product has read it.
+      score_operands: (own, ring, full), those of the scores.
+      number: int32[], the number of the block.
+      zero: unknown_zero of the step.
+    """
+    own, ring, full, free = weight_operands
+
+    def compute(dweight_acc, score_acc):
+        def release(slot):
+            plgpu.barrier_arrive(free.at[slot])
+
+        multiply(dweight_acc, own, zero, ring, full, number, release)
+        multiply(score_acc, score_operands[0], zero, *score_operands[1:], number)
+        dweights = plgpu.wgmma_accumulator_load(dweight_acc, wait_n=2)
+        release(last_slot(number, ring))
+        return score_acc[...], dweights
+
+    accumulators = (plgpu.ACC(shape, jnp.float32) for _ in range(2))
+    return pl.run_scoped(compute, *accumulators)
+
+
 def slot_of(number, piece, ring):
     """Returns the index of the slot that has piece `piece` (int or int32[]) of block `number` (int32[]), which is taken
     modulo the slots of `ring`. ring: [slots, tokens, columns of a piece]. The result is an int where it is the same for
@@ -394,18 +422,9 @@ def half_query_kernel(
             def step(i, acc):
                 number, zero = done + i, unknown_zero(i)
 
-                def compute(dweight_acc, score_acc):
-                    def release(slot):
-                        plgpu.barrier_arrive(v_free.at[slot])
-
-                    multiply(dweight_acc, do_smem, zero, v_smem, v_full, number, release)
-                    multiply(score_acc, q_smem, zero, k_smem, k_full, number)
-                    dweights = plgpu.wgmma_accumulator_load(dweight_acc, wait_n=2)
-                    release(last_slot(number, v_smem))
-                    return score_acc[...], dweights
-
-                accumulators = (plgpu.ACC(shape, jnp.float32) for _ in range(2))
-                scores, dweights = pl.run_scoped(compute, *accumulators)
+                weight_operands = do_smem, v_smem, v_full, v_free
+                score_operands = q_smem, k_smem, k_full
+                scores, dweights = two_products(shape, weight_operands, score_operands, number, zero)
                 plgpu.barrier_arrive(k_free.at[slot_of(number, 1 - wg, k_smem)])
                 raw, slope = capped(scores, scale, soft_cap)
                 weights = jnp.exp2(raw - rows_of(stat, shape))

@@ -23,6 +23,7 @@ from jaxtune.pallas.attention.mosaic_halves import (
     meet_other,
     multiply,
     slot_of,
+    two_products,
     unknown_zero,
 )
 from jaxtune.pallas.attention.mosaic_parts import (
@@ -196,18 +197,9 @@ def half_key_kernel(
             def step(i, dk):
                 number, zero = done + i, unknown_zero(i)
 
-                def compute(dweight_acc, score_acc):
-                    def release(slot):
-                        plgpu.barrier_arrive(do_free.at[slot])
-
-                    multiply(dweight_acc, v_smem, zero, do_smem, do_full, number, release)
-                    multiply(score_acc, k_smem, zero, q_smem, q_full, number)
-                    dweights = plgpu.wgmma_accumulator_load(dweight_acc, wait_n=2)
-                    release(last_slot(number, do_smem))
-                    return score_acc[...], dweights
-
-                accumulators = (plgpu.ACC(shape, jnp.float32) for _ in range(2))
-                scores, dweights = pl.run_scoped(compute, *accumulators)
+                weight_operands = v_smem, do_smem, do_full, do_free
+                score_operands = k_smem, q_smem, q_full
+                scores, dweights = two_products(shape, weight_operands, score_operands, number, zero)
                 plgpu.barrier_arrive(q_free.at[slot_of(number, 1 - wg, q_smem)])
                 slot = slot_of(number, wg, q_smem)
                 raw, slope = capped(scores, scale, soft_cap)

@@ -24,6 +24,24 @@ def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
+def _scores(q, k, first, newest, seen, SCALE: tl.constexpr, CAP: tl.constexpr, CAPACITY: tl.constexpr):
+    """The scores of the queries of a new token and a tile of keys, in units of log2. Returns (float32[GROUP, STEP],
+    _MASKED where the token does not see the key, bool[STEP], whether it sees each key).
+
+    q is [GROUP, WIDTH] and k [STEP, WIDTH], the keys from place `first` of the cache on; `newest` is the place of the
+    token's own key, and `seen` the number of keys that the token sees, its own and those before it, place CAPACITY - 1
+    being before place 0. SCALE is the factor on scores, and CAP their soft cap (0: none)."""
+    scores = tl.dot(q, tl.trans(k)) * SCALE
+    if CAP > 0.0:
+        # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
+        scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP * _LOG2E))))
+    age = newest - (first + tl.arange(0, k.shape[0]))
+    age = tl.where(age < 0, age + CAPACITY, age)
+    visible = age < seen
+    return tl.where(visible[None, :], scores * _LOG2E, _MASKED), visible
+
+
+@triton.jit
 def decode_split_kernel(
     query,
     keys,
@@ -73,13 +91,7 @@ def decode_split_kernel(
         acc = tl.zeros([GROUP, WIDTH], tl.float32)
         for begin in range(first, first + count * STEP, STEP):
             k = _tile(keys + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
-            scores = tl.dot(q, tl.trans(k)) * SCALE
-            if CAP > 0.0:
-                # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
-                scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP * _LOG2E))))
-            age = newest - (begin + tl.arange(0, STEP))
-            age = tl.where(age < 0, age + CAPACITY, age)
-            scores = tl.where((age < seen)[None, :], scores * _LOG2E, _MASKED)
+            scores, _ = _scores(q, k, begin, newest, seen, SCALE, CAP, CAPACITY)
             new = tl.maximum(top, tl.max(scores, 1))
             fade = tl.exp2(top - new)
             weights = tl.exp2(scores - new[:, None])
@@ -138,15 +150,10 @@ def decode_whole_kernel(
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
     for begin in tl.range(first, tl.minimum(length, CAPACITY), STEP, num_stages=STAGES):
         k = _tile(keys + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k)) * SCALE
-        if CAP > 0.0:
-            scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP * _LOG2E))))
-        age = newest - (begin + tl.arange(0, STEP))
-        age = tl.where(age < 0, age + CAPACITY, age)
-        scores = tl.where((age < seen)[None, :], scores * _LOG2E, _MASKED)
+        scores, visible = _scores(q, k, begin, newest, seen, SCALE, CAP, CAPACITY)
         new = tl.maximum(top, tl.max(scores, 1))
         fade = tl.exp2(top - new)
-        weights = tl.where((age < seen)[None, :], tl.exp2(scores - new[:, None]), 0.0)
+        weights = tl.where(visible[None, :], tl.exp2(scores - new[:, None]), 0.0)
         total = total * fade + tl.sum(weights, 1)
         v = _tile(values + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])

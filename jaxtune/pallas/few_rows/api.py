@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.few_rows import reference, triton
+from jaxtune.pallas.quant_matmul import LoraWeights
 
 IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
@@ -66,39 +67,94 @@ def _wide(arrays):
     return jax.tree.map(lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, arrays)
 
 
-def products(x: jax.Array, weights: Sequence[jax.Array], *, implementation: str | None = None) -> jax.Array:
+def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes: Sequence[str]) -> None:
+    """Checks the adapters `loras` of a product's weights, one for each of them or None, or none at all. check: that of
+    the operation. sizes: the name of the rows of each weight, such as "out_0"."""
+    if loras:
+        check.sequence("loras", loras, "one for each weight, or None in its place", len(sizes))
+    for index, lora in enumerate(loras):
+        if lora is None:
+            continue
+        check.is_a(f"loras[{index}]", lora, LoraWeights, "a LoraWeights or None")
+        check.array(f"loras[{index}].a", lora.a, f"r_{index} in", FLOATS)
+        check.array(f"loras[{index}].b", lora.b, f"{sizes[index]} r_{index}", FLOATS)
+        if lora.row_scale is not None:
+            raise ValueError(f"{check.op}: loras[{index}] has a row_scale (DoRA): use quant_matmul")
+
+
+def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
+    """What a kernel's check at its first use says of its adapters: their padded rank, or nothing without adapters."""
+    rank = triton.padded_rank(loras)
+    return f", adapters of rank {rank}" if rank else ""
+
+
+def _small_adapters(loras: Sequence[LoraWeights | None], sizes: Sequence[int], dtype) -> list[LoraWeights | None]:
+    """Adapters of the small case on which a kernel is compared with the reference: with the ranks of `loras`, for
+    weights of these numbers of rows and 2048 columns, in `dtype`."""
+    return [
+        lora
+        and LoraWeights(
+            _drawn(7, lora.a.shape[0], 2048, dtype=dtype),
+            0.1 * _drawn(8, size, lora.a.shape[0], dtype=dtype),
+            scale=lora.scale,
+        )
+        for lora, size in zip(loras, sizes, strict=False)
+    ]
+
+
+def products(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    loras: Sequence[LoraWeights | None] = (),
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
     """Multiplies a few rows by the transposes of one to three weights in one kernel, such as those of query, key and
-    value.
+    value, with their adapters.
 
     Args:
       x: [N, in], the rows; "triton" supports N from 2 to 128.
       weights: each [out_i, in], in x's dtype.
+      loras: the adapter of each weight, or None for a weight without one; empty if no weight has one. "triton" supports
+        ranks up to 64. Arrays in another dtype than x's are cast to it in each call.
       implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
     Returns:
       partial sums [splits, N, sum of out_i], in float32, or in x's dtype if there is one split. Their sum over the
-      splits, rounded to x's dtype, is x times the weights, side by side in the order of `weights`. The function that
-      takes the result (`added_norm`, `placed`) adds them up.
+      splits, rounded to x's dtype, is x times the weights, adapters included, side by side in the order of `weights`.
+      The function that takes the result (`added_norm`, `placed`) adds them up.
     Raises:
-      TypeError, ValueError: an argument does not fit this description.
+      TypeError, ValueError: an argument does not fit this description, or an adapter has a row_scale (DoRA).
     """
     check = Arguments("products")
     check.array("x", x, "N in", FLOATS)
     for index, weight in enumerate(weights):
         check.array(f"weights[{index}]", weight, f"out_{index} in", x.dtype)
+    _check_adapters(check, loras, [f"out_{index}" for index in range(len(weights))])
 
     def compare():
         given = _drawn(0, 8, 2048, dtype=x.dtype), [_drawn(i, 64 * i, 2048, dtype=x.dtype) for i in (1, 2, 1)]
+        given = *given, _small_adapters([*loras, None, None][:3] if loras else [], (64, 128, 64), x.dtype)
         return [jax.jit(triton.products)(*given).sum(0)], [dispatch.exactly(reference.products)(*_wide(given))[0]]
 
     def first_use():
-        return dispatch.first_use("products", "triton", f"{x.dtype}, {triton.padded(len(x))} rows", compare)
+        call = f"{x.dtype}, {triton.padded(len(x))} rows{_adapters_text(loras)}"
+        return dispatch.first_use("products", "triton", call, compare)
 
-    chosen = _chosen_product("products", x, lambda: triton.products_refusal(x, weights), first_use, implementation)
-    return IMPLEMENTATIONS[chosen].products(x, weights)
+    def refusal():
+        return triton.products_refusal(x, weights, loras)
+
+    chosen = _chosen_product("products", x, refusal, first_use, implementation)
+    return IMPLEMENTATIONS[chosen].products(x, weights, loras)
 
 
 def gated_product(
-    x: jax.Array, gate: jax.Array, up: jax.Array, activation: str, *, implementation: str | None = None
+    x: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    activation: str,
+    loras: Sequence[LoraWeights | None] = (),
+    *,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Computes activation(x gate^T) * (x up^T) for a few rows in one kernel: the part of a gated MLP before the down
     projection.
@@ -108,31 +164,37 @@ def gated_product(
       gate, up: the weights, [out, in], in x's dtype.
       activation: a key of gated.ACTIVATIONS, such as "silu". Its argument, its result and x up^T are rounded to x's
         dtype.
+      loras: the adapters of gate and up, each may be None; empty if there are none. As in `products`.
       implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
     Returns:
       [N, out] in x's dtype.
     Raises:
-      TypeError, ValueError: an argument does not fit this description.
+      TypeError, ValueError: an argument does not fit this description, or an adapter has a row_scale (DoRA).
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)
     check.array("gate", gate, "out in", x.dtype)
     check.array("up", up, "out in", x.dtype)
+    _check_adapters(check, loras, ("out", "out"))
 
     def compare():
         given = _drawn(0, 8, 2048, dtype=x.dtype), *(0.02 * _drawn(i, 128, 2048, dtype=x.dtype) for i in (1, 2))
-        got, want = (functools.partial(each.gated_product, activation=activation) for each in (triton, reference))
-        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*_wide(given))]
+        adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, (128, 128), x.dtype))
+        got, want = (
+            lambda x, gate, up, loras, own=own: own.gated_product(x, gate, up, activation, loras)
+            for own in (triton, reference)
+        )
+        return [jax.jit(got)(*given, adapters)], [dispatch.exactly(want)(*_wide((*given, adapters)))]
 
     def first_use():
-        call = f"{x.dtype}, {activation}, {triton.padded(len(x))} rows"
+        call = f"{x.dtype}, {activation}, {triton.padded(len(x))} rows{_adapters_text(loras)}"
         return dispatch.first_use("gated_product", "triton", call, compare)
 
     def refusal():
-        return triton.gated_refusal(x, (gate, up), activation)
+        return triton.gated_refusal(x, (gate, up), loras, activation)
 
     chosen = _chosen_product("gated_product", x, refusal, first_use, implementation)
-    return IMPLEMENTATIONS[chosen].gated_product(x, gate, up, activation)
+    return IMPLEMENTATIONS[chosen].gated_product(x, gate, up, activation, loras)
 
 
 def added_norm(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas.decode_attention.cache import written
 from jaxtune.pallas.gated import ACTIVATIONS
+from jaxtune.pallas.quant_matmul import quant_matmul
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -17,16 +18,27 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum("ni,oi->no", x, weight, precision=precision, preferred_element_type=x.dtype)
 
 
-def products(x, weights):
-    """Multiplies x [N, in] by the transposes of all weights, each [out_i, in]. Returns the results side by side in the
-    form of the kernel's partial sums, with a single split: [1, N, sum of out_i], in x's dtype."""
-    return jnp.concatenate([_product(x, weight) for weight in weights], axis=-1)[None]
+def _each(x, weights, loras):
+    """The products of x [N, in] with the transposes of `weights`, a list of [N, out_i] in x's dtype. loras: their
+    adapters, one for each weight or None, or empty, with which quant_matmul multiplies."""
+    if any(lora is not None for lora in loras):
+        return list(quant_matmul(x, weights, loras, implementation="reference"))
+    return [_product(x, weight) for weight in weights]
 
 
-def gated_product(x, gate, up, activation):
+def products(x, weights, loras=()):
+    """Multiplies x [N, in] by the transposes of all weights, each [out_i, in], with their adapters `loras`: one for
+    each weight or None, or none at all. Returns the results side by side in the form of the kernel's partial sums, with
+    a single split: [1, N, sum of out_i], in x's dtype."""
+    return jnp.concatenate(_each(x, weights, loras), axis=-1)[None]
+
+
+def gated_product(x, gate, up, activation, loras=()):
     """Computes activation(x gate^T) * (x up^T), [N, out] in x's dtype, the part of a gated MLP before the down
-    projection. x is [N, in], gate and up are [out, in], and activation is a key of ACTIVATIONS."""
-    return ACTIVATIONS[activation](_product(x, gate)) * _product(x, up)
+    projection. x is [N, in], gate and up are [out, in], with the adapters `loras` (of gate and up, each may be None; or
+    none at all), and activation is a key of ACTIVATIONS."""
+    gate, up = _each(x, (gate, up), loras)
+    return ACTIVATIONS[activation](gate) * up
 
 
 def _sum(parts, dtype):

@@ -17,12 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.quant_matmul import LoraWeights
 
 # Rows of x that a product may have: a single one is a product with a vector, and more than the most make the product
 # bound by multiplications; both are the vendor's.
 LEAST_ROWS, MOST_ROWS = 2, 128
+MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit the registers
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 _DTYPES = (jnp.bfloat16, jnp.float16)
+_SHARED_BYTES = 227 * 1024  # of a program's shared memory on Hopper
 _ENOUGH = 96  # programs that occupy the 132 multiprocessors of a Hopper GPU well enough: fewer splits are less to add
 
 
@@ -47,10 +50,18 @@ def padded(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
-def products_refusal(x, weights: Sequence) -> str | None:
+def padded_rank(loras: Sequence[LoraWeights | None]) -> int:
+    """The rank that the tensor cores multiply for the adapters `loras` of a product's weights: the next power of two
+    from the largest of their ranks, at least 16; 0 if there are none. It is part of what a kernel is compiled for."""
+    most = max((lora.a.shape[0] for lora in loras if lora is not None), default=0)
+    return padded(most) if most else 0
+
+
+def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> str | None:
     """The reason why the kernels of `products` and `gated_product` do not support a call on this GPU, or None: no
-    Hopper GPU, another dtype than 16-bit floats, an N that is not from 2 to 128, more than three weights, or sizes that
-    tiles do not divide. x: [N, in]. weights: each [out_i, in]."""
+    Hopper GPU, another dtype than 16-bit floats, an N that is not from 2 to 128, more than three weights, adapters of a
+    rank above 64, or sizes that tiles do not divide. x: [N, in]. weights: each [out_i, in]. loras: the adapter of each
+    weight or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -62,6 +73,8 @@ def products_refusal(x, weights: Sequence) -> str | None:
         return f"{x.shape[0]} rows; from {LEAST_ROWS} to {MOST_ROWS}"
     if len(weights) > 3:
         return f"{len(weights)} weights; up to 3"
+    if padded_rank(loras) > MOST_RANK:
+        return f"adapters of rank {max(lora.a.shape[0] for lora in loras if lora is not None)}; up to {MOST_RANK}"
     if x.shape[1] % _PLAIN.depth or any(weight.shape[0] % _PLAIN.rows for weight in weights):
         sizes = ", ".join(str(weight.shape) for weight in weights)
         return f"weights {sizes}; multiples of {_PLAIN.rows} rows and {_PLAIN.depth} columns"
@@ -82,12 +95,27 @@ def _splits(inner: int, programs: int) -> int:
     return next((n for n in fitting if n * programs >= _ENOUGH), fitting[-1])
 
 
-def _multiplied(x, weights: Sequence, tile: Tile, splits: int, activation: int, width: int, dtype) -> jax.Array:
+def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
+    """How many steps a product with adapters reads ahead: those of `tile`, or fewer if they would not fit the shared
+    memory.
+
+    Args:
+      tile: how the product is divided among programs.
+      tokens: the rows of x, padded.
+      weights: how many weights each program multiplies, 1, or 2 of a gated product.
+      rank: that of the adapters, padded.
+    """
+    step = (weights * (tile.rows + rank) + tokens) * tile.depth * 2  # bytes
+    return max(n for n in range(2, tile.stages + 1) if n == 2 or n * step <= _SHARED_BYTES)
+
+
+def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, activation: int, width: int, dtype):
     """Runs the kernel of products (triton_kernels.product_kernel). Returns [splits, N, width] in `dtype`.
 
     Args:
       x: [N, in].
       weights: one to three, each [out_i, in]; with an activation those of gate and up.
+      loras: the adapter of each weight, or None; empty if there are none.
       tile: how the work is divided among programs.
       splits: the number of ranges of columns that are summed separately.
       activation: 0: the result is the products side by side. 1 (silu) or 2 (gelu_tanh): it is activation(gate) * up.
@@ -98,13 +126,23 @@ def _multiplied(x, weights: Sequence, tile: Tile, splits: int, activation: int, 
 
     (count, inner), padding = x.shape, 3 - len(weights)
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
+    rank = padded_rank(loras)
+    stages = _stages(tile, padded(count), 2 if activation else 1, rank) if rank else tile.stages
+    sides, settings = [], {}
+    for name, lora in zip(("first", "second", "third"), (*loras, None, None, None), strict=False):
+        settings[f"{name.upper()}_RANK"] = 0 if lora is None else lora.a.shape[0]
+        settings[f"{name.upper()}_SCALE"] = 1.0 if lora is None else float(lora.scale)
+        if not rank:
+            settings |= {f"{name}_a": None, f"{name}_b": None}
+        else:
+            sides += [x, x] if lora is None else [lora.a.astype(x.dtype), lora.b.astype(x.dtype)]
     (out,) = compat.triton_graph_call(
         triton_kernels.product_kernel,
-        (x, *weights, *(weights[0],) * padding),
+        (x, *weights, *(weights[0],) * padding, *sides),
         (jax.ShapeDtypeStruct((splits, count, width), dtype),),
         (width // tile.rows, splits),
         warps=tile.warps,
-        stages=tile.stages,
+        stages=stages,
         COUNT=count,
         INNER=inner,
         FIRST=sizes[0],
@@ -115,36 +153,38 @@ def _multiplied(x, weights: Sequence, tile: Tile, splits: int, activation: int, 
         TOKENS=padded(count),
         SPLITS=splits,
         ACTIVATION=activation,
-        STAGES=tile.stages,
+        STAGES=stages,
+        RANK=rank,
+        **settings,
     )
     return out
 
 
-def products(x, weights):
-    """Multiplies x [N, in] by the transposes of `weights`, each [out_i, in], by one kernel. Returns partial sums
-    float32[splits, N, sum of out_i], or [1, N, sum of out_i] in x's dtype if there is one split; their sum over the
-    splits is the products side by side."""
+def products(x, weights, loras=()):
+    """Multiplies x [N, in] by the transposes of `weights`, each [out_i, in], with their adapters `loras` (one for each
+    weight or None, or none at all), by one kernel. Returns partial sums float32[splits, N, sum of out_i], or [1, N, sum
+    of out_i] in x's dtype if there is one split; their sum over the splits is the products side by side."""
     width = sum(weight.shape[0] for weight in weights)
     splits = _splits(x.shape[1], width // _PLAIN.rows)
-    return _multiplied(x, weights, _PLAIN, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
+    return _multiplied(x, weights, loras, _PLAIN, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
 
 
-def gated_refusal(x, weights: Sequence, activation: str) -> str | None:
+def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], activation: str) -> str | None:
     """The reason why the kernel of `gated_product` does not support a call on this GPU, or None: another activation
     than "silu" and "gelu_tanh", or a reason of `products_refusal`. x: [N, in]. weights: (gate, up), [out, in] each.
-    activation: its name."""
+    loras: the adapter of each or None. activation: its name."""
     if activation not in _ACTIVATIONS:
         return f"activation {activation}"
-    return products_refusal(x, weights)
+    return products_refusal(x, weights, loras)
 
 
-def gated_product(x, gate, up, activation):
+def gated_product(x, gate, up, activation, loras=()):
     """Computes activation(x gate^T) * (x up^T), [N, out] in x's dtype, by one kernel. x is [N, in], gate and up are
-    [out, in]; activation is "silu" or "gelu_tanh". Its argument, its result and x up^T are rounded to x's dtype, as in
-    plain JAX."""
+    [out, in], with the adapters `loras` (of gate and up, each may be None; or none at all); activation is "silu" or
+    "gelu_tanh". Its argument, its result and x up^T are rounded to x's dtype, as in plain JAX."""
     rows = gate.shape[0]
     tile = _GATED if rows % _GATED.rows == 0 and rows // _GATED.rows >= _ENOUGH else _GATED_FEW
-    return _multiplied(x, (gate, up), tile, 1, _ACTIVATIONS[activation], rows, x.dtype)[0]
+    return _multiplied(x, (gate, up), loras, tile, 1, _ACTIVATIONS[activation], rows, x.dtype)[0]
 
 
 def added_norm_refusal(x) -> str | None:

@@ -22,11 +22,32 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _with_adapter(total, inner, b, rows, rank, scale, RANK: tl.constexpr, DTYPE: tl.constexpr):
+    """Adds an adapter's second product to `total`, float32[ROWS, TOKENS], and returns the sum: total + scale (x A^T)
+    B^T, transposed.
+
+    Args:
+      inner: x A^T, float32[TOKENS, RANK], which is multiplied by `scale` and rounded to DTYPE.
+      b: B, [.., rank], of which the rows `rows` are read.
+      rank: the adapter's, at most RANK; 0: there is no adapter, and `total` stays what it is.
+    """
+    ranks = tl.arange(0, RANK)
+    side = tl.load(b + rows[:, None] * rank + ranks[None, :], mask=(ranks < rank)[None, :], other=0.0)
+    return tl.dot(side, tl.trans((inner * scale).to(DTYPE)), total)
+
+
+@triton.jit
 def product_kernel(
     x,
     first,
     second,
     third,
+    first_a,
+    first_b,
+    second_a,
+    second_b,
+    third_a,
+    third_b,
     out,
     COUNT: tl.constexpr,
     INNER: tl.constexpr,
@@ -39,6 +60,13 @@ def product_kernel(
     SPLITS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
+    RANK: tl.constexpr,
+    FIRST_RANK: tl.constexpr,
+    SECOND_RANK: tl.constexpr,
+    THIRD_RANK: tl.constexpr,
+    FIRST_SCALE: tl.constexpr,
+    SECOND_SCALE: tl.constexpr,
+    THIRD_SCALE: tl.constexpr,
 ):
     """The kernel of products: out = x W^T. W consists of the weights first, second and third, [FIRST, INNER], [SECOND,
     INNER] and [THIRD, INNER], one below the other; a weight that is not used has 0 rows. out has the partial sums
@@ -48,25 +76,42 @@ def product_kernel(
     activation(gate) * up, gate and up being x times the weights, rounded; SPLITS is 1 and the grid has FIRST / ROWS
     programs.
 
+    If RANK is not 0, W + scale B A is multiplied in place of each weight W. Each program multiplies its columns of x by
+    those of A too, [TOKENS, RANK], and adds this times its rows of B to its sum. So every partial sum has its share of
+    the adapter's product, and A is read by each program that multiplies rows of its weight.
+
     Args:
       x: [COUNT, INNER], of which the tensor cores multiply TOKENS rows, the further ones being 0.
+      first_a, second_a, third_a: A of each weight's adapter, [its rank, INNER], in x's dtype; None if RANK is 0.
+      first_b, second_b, third_b: B of each, [rows of the weight, its rank], in x's dtype; None if RANK is 0.
       ROWS: the rows of W of a program.
       DEPTH: the columns that are read in one step.
       SPLITS: the ranges of columns that different programs sum over.
       STAGES: how many steps are read ahead.
+      RANK: the largest rank, rounded up to a power of two of at least 16; 0 if no weight has an adapter.
+      FIRST_RANK, SECOND_RANK, THIRD_RANK: the ranks; 0 for a weight without an adapter, whose A and B are not read.
+      FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the factors on x A^T, before it is rounded to x's dtype.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
     begin = tl.program_id(0) * ROWS
     split = tl.program_id(1)
     weight, own = first, begin
+    a, b = first_a, first_b
+    rank, scale = tl.full([], FIRST_RANK, tl.int32), tl.full([], FIRST_SCALE, tl.float32)
     if not ACTIVATION:
         if SECOND > 0:
             if begin >= FIRST:
                 weight, own = second, begin - FIRST
+                if RANK > 0:
+                    a, b = second_a, second_b
+                    rank, scale = tl.full([], SECOND_RANK, tl.int32), tl.full([], SECOND_SCALE, tl.float32)
         if THIRD > 0:
             if begin >= FIRST + SECOND:
                 weight, own = third, begin - FIRST - SECOND
+                if RANK > 0:
+                    a, b = third_a, third_b
+                    rank, scale = tl.full([], THIRD_RANK, tl.int32), tl.full([], THIRD_SCALE, tl.float32)
     rows = own + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     lines = rows.to(tl.int64)[:, None] * INNER
@@ -74,12 +119,27 @@ def product_kernel(
     steps: tl.constexpr = INNER // DEPTH // SPLITS
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
+    if RANK > 0:
+        inner = tl.zeros([TOKENS, RANK], tl.float32)
+        up_inner = tl.zeros([TOKENS, RANK], tl.float32)
     for step in tl.range(split * steps, (split + 1) * steps, num_stages=STAGES):
         columns = step * DEPTH + tl.arange(0, DEPTH)
         part = tl.load(x + tokens[None, :] * INNER + columns[:, None], mask=real, other=0.0)
         total = tl.dot(tl.load(weight + lines + columns[None, :], eviction_policy="evict_first"), part, total)
         if ACTIVATION:
             up = tl.dot(tl.load(second + lines + columns[None, :], eviction_policy="evict_first"), part, up)
+        if RANK > 0:
+            ranks = tl.arange(0, RANK)
+            thin_lines = ranks[:, None] * INNER
+            thin = tl.load(a + thin_lines + columns[None, :], mask=(ranks < rank)[:, None], other=0.0)
+            inner = tl.dot(tl.trans(part), tl.trans(thin), inner)
+            if ACTIVATION:
+                thin = tl.load(second_a + thin_lines + columns[None, :], mask=(ranks < SECOND_RANK)[:, None], other=0.0)
+                up_inner = tl.dot(tl.trans(part), tl.trans(thin), up_inner)
+    if RANK > 0:
+        total = _with_adapter(total, inner, b, rows, rank, scale, RANK, DTYPE)
+        if ACTIVATION:
+            up = _with_adapter(up, up_inner, second_b, rows, SECOND_RANK, SECOND_SCALE, RANK, DTYPE)
     if ACTIVATION:
         gate = _activated(total.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
         total = gate * up.to(DTYPE).to(tl.float32)

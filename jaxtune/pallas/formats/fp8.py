@@ -64,6 +64,7 @@ class FP8(Stored):
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
 
     compute = "fp8"
+    scale_axes = (-1,)  # of weights that jaxtune encodes, which have a scale for each row
 
     @staticmethod
     @on_any_mesh
@@ -114,6 +115,11 @@ class FP8(Stored):
         a scale for each row, both axes with one scale for the matrix)."""
         axis = axis % self.ndim
         return 1 if axis < self.ndim - 2 else self.block[axis - self.ndim + 2]
+
+    def rescaled(self, factor: np.ndarray) -> FP8:
+        """The same codes with scales multiplied by `factor`, float64[..., out, 1], for a scale for each row."""
+        assert self.block == ROW
+        return dataclasses.replace(self, scales=jnp.asarray(np.float32(np.float64(self.scales) * factor)))
 
     def product_time(self, as_stored: bool, device: str) -> float:
         """The measured time of a product of many tokens with this weight, as a multiple of the time of a 16-bit

@@ -45,6 +45,8 @@ class Int8(Stored):
     absmax: jax.Array  # float32[..., out], the largest magnitude of each row, which bitsandbytes calls SCB
     dtype_name: str = dataclasses.field(metadata=dict(static=True))  # the dtype that `decode` gives by default
 
+    scale_axes = (-1,)
+
     @staticmethod
     def encode(array: jax.Array) -> Int8:
         """Quantises an array [..., out, in] of floats to an Int8, whose `decode` returns the array's dtype by default.
@@ -72,6 +74,10 @@ class Int8(Stored):
         devices or written in pieces: 1 along every axis, because a part of a row can be decoded by the scale of the
         whole row."""
         return 1
+
+    def rescaled(self, factor: np.ndarray) -> Int8:
+        """The same codes with the largest magnitudes multiplied by `factor`, float64[..., out, 1]."""
+        return dataclasses.replace(self, absmax=jnp.asarray(np.float32(np.float64(self.absmax) * factor[..., 0])))
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
         """The axes along which (codes, absmax) are divided if the tensor is divided into `parts` equal parts along

@@ -64,6 +64,8 @@ class NVFP4(Stored):
     # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
 
+    scale_axes = (-2, -1)
+
     @staticmethod
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray) -> NVFP4:
@@ -115,6 +117,14 @@ class NVFP4(Stored):
         devices or written in pieces: 16 along the last axis, so that no block is cut, and 1 along the others. It is
         never None: every axis can be divided."""
         return BLOCK if axis % self.ndim == self.ndim - 1 else 1
+
+    def rescaled(self, factor: np.ndarray) -> NVFP4:
+        """The same codes and scales of blocks with another scale of each matrix, so that numbers are multiplied by
+        `factor`, float64[..., 1, 1]."""
+        whole = np.float64(self.tensor_scale)
+        return dataclasses.replace(
+            self, tensor_scale=jnp.asarray(np.float32(whole / factor if self.divides else whole * factor))
+        )
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
         """The axis along which each leaf (codes, scales, tensor_scale, and input_scale if there is one, in this order)

@@ -36,6 +36,10 @@ class Stored:
     # (quant_matmul/as_stored.py); None: products decode it
     compute: ClassVar[str | None] = None
 
+    # the axes of the tensor along which all numbers share the float32 scale that `rescaled` changes, such as (-1,) for
+    # a scale for each row; None: there is no such scale
+    scale_axes: ClassVar[tuple[int, ...] | None] = None
+
     @property
     def dtype(self) -> np.dtype:
         """The dtype named by `dtype_name`, which `decode` returns by default."""
@@ -116,6 +120,13 @@ class Stored:
             return array[index, start // each : start // each - (-rows // each)]
 
         return jax.tree.map(rows_of, self)
+
+    def rescaled(self, factor: np.ndarray) -> Self:
+        """The same codes with another float32 scale, so that every number is multiplied by `factor`. An export corrects
+        scales by it that were computed from rounded numbers. Formats with `scale_axes` implement it.
+
+        factor: float64, of the decoded tensor's shape but with 1 along `scale_axes`."""
+        raise NotImplementedError
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> Stored:
         """Makes a weight of this shape with random numbers, in the format of this weight and with the same options,

@@ -240,7 +240,7 @@ def _products_bwd(static, residuals, doutputs):
 _products.defvjp(_products_fwd, _products_bwd)
 
 
-def dropout(x, rate, key, part=0):
+def dropout(x, rate, key, part: jax.Array | int = 0):
     """Inverted dropout of x [rows, columns]: each number becomes zero with probability `rate`, and the others are
     multiplied by 1 / (1 - rate).
 

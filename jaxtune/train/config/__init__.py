@@ -4,6 +4,7 @@
 from jaxtune.train.config.checks import ConfigError
 from jaxtune.train.config.model import AdapterConfig, ModelConfig
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.qat import QatConfig
 from jaxtune.train.config.sections import (
     ROW_OPTIONS,
     CheckpointConfig,
@@ -16,13 +17,11 @@ from jaxtune.train.config.sections import (
     OptimConfig,
     PlanConfig,
     ProfileConfig,
-    QatConfig,
     ScheduleConfig,
 )
-from jaxtune.train.config.train_config import COMPUTE_DTYPES, DEFAULT_OUTPUT, SHORTHANDS, TrainConfig
+from jaxtune.train.config.train_config import DEFAULT_OUTPUT, SHORTHANDS, TrainConfig
 
 __all__ = [
-    "COMPUTE_DTYPES",
     "DEFAULT_OUTPUT",
     "ROW_OPTIONS",
     "SHORTHANDS",

@@ -261,7 +261,8 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
+        hint = "; quote a pattern that begins with *" if "undefined alias" in str(error) else ""
+        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}{hint}") from None
     except RecursionError:
         raise ConfigError(f"{source} is nested too deeply: a recipe has at most {_DEEPEST} levels") from None
     values = 0

@@ -12,14 +12,10 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict
 
-from jaxtune.train.config.checks import (
-    fraction,
-    not_negative,
-    positive,
-    require,
-)
+from jaxtune.train.config.checks import fraction, not_negative, positive, require
 
 _STRICT = ConfigDict(extra="forbid")
+REWARDS = "rewards"  # evaluation.generate: the functions that the run's objective learns from
 
 
 # The keys of `data` that decide how rows are tokenised and packed: arguments of `jaxtune.train.data.prepare`.
@@ -297,22 +293,6 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
-class QatConfig:
-    """The section `qat` of a configuration: quantisation-aware training, in which the layers compute with weights
-    rounded to a low-bit format, so that the model can be stored in that format afterwards."""
-
-    __pydantic_config__ = _STRICT
-
-    format: Annotated[Literal["int4"], "What the weights are rounded to."] = "int4"
-    group_size: Annotated[int, "Weights of a row that share a scale: 32, 64 or 128."] = 128
-    start: Annotated[int, "Steps to train without rounding first."] = 0
-
-    def __post_init__(self) -> None:
-        require(self.group_size in (32, 64, 128), "qat.group_size", self.group_size, "must be 32, 64 or 128")
-        not_negative("qat.start", self.start)
-
-
-@dataclass(frozen=True)
 class MeshConfig:
     """The section `mesh` of a configuration: how devices share the work. There are `data` groups of `fsdp` devices
     each. All devices divide the rows of a step among them. The devices of a group also divide the weights and optimizer
@@ -322,26 +302,44 @@ class MeshConfig:
 
     data: Annotated[int, "Groups of devices that share the rows of a step; -1: what fsdp leaves of all there are."] = 1
     fsdp: Annotated[int, "Devices of a group, which divide weights and optimizer states too; -1: what data leaves."] = 1
+    gradient_sync: Annotated[
+        Literal["fp32", "bf16", "int8", "int4"], "The numbers in which devices send each other gradients to add them."
+    ] = "fp32"
+    gradient_rounding: Annotated[
+        Literal["error_feedback", "stochastic"],
+        "How gradient_sync rounds: error_feedback adds to a step what the one before lost; stochastic keeps nothing.",
+    ] = "error_feedback"
 
     def __post_init__(self) -> None:
         rest = []
-        for key, value in vars(self).items():
+        for key, value in self.axes.items():
             require(value > 0 or value == -1, f"mesh.{key}", value, "must be greater than 0, or -1 for all devices")
             rest += [f"mesh.{key}"] if value == -1 else []
         if len(rest) > 1:
             require(False, rest[1], -1, f"{rest[0]} is -1 too: only one can take what is left")
+        key, value = "mesh.gradient_sync", self.gradient_sync
+        alone = "nothing is sent on a mesh of one device; set mesh.data (-1: all devices) or mesh.fsdp, or leave it out"
+        require(value == "fp32" or self.sizes != (1, 1), key, value, alone)
+        key, value = "mesh.gradient_rounding", self.gradient_rounding
+        unrounded = "mesh.gradient_sync = fp32 rounds nothing; set mesh.gradient_sync, to int8 for example, or unset it"
+        require(value == "error_feedback" or self.gradient_sync != "fp32", key, value, unrounded)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """{name: number of devices} of the axes of the mesh, in the order of AXES in models/placement/partition.py; -1
+        means as many as the other axis leaves of all devices."""
+        return {"data": self.data, "fsdp": self.fsdp}
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(data, fsdp): the number of devices along each axis of the mesh, in the order of AXES in
-        models/placement/partition.py. -1 means as many as the other axis leaves of all devices."""
-        return tuple(vars(self).values())
+        """(data, fsdp): the values of `axes`."""
+        return tuple(self.axes.values())
 
     @property
     def keys(self) -> str:
         """The config keys whose product is the number of devices, in words for messages: "mesh.data", or "mesh.data x
         mesh.fsdp" if fsdp is not 1."""
-        used = [f"mesh.{key}" for key, value in vars(self).items() if value != 1 or key == "data"]
+        used = [f"mesh.{key}" for key, value in self.axes.items() if value != 1 or key == "data"]
         return " x ".join(used)
 
     @property
@@ -363,11 +361,37 @@ class CheckpointConfig:
     resume: Annotated[Literal["auto", "never"], "Continue from the last checkpoint in the output folder, if any."] = (
         "auto"
     )
+    best: Annotated[
+        str | None,
+        "Metric of evaluations, such as eval_loss or eval_answers/exact_number: the checkpoint in which it is best is "
+        "kept too, and its weights are the run's result.",
+    ] = None
+    best_is: Annotated[
+        Literal["greatest", "least"] | None,
+        "Which value of checkpoint.best is best; default: the least of a name that ends in loss, else the greatest.",
+    ] = None
 
     def __post_init__(self) -> None:
         positive("checkpoint.every_steps", self.every_steps)
         positive("checkpoint.every_minutes", self.every_minutes)
         positive("checkpoint.keep", self.keep)
+        require(
+            self.best is None or self.best.startswith("eval_"),
+            "checkpoint.best",
+            self.best,
+            "name a metric as metrics.jsonl does: eval_loss, or eval_answers/NAME of a function of evaluation.generate",
+        )
+        require(
+            self.best is not None or self.best_is is None,
+            "checkpoint.best_is",
+            self.best_is,
+            "it says which value of checkpoint.best is best; set checkpoint.best, or leave it out",
+        )
+
+    @property
+    def best_is_greatest(self) -> bool:
+        """Whether the greatest value of the metric `best` is the best one (True), or the least (False)."""
+        return not (self.best or "").endswith("loss") if self.best_is is None else self.best_is == "greatest"
 
 
 @dataclass(frozen=True)
@@ -386,7 +410,7 @@ class EvaluationConfig:
     generate: Annotated[
         tuple[str, ...],
         "Functions that measure answers to held-out rows at each evaluation: file.py:function, or exact_number, "
-        "exact_match, ...",
+        "exact_match, ...; [rewards] means objective.reward_funcs.",
     ] = ()
     generate_rows: Annotated[int, "Held-out rows that are answered for evaluation.generate."] = 64
     temperature: Annotated[float, "Of the answers of evaluation.generate; 0: the likeliest tokens."] = 0.0

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 
+from jaxtune.models.precision import DTYPES
+from jaxtune.pallas.format_names import LOADED
 from jaxtune.train.config.checks import (
     LARGEST_INTEGER,
     ConfigError,
@@ -19,7 +21,9 @@ from jaxtune.train.config.checks import (
 )
 from jaxtune.train.config.model import AdapterConfig, ModelConfig
 from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
+from jaxtune.train.config.qat import QatConfig
 from jaxtune.train.config.sections import (
+    REWARDS,
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
@@ -31,13 +35,11 @@ from jaxtune.train.config.sections import (
     OptimConfig,
     PlanConfig,
     ProfileConfig,
-    QatConfig,
     ScheduleConfig,
 )
 
 DEFAULT_OUTPUT = "runs/{recipe}"
-# The dtype in which a model computes, by the config's key `precision`.
-COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+_REST = "*"  # the pattern in `precision` that says in which dtype the model computes
 # Sections that can be given as a single string, and the key that it sets: `qat: int4` sets qat.format.
 SHORTHANDS = {"qat": "format", "objective": "name"}
 
@@ -76,7 +78,10 @@ class TrainConfig:
     micro_batches: Annotated[
         int | None, "Parts in which the rows of a step are computed in turn; null: the fastest number that fits."
     ] = None
-    precision: Annotated[Literal["bf16", "fp32", "fp16"], "Compute dtype; see optim.weights for storage."] = "bf16"
+    precision: Annotated[
+        Literal["bf16", "fp32", "fp16"] | dict[str, str],
+        "Compute dtype (optim.weights: storage), or a map of module patterns to dtypes and formats; '*': the rest.",
+    ] = "bf16"
     seed: Annotated[int, "Seed of the adapter's start, the order of the rows, dropout and noise."] = 0
     deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
     max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
@@ -106,6 +111,22 @@ class TrainConfig:
     profile: ProfileConfig = ProfileConfig()
     export: ExportConfig = ExportConfig()
     output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
+
+    @property
+    def computes_in(self) -> str:
+        """The word of the dtype in which the model computes: `precision`, or what it gives "*" if it is a map."""
+        return self.precision if isinstance(self.precision, str) else self.precision[_REST]
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype in which the model computes, such as "bfloat16"."""
+        return DTYPES[self.computes_in]
+
+    @property
+    def components(self) -> dict[str, str]:
+        """The precision map of single modules, {pattern: dtype or format} (models/precision.py); {} without one."""
+        given = {} if isinstance(self.precision, str) else self.precision
+        return {pattern: word for pattern, word in given.items() if pattern != _REST}
 
     def require_rows_for(self, devices: int) -> None:
         """Raises `ConfigError` unless the rows of a micro-batch (rows_per_step / micro_batches) can be divided evenly
@@ -148,6 +169,7 @@ class TrainConfig:
         require(self.output != "", "output", "", "must name a folder")
         self._check_division_of_steps()
         self._check_exact_match()
+        self._check_precision()
         self._check_adapter()
         self._check_qat()
         self._check_evaluation()
@@ -209,6 +231,30 @@ class TrainConfig:
             "a reward model writes no answers (objective = reward); leave it out",
         )
 
+    def _check_precision(self) -> None:
+        """Raises `ConfigError` if `precision` is a map with an unknown word, or with a format and no adapter. A map
+        without other patterns than "*" becomes its word, and one without "*" gets it."""
+        if isinstance(self.precision, str):
+            return
+        object.__setattr__(self, "precision", {**self.precision, _REST: self.precision.get(_REST, "bf16")})
+        require(
+            self.precision[_REST] in DTYPES,
+            f"precision.{_REST}",
+            self.precision[_REST],
+            f"must be {', '.join(DTYPES)}, in which the model computes; the layers' format is model.load_in",
+        )
+        for pattern, word in self.components.items():
+            key, known = f"precision.{pattern}", ", ".join((*DTYPES, *LOADED))
+            require(word in DTYPES or word in LOADED, key, word, f"is no dtype or format; there are {known}")
+            require(
+                word in DTYPES or self.adapter is not None,
+                key,
+                word,
+                "quantised weights are frozen and train through an adapter: set adapter: {}, or name a dtype",
+            )
+        if not self.components:
+            object.__setattr__(self, "precision", self.precision[_REST])
+
     def _check_adapter(self) -> None:
         """Raises `ConfigError` if a key is set that needs an adapter and there is none (model.load_in), or that an
         adapter rules out (model.from_config, optim.weights=bf16, optim.offload), or optim.offload without
@@ -243,18 +289,16 @@ class TrainConfig:
         )
 
     def _check_qat(self) -> None:
-        """Raises `ConfigError` if quantisation-aware training (the section qat) is on, and starts after the last step
-        or a key is set that it rules out: DoRA or dropout of the adapter."""
+        """Raises `ConfigError` if quantisation-aware training (the section qat) is on and starts after the last
+        step."""
         if self.qat is None:
             return
-        start, adapter = self.qat.start, self.adapter
+        start = self.qat.start
         require(self.steps is None or start < self.steps, "qat.start", start, f"must be below steps = {self.steps}")
-        for key in ("use_dora", "lora_dropout"):
-            value = getattr(adapter, key, None)
-            require(not value, f"adapter.{key}", value, "qat rounds the merged weight, which cannot have it; unset it")
 
     def _check_evaluation(self) -> None:
-        """Raises `ConfigError` if evaluations are asked for and there are no held-out rows."""
+        """Raises `ConfigError` if evaluations are asked for and there are no held-out rows, or checkpoint.best names a
+        metric that they will not have."""
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
         for key in ("every_steps", "at_start"):
             value = getattr(self.evaluation, key)
@@ -263,3 +307,61 @@ class TrainConfig:
             require(
                 self.data.eval is not None, key, value, "needs held-out rows to ask: set data.eval to a file of them"
             )
+        self._check_rewards()
+        self._check_best(has_eval)
+
+    def _check_rewards(self) -> None:
+        """Raises `ConfigError` if evaluation.generate has "rewards", and the objective has no reward functions, other
+        functions stand beside it, or answers have several turns, which evaluations do not sample."""
+        asked, wanted = self.evaluation.generate, self.objective
+        if REWARDS not in asked:
+            return
+        require(
+            bool(wanted.reward_funcs),
+            "evaluation.generate",
+            list(asked),
+            "rewards are the functions of objective.reward_funcs, and there are none; name functions",
+        )
+        require(len(asked) == 1, "evaluation.generate", list(asked), "rewards stand alone; or name all functions")
+        several = next((key for key in ("tools", "environment_factory", "rollout_func") if getattr(wanted, key)), None)
+        require(
+            several is None,
+            "evaluation.generate",
+            list(asked),
+            f"an evaluation samples answers of one turn, and the rewards are for those of objective.{several}; name "
+            "functions for answers of one turn",
+        )
+
+    def _check_best(self, has_eval: bool) -> None:
+        """Raises `ConfigError` if checkpoint.best names a metric that evaluations will not have. has_eval: whether
+        there are held-out rows."""
+        best, asked = self.checkpoint.best, self.evaluation.generate
+        if best is None:
+            return
+        wanted = self.evaluation.every_steps is not None or self.evaluation.at_end
+        require(
+            has_eval and wanted, "checkpoint.best", best, "needs evaluations: set data.eval, evaluation.every_steps"
+        )
+        of_answers = best.startswith(("eval_answer", "eval_reward"))
+        require(
+            asked != () if of_answers else self.objective.name not in ("grpo", "rloo"),
+            "checkpoint.best",
+            best,
+            f"evaluations have {'no answers' if of_answers else f'no loss with {self.objective.name}'}; name functions "
+            "in evaluation.generate, and set eval_answers/NAME, of which NAME is one of them",
+        )
+        rewards = asked == (REWARDS,)
+        require(
+            best != "eval_reward" or rewards,
+            "checkpoint.best",
+            best,
+            "evaluations have it with evaluation.generate = [rewards]; set that, or eval_answers/NAME",
+        )
+        functions = (self.objective.reward_funcs or ()) if rewards else asked
+        names = [name.rpartition(":")[2] for name in functions]
+        require(
+            not best.startswith("eval_answers/") or best.removeprefix("eval_answers/") in names,
+            "checkpoint.best",
+            best,
+            f"evaluations have no such function; they have {', '.join(names)}",
+        )

@@ -111,7 +111,7 @@ class Conversations:
             prompt = self.render(messages[:index], tools, add_generation_prompt=True)
             start = len(prompt) if text.startswith(prompt) else self._start(messages, tools, text, index)
             turn = text if index == len(messages) - 1 else self.render(messages[: index + 1], tools)
-            end = len(turn) if text.startswith(turn) else self._end(messages, tools, text, index)
+            end = len(turn) if text.startswith(turn) else self._end(messages, tools, text, index, turn)
             ranges.append((start, end))
         return text, ranges
 
@@ -126,6 +126,12 @@ class Conversations:
         """
         before, asking = (self.render(messages[:index], tools, add_generation_prompt=ask) for ask in (False, True))
         opening = asking.removeprefix(before)
+        if (
+            not opening
+        ):  # the response is in the same turn as the message before it, as after a tool's result in Gemma 4
+            end = self._unchanged_end(messages, tools, text, index - 1, before)
+            if end is not None:
+                return end
         at = self._text_of(messages, tools, text, index).start
         if opening and opening != asking and at is not None:
             low = self._text_of(messages, tools, text, index - 1).end
@@ -141,11 +147,38 @@ class Conversations:
             "data.response_part, or use a template with {% generation %} marks"
         )
 
-    def _end(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """The index in `text` where the response that is message `index` ends; `text` is the whole conversation
-        (messages, tools), rendered. It is for templates that render a turn differently while it is the last one: the
-        response ends after the first token that can end a turn (`end_ids`) behind the message's own text. Raises
-        `RowError` where that is not found."""
+    def _unchanged_end(
+        self, messages: list[dict], tools: list[dict] | None, text: str, index: int, turns: str
+    ) -> int | None:
+        """The index in `text` after what the template writes behind message `index`, if that is the same in `text`,
+        the whole conversation (messages, tools), and in `turns`, the rendered messages up to this one; None if it is
+        another, or is not found."""
+        last = self._text_of(messages[: index + 1], tools, turns, index).end
+        low = self._text_of(messages, tools, text, index).end
+        if last is None or low is None or not text.startswith(turns[last:], low):
+            return None
+        return low + len(turns) - last
+
+    def _end(self, messages: list[dict], tools: list[dict] | None, text: str, index: int, turns: str) -> int:
+        """The index in `text` where the response that is message `index` ends. It is for templates that render turns
+        differently once later ones follow.
+
+        Where the template writes behind the message what it writes there while the message is the last one, the
+        response ends after that; elsewhere after the first token that can end a turn (`end_ids`) behind the message's
+        own text.
+
+        Args:
+            messages, tools: the conversation.
+            text: the conversation, rendered.
+            index: the number of the message.
+            turns: the messages up to this one, rendered.
+
+        Raises:
+            RowError: the end is not found.
+        """
+        unchanged = self._unchanged_end(messages, tools, text, index, turns)
+        if unchanged is not None:
+            return unchanged
         end = self._text_of(messages, tools, text, index).end
         if end is None:
             raise RowError(

@@ -246,7 +246,7 @@ class Monitor:
         line |= {key: float(value) for key, value in values["own"].items()}
         line |= counts.get("metrics", {})
         line |= {key: float(value) for key, value in values.get("aux", {}).items()}
-        if config.precision == "fp16":
+        if config.computes_in == "fp16":
             line["loss_scale"] = float(values["loss_scale"])
         for callback in self.run.callbacks:
             callback.stepped(done, line)
@@ -328,7 +328,7 @@ class Monitor:
             if values["count"] == 0 and self.run.batches.steps_per_epoch == 1:
                 raise TrainingStopped(f"step {done}: no token of the whole data set is trained on")
             return
-        if self.run.config.precision == "fp16" and values["loss_scale"] > 1.0:
+        if self.run.config.computes_in == "fp16" and values["loss_scale"] > 1.0:
             return  # an overflow of the scaled loss, after which the scale was halved, is not an error
         self.bad.append((done, loss, norm))
         sources = self.run.batches.sources_at(step)

@@ -16,9 +16,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxtune.models.components import followed
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import not_quantized, parameters, qat_spec
+from jaxtune.models.precision import DTYPES
 from jaxtune.models.residual_plan import Placement
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import fitted, printable
@@ -32,7 +34,7 @@ from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast, product_time, state_seconds
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.program.loss import AuxLosses
-from jaxtune.train.program.step import trainable_names
+from jaxtune.train.program.tensors import trainable_names
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
@@ -183,8 +185,9 @@ def precision_notes(
     qat: FakeQuant | None,
 ) -> list[str]:
     """Sentences on the numeric settings of a run, a sentence each, which are printed before it starts: the dtypes of
-    weights, gradients and optimizer state, losses that the layers add, the rounding of quantisation-aware training
-    (QAT), and, for dpo and kto with a loaded adapter, which model is the reference.
+    weights, gradients and optimizer state, modules with a precision of their own, losses that the layers add, the
+    rounding of quantisation-aware training (QAT), and, for dpo and kto with a loaded adapter, which model is the
+    reference.
 
     Args:
       config: the run's.
@@ -197,16 +200,19 @@ def precision_notes(
     rounding = ", matrices rounded stochastically and the rest in fp32" if storage["weights"] == "bf16" else ""
     host = ", in host memory" if config.optim.offload else ""
     notes = [
-        f"compute {config.precision}; trainable weights {storage['weights']}{rounding}; gradients {gradients}; "
+        f"compute {config.computes_in}; trainable weights {storage['weights']}{rounding}; gradients {gradients}; "
         f"optimizer state {storage['optimizer']}{host}"
     ]
+    notes += _module_notes(followed(model, plain=bool(config.components)), config.computes_in)
     if aux_losses:
         notes.append(f"added to the loss: {aux_losses}")
     if qat is not None:
         start = 0 if config.qat is None else config.qat.start
         skipped = not_quantized(model, qat)
         left = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
-        notes.append(f"QAT: weights rounded to {qat.format}, groups of {qat.group_size}, from step {start}{left}")
+        what = "weights and activations" if qat.rounds_inputs else "weights"
+        groups = "" if qat.group_size is None else f", groups of {qat.group_size}"
+        notes.append(f"QAT: {what} rounded to {qat.format}{groups}, from step {start}{left}")
     before = qat_spec(model)
     if before is not None and before != qat:
         notes.append(
@@ -225,7 +231,21 @@ def precision_notes(
 
 def _last_parts(names: list[str]) -> str:
     """How many of `names`, which are dotted, have each last part, in words: "q_proj (2), down_proj (2)"."""
-    return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rsplit(".", 1)[1] for n in names).items())
+    return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rpartition(".")[2] for n in names).items())
+
+
+def _module_notes(words: Mapping[str, str], computes_in: str) -> list[str]:
+    """A sentence on the modules that have a precision of their own, or none. words: {module's name: dtype or format}.
+    computes_in: the word of the dtype in which the other modules compute."""
+    by_word: dict[str, list[str]] = {}
+    for name, word in words.items():
+        by_word.setdefault(word, []).append(name)
+    said = [
+        f"{'stored and computed' if word in DTYPES else 'stored'} in {word}: {_last_parts(names)}"
+        for word, names in by_word.items()
+    ]
+    end = f"products are summed in fp32, and values between modules are in {computes_in}"
+    return [f"precision by module: {'; '.join(said)}; {end}"] if said else []
 
 
 # ---- the plan

@@ -63,6 +63,8 @@ class Checkpointer:
     Args:
       folder: the folder of the checkpoints, which is created if it is missing.
       keep: the number of newest complete and proven checkpoints that are kept, at least 1.
+    Attributes:
+      best: the steps of evaluations each better than the one before; the last one's checkpoint is kept as well.
     Raises:
       ValueError: the folder cannot be written, or another run uses it.
     """
@@ -76,6 +78,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._damaged: set[int] = set()
+        self.best: list[int] = []
         self._unproven: int | None = None
         self._orbax: Any = None  # created at the first save, as importing Orbax takes half a second
         if processes.first():
@@ -219,10 +222,8 @@ class Checkpointer:
         if processes.first():
             shutil.rmtree(temporary, ignore_errors=True)
         last = self.latest()
-        self._error = CheckpointError(
-            f"saving step {step} to {self.folder} failed: {error}; "
-            + ("there is no complete checkpoint" if last is None else f"the last complete checkpoint is step {last}")
-        )
+        left = "there is no complete checkpoint" if last is None else f"the last complete checkpoint is step {last}"
+        self._error = CheckpointError(f"saving step {step} to {self.folder} failed: {error}; {left}")
         self._error.__cause__ = error
 
     def _purge(self, newest: int) -> None:
@@ -232,7 +233,8 @@ class Checkpointer:
         steps = self.steps()
         usable = [step for step in steps if step <= newest and step not in self._damaged]
         proven = [step for step in usable if step != self._unproven]
-        kept = {*proven[-self.keep :], *(step for step in usable if step == self._unproven)}
+        kept = {*proven[-self.keep :], *[step for step in proven if step in self.best][-1:]}
+        kept |= {step for step in usable if step == self._unproven}
         for step in steps:
             if step in kept:
                 continue
@@ -304,10 +306,9 @@ class Checkpointer:
         Raises:
           CheckpointError: there is no such checkpoint, or it is damaged.
         """
-        candidates = self.steps()[::-1] if step is None else [step]
-        if not candidates:
+        damaged: list[str] = []
+        if not (candidates := self.steps()[::-1] if step is None else [step]):
             raise CheckpointError(f"there is no checkpoint in {self.folder}")
-        damaged = []
         for candidate in candidates:
             path = self.folder / _name(candidate)
             problem = find_damage(path)

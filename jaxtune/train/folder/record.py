@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import jax
 
+from jaxtune.models.components import common_format, followed
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.quant import computes_in_fp8, stored_in
+from jaxtune.models.files.quant import computes_in_fp8
 from jaxtune.models.lora import adapter_settings, gives_adapter
 from jaxtune.system import processes
 from jaxtune.system.files import atomic_write, fingerprints
@@ -340,8 +341,9 @@ def require_compatible(
 
 
 def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
-    """The config that config.yaml and checkpoints record: `config`, with `adapter`, `model.load_in` and `model.compute`
-    set to what the model really has, because the caller may have given a model that the config does not describe.
+    """The config that config.yaml and checkpoints record: `config`, with `adapter`, `model.load_in`, `model.compute`
+    and `precision` set to what the model really has, because the caller may have given a model that the config does not
+    describe.
 
     A setting that already describes the model stays as it was written ("all-linear" stays that). An adapter that was
     loaded from a folder stays named by the folder.
@@ -359,14 +361,18 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
         plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
         adapter = AdapterConfig(**plain)
     stored_so = model.source is not None and "quantization_config" in json.loads(model.source.config)
-    load_in = config.model.load_in
-    if stored_in(model) is None:
+    load_in, precision = config.model.load_in, config.precision
+    usual = common_format(model)
+    if usual is None:
         load_in = None
-    elif load_in is None and not stored_so:
-        load_in = stored_in(model)
+    elif load_in is None and not stored_so and not config.components:
+        load_in = usual
+    words = followed(model, plain=not stored_so)
+    if not config.components and words:
+        precision = words | {"*": config.computes_in}
     compute: Literal["fp8"] | None = "fp8" if computes_in_fp8(model) else None
     kept = dataclasses.replace(config.model, load_in=load_in, compute=compute)
-    return dataclasses.replace(config, adapter=adapter, model=kept)
+    return dataclasses.replace(config, adapter=adapter, model=kept, precision=precision)
 
 
 def write_config(output: Path, config: TrainConfig) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxtune.system import processes
 from jaxtune.train.config import CheckpointConfig
 from jaxtune.train.display.monitor import Monitor, TrainingStopped
+from jaxtune.train.folder.best import BestCheckpoint
 from jaxtune.train.folder.checkpoint import Checkpointer
+from jaxtune.train.program.step import TrainState
 from jaxtune.train.signals import StopSignal
 
 
@@ -74,6 +76,7 @@ class Saver:
       enabled: whether the config asks for saves during the run.
       policy: decides when a save is due.
       saved: the number of steps done in the state that was saved last; `start` before the first save.
+      best: keeps the checkpoint of the best evaluation (checkpoint.best).
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Saver:
         self.policy = SavePolicy(config.every_steps, config.every_minutes)
         self.policy.should_save(start, time.monotonic())
         self.saved = start
+        self.best = BestCheckpoint(checkpointer, config)
         self._due = self._warned = False
 
     def after_step(self, done: int, state: Any, last: bool) -> None:
@@ -152,6 +156,16 @@ class Saver:
             callback.saved(done)
         self.policy.saved(time.monotonic())
         self.saved, self._due, self._warned = done, False, False
+
+    def evaluated(self, done: int, state: TrainState, values: Mapping[str, float]) -> None:
+        """Called after an evaluation: saves `state`, the TrainState after `done` steps, if checkpoint.best names a
+        metric that is better than in all evaluations before. values: the evaluation's metrics, by name."""
+
+        def save() -> bool:
+            self.save(done, state)
+            return self.saved == done
+
+        self.best.offer(done, values, save)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from jaxtune.models.files.quant import parameters, quantize, stored_in
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.lora import copy_structure, freeze
 from jaxtune.models.registry import config_from_hf, weights_stored_in
-from jaxtune.train.config import COMPUTE_DTYPES, ConfigError, TrainConfig
+from jaxtune.train.config import ConfigError, TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -87,7 +87,7 @@ def teacher_shapes(config: TrainConfig) -> Decoder | None:
     config.json alone; None if the config asks for none. With it the planner counts the teacher's memory before weights
     are loaded."""
     path = teacher_of(config)
-    return None if path is None else _shapes(path, COMPUTE_DTYPES[config.precision], config.objective.teacher_load_in)
+    return None if path is None else _shapes(path, config.dtype, config.objective.teacher_load_in)
 
 
 @functools.lru_cache(4)
@@ -117,7 +117,7 @@ def open_teacher(config: TrainConfig) -> Pretrained | None:
     path = teacher_of(config)
     if path is None:
         return None
-    return Pretrained(path, COMPUTE_DTYPES[config.precision], config.objective.teacher_load_in)
+    return Pretrained(path, config.dtype, config.objective.teacher_load_in)
 
 
 def load_teacher(

@@ -156,6 +156,45 @@ def parse_channels(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     return "" if final is None else final[1], calls
 
 
+_GEMMA_CALL = re.compile(r"<\|tool_call>\s*call:([\w.-]+)(\{.*?\})\s*(?:<tool_call\|>|$)", re.DOTALL)
+_GEMMA_THOUGHT = re.compile(r"<\|channel>.*?(?:<channel\|>|$)", re.DOTALL)
+# A text in quotes of Gemma's own; a sign of the notation; a key, which has no quotes; a number, true, false or null.
+_GEMMA_TOKEN = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<sign>[{}\[\],:])|(?P<word>[^{}\[\],:<]+)', re.DOTALL)
+
+
+def parse_gemma(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
+    """Parses an answer in the form of Gemma 4, `<|tool_call>call:NAME{key:value,...}<tool_call|>`, any number of times:
+    (the text before the first call, without thoughts; the calls). Keys have no quotes and texts have `<|"|>` on both
+    sides; other values are written as in JSON. Raises ValueError for a malformed call.
+
+    Args:
+      text: the answer, with special tokens except the one that ended it.
+      schemas: not used, but all parsers take it.
+    """
+    text = _GEMMA_THOUGHT.sub("", text)
+    found = list(_GEMMA_CALL.finditer(text))
+    if len(found) != text.count("<|tool_call>"):
+        raise ValueError("a call is call:NAME{key:value,...}")
+    return text.partition("<|tool_call>")[0].strip(), [Call(call[1], _gemma_arguments(call[2])) for call in found]
+
+
+def _gemma_arguments(text: str) -> dict[str, object]:
+    """The arguments of a call by name, from their text `{key:value,...}` in Gemma 4's notation, which becomes JSON by
+    putting keys and texts in JSON's quotes. Raises ValueError if it is malformed."""
+    parts, at = [], 0
+    while at < len(text):
+        token = _GEMMA_TOKEN.match(text, at)
+        if token is None:
+            raise ValueError(f"the arguments {text!r} are malformed at {at}")
+        at = token.end()
+        word = token["word"]
+        is_key = word is not None and text.startswith(":", at)
+        parts.append(token["sign"] or (word if word and not is_key else json.dumps(token["text"] or word or "")))
+    arguments = json.loads("".join(parts))
+    assert isinstance(arguments, dict)  # because the text begins with a brace
+    return arguments
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """A kind of chat template that can call tools: how its Jinja text is recognised, and the function that parses
@@ -170,9 +209,12 @@ class Kind:
     calls, the calls), and it raises ValueError for a malformed call."""
 
 
+# Parsers that tell an answer's text from its thoughts.
+_WITHOUT_THOUGHTS = (parse_channels, parse_gemma)
 # The first kind whose marks a template has is taken.
 KINDS = (
     Kind("gpt-oss channels", ("<|channel|>", "functions."), parse_channels),
+    Kind("Gemma 4 <|tool_call>", ("<|tool_call>call:", "<tool_call|>"), parse_gemma),
     Kind("Qwen3-Coder <function=NAME>", ("<tool_call>", "<function="), parse_xml),
     Kind("Hermes and Qwen <tool_call> JSON", ("<tool_call>",), parse_hermes),
     Kind("Llama 3 JSON", ("<|start_header_id|>", "tool_calls"), parse_llama),
@@ -227,7 +269,7 @@ class ToolFormat:
             content, calls = self.kind.parse(self.decode(ids), schemas)
         except (ValueError, TypeError):
             content, calls = "", []
-        if not calls and (not content or self.kind.parse is not parse_channels):
+        if not calls and (not content or self.kind.parse not in _WITHOUT_THOUGHTS):
             content = str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
         message: Message = {"role": "assistant", "content": content}
         if calls:
@@ -253,7 +295,8 @@ class ToolFormat:
         whole = self._ids(self._conversations.render([*asked, *map(dict, messages)], None, add_generation_prompt=True))
         places = [place for place, token in enumerate(whole) if token in self._ends]
         count = sum(token in self._ends for token in before)
-        if count == 0:
+        last = max((place for place, token in enumerate(before) if token in self._ends), default=len(before))
+        if count == 0 or self.decode(before[last + 1 :]).strip():
             raise ValueError(f"no token that ends an answer ({sorted(self._ends)}) ends the model's turn in it")
         return whole[places[count - 1] + 1 :]
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtune.models.layers.segment import Residual
 from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan, Placement, ResidualPlan
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.planning.cost import StepCost
+from jaxtune.train.planning.cost import SYNC_ERRORS, StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import (
     Forecast,
@@ -182,7 +182,8 @@ def trained_bytes(parts: StepCost) -> float:
 def saved_bytes(parts: StepCost) -> float:
     """Bytes of the trained parameters and optimizer states that one device stores, as a checkpoint saves them. A save
     copies them to host memory. parts: the step's costs."""
-    return trained_bytes(parts) + parts.fixed["optimizer states"] + parts.hosted_bytes
+    states = parts.fixed["optimizer states"] + parts.fixed.get(SYNC_ERRORS, 0.0)
+    return trained_bytes(parts) + states + parts.hosted_bytes
 
 
 def _residents(parts: StepCost, least: int) -> list[int]:

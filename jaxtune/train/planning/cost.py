@@ -15,17 +15,19 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxtune.models.components import stored_as
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.quant import compute_in_fp8, quantize
+from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.layers.block import LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Residual, Segment
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
+from jaxtune.models.placement.low_format import bytes_per_number
 from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.reward import with_head
 from jaxtune.pallas.linear_cross_entropy import fills_up
-from jaxtune.train.config import COMPUTE_DTYPES, MeshConfig, TrainConfig
+from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import teacher_shapes, with_teacher
 from jaxtune.train.optimizer import optimizer_offload
@@ -33,9 +35,12 @@ from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.layer_costs import LayerKind, Work, kind_of
 from jaxtune.train.planning.sizes import nbytes, weight_bytes
+from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
 
 _ADAM8_STATES = 2 + 8 / 256  # bytes for an element
-TEACHER = "teacher's weights"  # the name of their bytes in StepCost.fixed
+# Names of bytes in StepCost.fixed.
+TEACHER = "teacher's weights"
+SYNC_ERRORS = "errors of the gradient sync"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +107,7 @@ class StepCost:
     tiled: tuple[str, ...] = ()
     hosted_bytes: float = 0.0  # optimizer states of this device in host memory
     update_bytes: float = 0.0  # taken by the update in addition to `fixed`
+    sync_bytes: float = 0.0  # taken by the update for a quantised sync of gradients
     less_sums: float = 0.0  # the part of `fixed` that a step of one micro-batch does not need
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
     teacher: StepCost | None = None  # of the forward passes of the teacher, if the frozen model is one
@@ -152,35 +158,33 @@ def step_cost(
     of config.data. keeps_model: whether the given model stays in memory beside the copies that train. optimizer: None
     is that of config.optim. reference_runs: number of forward passes of a frozen model in each micro-batch."""
     length, shape = length or config.data.length, model.config
-    dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
+    dtype = jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape((optimizer or _configured_optimizer(config)).init, masters)
-    storage = weight_storage(config.optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(masters)))
-    kept = jax.tree.map(
-        lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
-    )
+    storage = weight_storage(config.optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(masters)))
+    kept = _stored(masters, storage)
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
     parts, trained_bytes = divided.parts, nbytes(masters)
     share = partition.bytes_per_device(masters, parts) / max(trained_bytes, 1.0)  # of one device; a teacher trains none
+    errors, sync_bytes = _sync_bytes(masters, config, divided)
     fixed = {
         **_frozen_parts(frozen, parts),
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
         f"trainable parameters ({storage})": share * nbytes(kept),
         "optimizer states": share * nbytes(states) - on_host,
         "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
+        **errors,
     }
     kinds = [kind_of(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
     known = residuals_of(model.layers)
     residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
     frozen_layers = [partition.divided_sizes(layer, parts)[0] for layer in frozen.get("layers", {}).values()]
-    around = partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)
-    # The divided weights stay in memory beside the gathered ones if the caller keeps them.
-    more = 1.0 if keeps_model else 1 - 1 / parts
+    more = 1.0 if keeps_model else 1 - 1 / parts  # the divided weights stay beside the gathered ones if they are kept
     head = model.head_variable
-    head_bytes, head_gradient_bytes = _head_costs(head, shape.vocab_size, dtype, storage)
+    head_bytes, head_gradient_bytes = _head_costs(model, dtype, storage)
     return StepCost(
         rows=config.rows_per_step,
         length=length,
@@ -212,14 +216,30 @@ def step_cost(
         shared_bytes=sum(_adapter_bytes(layer, dtype) for layer in model.layers),
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(_masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
-        exchange=_exchange(kept, frozen, divided),
+        sync_bytes=sync_bytes,
+        exchange=_exchange(kept, frozen, divided, gradient_sync_of(config.mesh)),
         whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), parts),
         whole_head_bytes=partition.divided_sizes(nnx.State({"head": head}), parts)[0],
         frozen_layer_bytes=max(frozen_layers, default=0.0),
         resident_layer_bytes=more * max(frozen_layers, default=0.0),
-        resident_around_bytes=more * around,
+        resident_around_bytes=more * (partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)),
         whole_gradient_bytes=0.0 if parts == 1 else _whole_gradient_bytes(model, storage),
     )
+
+
+def _stored(masters, storage: str):
+    """The shapes of the trained weights, float32 in `masters`, in the dtypes of `storage`, "fp32" or "bf16"."""
+    return jax.tree.map(
+        lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
+    )
+
+
+def _sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
+    """({name: bytes of the errors that a quantised sync of gradients keeps on a device}, if it keeps any; bytes that
+    the sync takes in the update). masters: the trained weights' shapes. shape: of the mesh."""
+    sync = gradient_sync_of(config.mesh)
+    kept, taken = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
+    return {SYNC_ERRORS: kept} if kept else {}, taken
 
 
 def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -228,18 +248,18 @@ def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return make_optimizer(config.optim, schedule)
 
 
-def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tuple[float, float]:
+def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float]:
     """(bytes in addition to the head's weight while the loss runs, bytes of the head's gradient after it).
 
     Args:
-      head: the variable of the head's weight; the head trains if it is an nnx.Param.
-      vocab_size: the number of its rows.
-      dtype: the compute dtype.
+      model: has the head, which trains if its variable is an nnx.Param, and may compute in a dtype of its own.
+      dtype: the compute dtype of the other modules.
       storage: the dtype in which trained weights are stored, "fp32" or "bf16".
     """
+    head, dtype = model.head_variable, jnp.dtype(model.head_compute or dtype)
     trains, size = isinstance(head, nnx.Param), math.prod(head.shape)
     loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
-    copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(vocab_size, dtype)
+    copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(model.config.vocab_size, dtype)
     return size * (loss * trains + copy), size * (2.0 if storage == "bf16" else loss) if trains else 0.0
 
 
@@ -259,9 +279,10 @@ def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
     return {"frozen weights": every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
 
 
-def _exchange(trained, frozen, shape: partition.MeshShape) -> Exchange:
+def _exchange(trained, frozen, shape: partition.MeshShape, sync: GradientSync | None) -> Exchange:
     """The bytes that a device receives in a step from the other devices of a mesh of this shape. trained, frozen:
-    nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not."""
+    nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not. sync: how
+    gradients are exchanged; None: in float32."""
 
     parts = shape.parts
 
@@ -272,13 +293,14 @@ def _exchange(trained, frozen, shape: partition.MeshShape) -> Exchange:
     _, gradients = partition.divided_sizes(trained["layers"], parts) if "layers" in trained else (0.0, 0.0)
     every, (_, divided) = partition.divided_sizes((trained, frozen), parts)[0], partition.divided_sizes(trained, parts)
     whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
-    # Bytes of a gradient as gathers.scatter sends it; sums of whole weights' gradients are in float32.
+    # Bytes of a gradient as gathers.scatter sends it, and in sums of whole weights' gradients.
     width = 4.0 if parts > 2 else partition.divided_sizes(trained, parts)[0] / max(divided, 1.0)
+    width, summed = (width, 4.0) if sync is None else [bytes_per_number(sync.format)] * 2
     return Exchange(
         weights=received * weights,
         gradients=received * width * gradients,
         around=received * (every - weights + width * (divided - gradients)),
-        sums=8.0 * (whole * (1 - 1 / shape.size) + divided / parts * (1 - 1 / shape.copies)),
+        sums=2 * summed * (whole * (1 - 1 / shape.size) + divided / parts * (1 - 1 / shape.copies)),
         frozen=received * of_layers(frozen),
         frozen_around=received * (partition.divided_sizes(frozen, parts)[0] - of_layers(frozen)),
     )
@@ -373,11 +395,11 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
     that are not loaded. `shape` is its DecoderConfig."""
 
     def make():
-        model = Decoder(shape, jax.random.key(0), COMPUTE_DTYPES[config.precision])
-        if config.model.load_in is not None:
-            model = quantize(model, config.model.load_in)
-            if config.model.compute == "fp8":
-                model = compute_in_fp8(model)
+        model = Decoder(shape, jax.random.key(0), config.dtype)
+        if config.model.load_in is not None or config.components:
+            model = stored_as(model, config.components, config.model.load_in)
+        if config.model.compute == "fp8":
+            model = compute_in_fp8(model)
         model = with_head(model, objective_of(config).head)
         if config.adapter is not None:
             model = get_peft_model(model, **config.adapter.settings, seed=config.seed)
@@ -389,5 +411,6 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 def _trained_matrix_bytes(layer: Block, dtype) -> float:
     """Bytes of the copies of a layer's trained matrices in the compute dtype `dtype`; 0 if that is float32, in which
     they are stored, so that no copy is made."""
-    trained = [matrix.weight for *_, matrix in layer.matrices() if isinstance(matrix.weight, nnx.Param)]
+    cast = (matrix.weight for *_, matrix in layer.matrices() if matrix.compute != "float32")
+    trained = [weight for weight in cast if isinstance(weight, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)

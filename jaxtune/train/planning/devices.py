@@ -241,6 +241,13 @@ _WIDTH = {
 }
 
 
+def float32_time(device_kind: str) -> float:
+    """How many times as long a matrix product in float32 takes as one in 16 bits, by the device's data sheet; 1 for a
+    device without one."""
+    wide, usual = (device_peak_flops(device_kind, dtype) for dtype in ("float32", "bfloat16"))
+    return usual / wide if wide and usual else 1.0
+
+
 def device_peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     """Dense peak FLOP/s of matrix products in `dtype` on one device (jax.Device.device_kind), fp32 without TF32; None
     if no data sheet states it."""

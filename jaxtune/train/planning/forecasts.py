@@ -473,8 +473,8 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
         bytes_["gradient of the head"] = parts.head_gradient_bytes
     micro = plan.micro_batches
     update = {"the update of the largest tensor": parts.update_bytes}
-    if parts.devices > 1 and micro > 1:
-        update["gradient sums of all devices"] = 4.0 * parts.trained
+    if parts.devices > 1 and (micro > 1 or parts.sync_bytes):
+        update["gradient sums of all devices"] = parts.sync_bytes or 4.0 * parts.trained
     if sum(update.values()) > sum(bytes_.values()):
         bytes_ = update
     bytes_ = {**parts.fixed, **bytes_}

@@ -23,6 +23,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
+from jaxtune.train.planning.devices import float32_time
 from jaxtune.train.planning.sizes import nbytes
 
 _PROBE_TOKENS = 128
@@ -149,7 +150,11 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
             # Tokens are copied to the rows sorted by expert, and back.
             sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
-        sums["flops"] += 2.0 * used * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else 1.0)
+        # A module's own float32 product runs at the device's float32 rate and copies what it reads to float32.
+        wide = matrix.compute == "float32" and dtype.itemsize < 4
+        plain = float32_time(device) if wide else 1.0
+        sums["flops"] += 2.0 * used * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else plain)
+        sums["moved_bytes"] += 4.0 * sum(matrix.sizes[-2:]) if wide else 0.0
         sums["weight_bytes"] += nbytes(weight)
         sums["decoded"] += weight.decoded_share(matrix.fp8) * size if isinstance(weight, Stored) else 0.0
         sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0

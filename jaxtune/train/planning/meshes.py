@@ -115,7 +115,7 @@ def choose_mesh(
 
 def _name(mesh: MeshConfig) -> str:
     """The sizes of the axes of `mesh` in words, such as "data=2 fsdp=4"."""
-    return " ".join(f"{key}={value}" for key, value in vars(mesh).items())
+    return " ".join(f"{key}={value}" for key, value in mesh.axes.items())
 
 
 def _figures(forecast: Forecast) -> str:

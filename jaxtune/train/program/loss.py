@@ -21,7 +21,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import AuxLoss
-from jaxtune.models.placement import gathers, partition
+from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.pallas.linear_cross_entropy import (
     linear_cross_entropy,
@@ -210,7 +210,7 @@ class Forward:
         """
         head = model.head_variable
         with jax.named_scope("loss"):
-            weight, hidden = gathers.whole_beside(head, hidden)
+            weight, hidden = model.head_operands(hidden)
             return linear_log_probs(
                 hidden,
                 weight,
@@ -251,8 +251,8 @@ class Forward:
         """
         own, others = model.config, teacher.config
         with jax.named_scope("loss"):
-            weight, hidden = gathers.whole_beside(model.head_variable, hidden)
-            teacher_weight, teacher_hidden = gathers.whole_beside(teacher.head_variable, teacher_hidden)
+            weight, hidden = model.head_operands(hidden)
+            teacher_weight, teacher_hidden = teacher.head_operands(teacher_hidden)
             loss, _, entropies = linear_divergence(
                 hidden,
                 weight,
@@ -277,7 +277,7 @@ class Forward:
         trains."""
         head = model.head_variable
         with jax.named_scope("loss"):
-            weight, hidden = gathers.whole_beside(head, hidden)
+            weight, hidden = model.head_operands(hidden)
             return function(
                 hidden,
                 weight,

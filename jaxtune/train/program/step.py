@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.lax import optimization_barrier
@@ -22,20 +21,22 @@ from jax.lax import optimization_barrier
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import ResidualPlan
+from jaxtune.pallas.rounding import stochastic_round
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.sft import SUPERVISED
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, embedding_tensors, step_optimizer
-from jaxtune.train.optimizer.rounding import stochastic_round
+from jaxtune.train.program.gradient_sync import GradientSync
 from jaxtune.train.program.loss import NO_AUX_LOSSES, AuxLosses, Forward
+from jaxtune.train.program.tensors import of_all_devices, of_each
 
 # Dynamic loss scaling for fp16: the scale is doubled after this many finite steps, and halved after an overflow.
 _GROWTH_STEPS = 2000
 _FIRST_SCALE = 2.0**16
-# Numbers folded into the run's key for stochastic rounding and for noise on the embeddings. Dropout folds in the step's
-# number, which never reaches them.
-_ROUNDING, _NOISE = 0xFFFFFFFF, 0xFFFFFFFE
+# Numbers folded into the run's key for stochastic rounding of weights, noise on the embeddings, and stochastic rounding
+# of gradients. Dropout folds in the step's number, which never reaches them.
+_ROUNDING, _NOISE, _SYNC = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +53,8 @@ class TrainState:
     loss_scale: jax.Array  # float32: for fp16; 1 otherwise
     good_steps: jax.Array  # int32: finite steps since the loss scale changed, for fp16; 0 otherwise
     dropout_key: jax.Array  # uint32 key data, from which dropout, embedding noise and stochastic rounding draw
+    # errors of a quantised gradient sync, as GradientSync.first_errors makes them; {} without
+    sync_errors: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass
@@ -61,8 +64,8 @@ class Sums:
 
     On a mesh of several devices each array has a leading axis of devices: every device sums its own rows, and the
     devices' sums are added once, by the update. A step of a single micro-batch adds them in that micro-batch instead,
-    so that gradients are not stored twice. Gradients of divided tensors are summed over the devices that divide them
-    in each micro-batch.
+    so that gradients are not stored twice; a quantised sync leaves them to the update. Gradients of divided tensors are
+    summed over the devices that divide them in each micro-batch.
     """
 
     gradients: Any  # of the (scaled) loss sum: float32, or in the weights' dtypes if a step has one micro-batch
@@ -104,11 +107,27 @@ class StepProgram:
     noise_alpha: float | None = None  # NEFTune's noise on the embeddings in gradient steps; None: no noise
     # divides rows and tensors (models/placement/partition.py); None or one device: nothing is divided
     mesh: jax.sharding.Mesh | None = None
+    gradient_sync: GradientSync | None = None  # how devices exchange gradients; None: in float32
+
+    @property
+    def sync(self) -> GradientSync | None:
+        """The quantised sync of gradients; None if they are exchanged in float32, or if there is one device."""
+        return None if self.devices == 1 else self.gradient_sync
+
+    @property
+    def _sums_at_once(self) -> bool:
+        """Whether gradients are added over devices in the step's only micro-batch (True) or in the update."""
+        return self.micro_batches == 1 and self.sync is None
 
     @property
     def devices(self) -> int:
         """The number of devices of the mesh; 1 without a mesh."""
         return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def _shape(self) -> partition.MeshShape:
+        assert self.mesh is not None
+        return partition.MeshShape.of(self.mesh)
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
         """The state with which a run starts, over a copy of `trainable`: the step donates the copy, and the caller
@@ -144,6 +163,7 @@ class StepProgram:
             loss_scale=jnp.asarray(_FIRST_SCALE if self.scale_loss else 1.0, jnp.float32),
             good_steps=zero(),
             dropout_key=jax.random.key_data(jax.random.key(seed)),
+            sync_errors={} if self.sync is None else self.sync.first_errors(trainable, self._shape),
         )
 
     def shardings(self, state: TrainState, device: jax.sharding.Sharding) -> TrainState:
@@ -152,9 +172,10 @@ class StepProgram:
         where = jax.tree.map(lambda _: device, state)
         if self.mesh is not None and self.devices > 1:
             states = partition.states_shardings(state.opt_state, state.trainable, self.mesh)
-            where = dataclasses.replace(
-                where, trainable=partition.shardings(state.trainable, self.mesh), opt_state=states
-            )
+            by_device = jax.sharding.NamedSharding(self.mesh, partition.ROWS)
+            errors = jax.tree.map(lambda _: by_device, state.sync_errors)
+            tensors = partition.shardings(state.trainable, self.mesh)
+            where = dataclasses.replace(where, trainable=tensors, opt_state=states, sync_errors=errors)
         if not self.offload:
             return where
         return dataclasses.replace(where, opt_state=optimizer_offload.shardings(state.opt_state, device))
@@ -171,8 +192,11 @@ class StepProgram:
     def _divided(self, sums: Sums, trainable) -> Sums:
         """Wraps the gradients in `sums` of those tensors of `trainable` that are divided over devices as
         partition.Shard, which says by which axis. partition derives from it the shardings that jax.shard_map needs."""
-        tensors = partition.divide(trainable, self.mesh)
-        return dataclasses.replace(sums, gradients=partition.divide_like(tensors, sums.gradients))
+        return dataclasses.replace(sums, gradients=partition.divide_like(self._marked(trainable), sums.gradients))
+
+    def _marked(self, trainable):
+        """Marks which of the trained tensors are divided over devices, with the format of their gradients."""
+        return partition.divide(trainable, self.mesh, None if self.sync is None else self.sync.format)
 
     def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
         """Zero sums for the trainable tensors of a TrainState, with their shardings; `device` is the sharding of an
@@ -187,10 +211,10 @@ class StepProgram:
         def gradient(leaf):
             if isinstance(leaf, partition.Shard):
                 array, devices = leaf.array, self.devices // leaf.count
-                return partition.Shard(zeros(array.shape, kept or array.dtype, devices), leaf.axis, leaf.count)
+                return dataclasses.replace(leaf, array=zeros(array.shape, kept or array.dtype, devices))
             return zeros(leaf.shape, kept or leaf.dtype)
 
-        tensors = partition.divide(trainable, self.mesh)
+        tensors = self._marked(trainable)
         gradients = jax.tree.map(gradient, tensors, is_leaf=lambda leaf: isinstance(leaf, partition.Shard))
         loss, count = zeros(), zeros()
         aux = zeros((len(self.aux_losses.losses),)) if self.aux_losses else None
@@ -207,16 +231,17 @@ class StepProgram:
           batch: the micro-batch.
           micro_batch: its int32 index within the step, for the dropout key.
         """
-        state = dataclasses.replace(state, opt_state=None)  # it is not needed here and may be on the host
+        # What is not needed here; the optimizer's states may be on the host.
+        state = dataclasses.replace(state, opt_state=None, sync_errors={})
         if self.devices == 1:
             return self._accumulate(sums, state, frozen, batch, micro_batch)
 
         def local(sums, *others):
             sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *others)
-            return jax.tree.map(lambda a: a[None], _of_all_devices(sums) if self.micro_batches == 1 else sums)
+            return jax.tree.map(lambda a: a[None], of_all_devices(sums) if self._sums_at_once else sums)
 
         sums = self._divided(sums, state.trainable)
-        state = dataclasses.replace(state, trainable=partition.divide(state.trainable, self.mesh))
+        state = dataclasses.replace(state, trainable=self._marked(state.trainable))
         frozen, unsummed = partition.divide(frozen, self.mesh), partition.unsummed_specs(sums)
         specs = (unsummed, partition.specs(state), partition.specs(frozen), partition.ROWS, partition.WHOLE)
         run = partition.divided(local, self.mesh, specs, unsummed)
@@ -278,19 +303,36 @@ class StepProgram:
             )
         return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
 
-    def total(self, sums: Sums, trainable) -> Sums:
-        """Adds the sums of all devices, with which the update begins: the same fields without the leading axis of
-        devices. It runs under jit, on the mesh. trainable: the trained tensors of the TrainState."""
+    def total(self, sums: Sums, state: TrainState) -> tuple[Sums, dict[str, list[jax.Array]]]:
+        """Adds the sums of all devices, with which the update begins: (the same fields without the leading axis of
+        devices, the errors that a quantised sync leaves for the next step). It runs under jit, on the mesh."""
         if self.devices == 1:
-            return sums
+            return sums, {}
+        sums = self._divided(sums, state.trainable)
+        given, result = partition.unsummed_specs(sums), partition.specs(sums)
 
         def local(sums):
             sums = jax.tree.map(lambda a: a[0], sums)
-            return sums if self.micro_batches == 1 else _of_all_devices(sums)
+            return sums if self._sums_at_once else of_all_devices(sums)
 
-        sums = self._divided(sums, trainable)
-        specs = partition.unsummed_specs(sums), partition.specs(sums)
-        return partition.undivided(partition.divided(local, self.mesh, specs[:1], specs[1])(sums))
+        sync = self.sync
+        if sync is None:
+            return partition.undivided(partition.divided(local, self.mesh, (given,), result)(sums)), {}
+
+        def quantised(sums, state):
+            sums, errors = jax.tree.map(lambda a: a[0], (sums, state.sync_errors))
+            others = of_all_devices(dataclasses.replace(sums, gradients=None))
+            unit = jnp.maximum(others.count, 1.0) * state.loss_scale
+            key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _SYNC)
+            key = jax.random.fold_in(key, state.step)
+            gradients, errors = sync.added(sums.gradients, errors, self._shape, unit, key)
+            return dataclasses.replace(others, gradients=gradients), jax.tree.map(lambda a: a[None], errors)
+
+        state = dataclasses.replace(state, trainable=None, opt_state=None)
+        errors = jax.tree.map(lambda _: partition.ROWS, state.sync_errors)
+        specs = dataclasses.replace(partition.specs(state), sync_errors=errors)
+        run = partition.divided(quantised, self.mesh, (given, specs), (result, errors))
+        return partition.undivided(run(sums, state))
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
         """One optimizer step from the sums; both arguments are donated.
@@ -302,12 +344,12 @@ class StepProgram:
             float32[n], one for each trainable tensor.
         """
         with jax.named_scope("optimizer"):
-            given, sums = sums, self.total(sums, state.trainable)
+            given, (sums, errors) = sums, self.total(sums, state)
             count = jnp.maximum(sums.count, 1.0)
             scale = 1.0 / (count * state.loss_scale)
 
             gradients = [g.astype(jnp.float32) * scale for g in jax.tree.leaves(sums.gradients)]
-            squares = _each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
+            squares = of_each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
             norm = jnp.sqrt(squares.sum())
             finite = jnp.isfinite(norm) & jnp.isfinite(
                 sums.loss
@@ -334,7 +376,7 @@ class StepProgram:
                 finite &= self._reach(self.bound, state) <= largest
             else:
                 wide, _ = moved(*tensors, finite=True)
-                finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
+                finite &= of_each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
                 # Without a barrier XLA would keep the values computed for this decision (43 GB for an 8B model).
                 tensors, finite = optimization_barrier((tensors, finite))
 
@@ -357,6 +399,7 @@ class StepProgram:
                 trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
 
             new = self._next(state, trainable, opt_state, finite)
+            new = dataclasses.replace(new, sync_errors=guarded(errors, state.sync_errors))
             metrics = self._means(sums, count) | {
                 "grad_norm": norm,
                 "finite": finite,
@@ -407,7 +450,7 @@ class StepProgram:
         from `bound` before the update is computed, so that an update to infinite weights can be skipped."""
         assert self.schedule is not None  # optimizers with a bound take their rate from the schedule
         rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
-        highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
+        highest = of_each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
         return highest.astype(jnp.float32) * (1.0 + rate * bound.decay) + rate * bound.direction
 
     def _kept(self, state: TrainState, wide, old, stream: int = 0):
@@ -453,42 +496,3 @@ class StepProgram:
         tensors = partition.divide((trainable, frozen), self.mesh)
         run = partition.divided(local, self.mesh, (*partition.specs(tensors), partition.ROWS), partition.ROWS)
         return run(*tensors, batch)
-
-
-def _of_all_devices(sums: Sums) -> Sums:
-    """`sums` of one device added over all devices, in float32 and then cast to their own dtypes."""
-    wide = partition.total(jax.tree.map(lambda a: a.astype(jnp.float32), sums))
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, sums)
-
-
-# Tensors with more elements are reduced one by one: their launches are cheap, and a stack of them would be too large.
-_STACKED_ELEMENTS = 1 << 20
-
-
-def _each(reduce, tensors: list[jax.Array]) -> jax.Array:
-    """[n]: `reduce` of each tensor, in order; reduce maps [k, ...] to [k].
-
-    Small tensors of one shape are reduced as one stack. There are hundreds of adapter matrices, and on a GPU two
-    launches for each would be most of the optimizer's time.
-    """
-    groups: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault(tensor.shape if tensor.size <= _STACKED_ELEMENTS else index, []).append(index)
-    order = [index for indices in groups.values() for index in indices]
-    values = [reduce(jnp.stack([tensors[i] for i in indices])) for indices in groups.values()]
-    return jnp.concatenate(values)[np.argsort(order)]
-
-
-def trainable_names(trainable) -> list[str]:
-    """Dotted names, such as "head.weight", of the tensors of `trainable`, an nnx.State, in the order of
-    metrics["grad_norms"]."""
-    paths = jax.tree_util.tree_flatten_with_path(trainable)[0]
-    return [
-        ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path if _names_a_place(k)) for path, _ in paths
-    ]
-
-
-def _names_a_place(key) -> bool:
-    """Whether a key in a tensor's tree path is written in its dotted name (True), or is one of the keys "value" and
-    "raw_value" that nnx.Variable adds (False)."""
-    return not (isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"))

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models.components import follow
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import convert_qat, prepare_qat, qat_spec, unrounded
-from jaxtune.models.lora import has_adapter, matrices
+from jaxtune.models.lora import copy_structure, has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.system import processes
-from jaxtune.train.config import COMPUTE_DTYPES, TrainConfig
+from jaxtune.train.config import TrainConfig
 from jaxtune.train.objectives.teachers import without_teacher
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.program.step import Sums, TrainState
@@ -54,10 +55,17 @@ class TrainedModel:
 
     def _hold(self, model: Decoder) -> None:
         """Sets the attributes that describe `model`, which the caller gave or whose weights have been loaded; raises
-        ValueError if the model's dtype cannot hold the weights that QAT rounds."""
-        self.given, config = without_teacher(model), self._config
+        ValueError if the model's dtype cannot hold the weights that QAT rounds, or the model does not
+        follow the config's precision map."""
+        config = self._config
+        if config.components:
+            model = copy_structure(model)
+            follow(model, config.components)
+        self.given = without_teacher(model)
         model = unrounded(model)  # only config.qat decides whether weights are rounded
-        model.dtype = COMPUTE_DTYPES[config.precision]
+        model.dtype = config.dtype
+        if config.components:
+            follow(model, config.components)
         if model.teacher is not None:
             model.teacher.dtype = model.dtype
         self.plain_graph, self.trainable, self.frozen = nnx.split(model, nnx.Param, ...)
@@ -67,7 +75,7 @@ class TrainedModel:
         self._graph_alone = nnx.graphdef(without_teacher(model))
         if self.qat is not None and not self.qat.represented_by(self.given.dtype):
             raise ValueError(
-                f"qat: precision = {config.precision} rounds weights in {self.qat.dtype}, which a model loaded in "
+                f"qat: precision = {config.computes_in} rounds weights in {self.qat.dtype}, which a model loaded in "
                 f"{self.given.dtype} does not hold: load it in {self.qat.dtype} or float32"
             )
 

@@ -60,7 +60,7 @@ def step_peaks(
     optim = OptimConfig()
     if not rank:  # as the whole model would have it
         whole = nnx.split(cost.abstract_model(config_from_hf(SHAPES[shape]), config), nnx.Param, ...)[1]
-        storage = weight_storage(optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(whole)))
+        storage = weight_storage(optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(whole)))
         optim = dataclasses.replace(optim, weights=storage)
     config = dataclasses.replace(config, optim=optim)
     model = cost.abstract_model(config_from_hf(hf), config)

@@ -8,6 +8,7 @@ import pytest
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.few_rows import added_norm, gated_product, placed, products
+from jaxtune.pallas.quant_matmul import LoraWeights
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = 4096, 14336, 32, 8, 128
@@ -19,13 +20,36 @@ def array(*shape, dtype=jnp.bfloat16):
 
 @pytest.mark.parametrize("rows", [2, 64, 128])
 def test_products_fit_a_hopper_gpu(rows, tmp_path):
+    assert_fit(calls_of(rows, None), tmp_path)
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(2, 16), (64, 64), (128, 64)])
+def test_products_with_adapters_fit_a_hopper_gpu(rows, rank, tmp_path):
+    calls = calls_of(rows, rank)
+    assert [settings["RANK"] for *_, settings in calls] == [rank] * 3
+    assert_fit(calls, tmp_path)
+
+
+def calls_of(rows: int, rank: int | None):
+    """The calls of kernels for the products of a layer of Llama-3.1-8B, with adapters of that rank or without."""
+
+    def lora(weight):
+        if rank is None:
+            return None
+        return LoraWeights(jnp.zeros((rank, weight.shape[1]), weight.dtype), jnp.zeros((weight.shape[0], rank)))
+
     def run(x, wide, query, key, gate, down):
-        return products(x, [query, key, key]), gated_product(x, gate, gate, "silu"), products(wide, [down])
+        attention, gated = [lora(query), lora(key), lora(key)], gated_product(x, gate, gate, "silu", [lora(gate)] * 2)
+        return products(x, [query, key, key], attention), gated, products(wide, [down], [lora(down)])
 
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
         weights = array(HIDDEN, HIDDEN), array(KV_HEADS * DIM, HIDDEN), array(INNER, HIDDEN), array(HIDDEN, INNER)
         jax.eval_shape(run, array(rows, HIDDEN), array(rows, INNER), *weights)
     assert len(calls) == 3
+    return calls
+
+
+def assert_fit(calls, tmp_path):
     for call in calls:
         compiled = compile_call(call, (9, 0), tmp_path)
         assert compiled.shared_bytes <= SHARED_MEMORY_KB[9, 0] * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 
 import jax
@@ -14,6 +15,7 @@ from benchmarks.shapes import SHAPES
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.decoded import with_rounded_adapters
 from jaxtune.models.generation.sampling import Kind
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.registry import config_from_hf
@@ -31,7 +33,7 @@ def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | N
     def make():
         model = Decoder(config_from_hf(hf), jax.random.key(0), "bfloat16")
         model = quantize(model, load_in) if load_in else model
-        return get_peft_model(model, r=16) if adapter else model
+        return with_rounded_adapters(get_peft_model(model, r=16)) if adapter else model
 
     model = nnx.eval_shape(make)
     graph, state = nnx.split(model)
@@ -76,6 +78,7 @@ def copies(text: str, states) -> list[str]:
 
 CASES = {
     "8B": ("llama-3.1-8b", 2, False, None),
+    "8B, adapter": ("llama-3.1-8b", 2, True, None),
     "8B NF4, adapter": ("llama-3.1-8b", 2, True, "nf4"),
     "gpt-oss": ("gpt-oss-20b", 2, False, None),
     "experts": ("qwen3-30b-a3b", 2, False, None),
@@ -101,3 +104,14 @@ def test_a_head_is_filled_up_once_for_all_tokens():
     text = programs["decode"].compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
     pads = [line for line in text.splitlines() if f"bf16[{vocab + 5},256]" in line and " pad(" in line]
     assert len(pads) == 1 and "while" not in pads[0]
+
+
+def test_an_adapter_adds_no_kernel_to_a_step():
+    """Its products are part of the kernels that multiply by the weights."""
+    kernels = []
+    for adapter in (False, True):
+        _, programs = lowered("llama-3.1-8b", 1, adapter)
+        text = programs["decode"].compile().as_text()
+        kernels.append(collections.Counter(re.findall(r" (fusion|custom-call|copy|convert|reduce|slice)\(", text)))
+        assert text.count('name = "product_kernel"') == 4
+    assert kernels[0] == kernels[1]

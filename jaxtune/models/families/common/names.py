@@ -25,10 +25,12 @@ ROUTED_NORMS = LLAMA_NORMS | {"router": "gate"}
 class ExpertFiles:
     """The parts of experts' tensor names in a checkpoint: model.layers.N.<module>.experts.<expert>.<matrix>.weight."""
 
-    module: str  # the name of the mixture of experts within a layer
+    module: str  # the name of the mixture of experts within a layer; "": its experts are named under the layer itself
     gate: str  # the gate projection of an expert
     up: str  # the up projection of an expert
     down: str  # the down projection of an expert
+    # whether only quantised experts are stored so, and others as all experts of a layer in one tensor
+    quantised_only: bool = False
 
 
 QWEN_EXPERTS = ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")

@@ -25,12 +25,12 @@ def stochastic_round(x: jax.Array, seed: jax.Array, stream: int) -> jax.Array:
       seed: uint32[2], different for each step.
       stream: different for each tensor of a step.
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _random_bits(x.shape, seed, stream)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + random_bits(x.shape, seed, stream)
     rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
-def _random_bits(shape: tuple[int, ...], seed: jax.Array, stream: int) -> jax.Array:
+def random_bits(shape: tuple[int, ...], seed: jax.Array, stream: int) -> jax.Array:
     """uint32 of `shape`, uniform from 0 to 2^16 - 1: a hash of each element's position, the step's seed (uint32[2]),
     and `stream`, the number of the tensor, by which tensors of the same shape get different bits. Raises ValueError
     for more than 2^32 elements.

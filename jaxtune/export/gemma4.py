@@ -1,0 +1,101 @@
+"""What a GGUF file says of a model of Gemma 4, whose layers differ: in its window, its heads and the width of its MLP.
+
+llama.cpp reads these for each layer, in place of a pattern that it hard-codes. The keys are those of its architecture
+"gemma4", which both families have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
+from jaxtune.models.layers.attention import AttentionShape
+from jaxtune.models.layers.mlp import MLPShape
+
+# The marks of thoughts, tool calls and their results.
+SHOWN = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
+_GLOBAL, _SLIDING = 0, 1  # numbers of the rotary bases in DecoderConfig.rotary
+_UNTURNED = 1e30  # llama.cpp divides a pair's angle by it, so that the pair is not rotated
+
+
+def _attention(layer: LayerSpec) -> AttentionShape:
+    """The settings of a layer's attention that differ from the decoder's."""
+    shape = layer.config_of("mixer")
+    return shape if isinstance(shape, AttentionShape) else AttentionShape()
+
+
+def _slides(layer: LayerSpec) -> bool:
+    """Whether a layer is of the sliding type, by its rotary base: a window that is as long as the context is none."""
+    return layer.rotary == _SLIDING
+
+
+def _mlp_size(config: DecoderConfig, layer: LayerSpec) -> int:
+    """The width of a layer's MLP, which is the dense one if the layer has experts beside it."""
+    shape = layer.config_of("mlp") or layer.config_of("dense")
+    return shape.intermediate_size if isinstance(shape, MLPShape) else config.intermediate_size
+
+
+def problems(config: DecoderConfig) -> list[str]:
+    """What llama.cpp would compute differently in the layers of a model of Gemma 4, a clause each for an error message;
+    [] if nothing."""
+    found, shapes = [], [_attention(layer) for layer in config.layers]
+    windows = {layer.window for layer in config.layers if layer.window is not None}
+    if len(windows) > 1:
+        found.append(f"sliding_window of {len(windows)} lengths: llama.cpp has one")
+    wrong = [i for i, layer in enumerate(config.layers) if layer.window is not None and not _slides(layer)]
+    if wrong:
+        found.append(f"the position encoding of layer {wrong[0]}: llama.cpp has another one there")
+    if config.rotary[_GLOBAL].kind != "proportional" or config.rotary[_SLIDING].kind != "default":
+        found.append("rope_type: llama.cpp has 'proportional' in global layers and 'default' in the others")
+    own = sum(shape.takes_keys is None for shape in shapes)
+    for index, shape in enumerate(shapes):
+        # llama.cpp takes the keys and values of the last layer that has its own, or of the one before it.
+        giver = own - (2 if _slides(config.layers[index]) else 1)
+        if shape.takes_keys is not None and (giver < 0 or shapes[giver].gives_keys != shape.takes_keys):
+            found.append(f"num_kv_shared_layers: layer {index} does not take the keys of layer {giver}, as llama.cpp's")
+            break
+    if config.per_layer_size and config.per_layer_vocab_size != config.vocab_size:
+        found.append(
+            f"vocab_size_per_layer_input = {config.per_layer_vocab_size}: llama.cpp has vocab_size, "
+            f"{config.vocab_size}, there"
+        )
+    return found
+
+
+def hyperparameters(config: DecoderConfig) -> dict[str, Any]:
+    """The metadata of a model of Gemma 4 beyond, or in place of, what all architectures have, as {key: value} without
+    the architecture's name and the dot before each key. Lists have a value for each layer."""
+    shapes = [_attention(layer) for layer in config.layers]
+    wide = next(shape.head_dim for layer, shape in zip(config.layers, shapes, strict=True) if not _slides(layer))
+    wide = wide or config.head_dim
+    heads = [shape.num_kv_heads or config.num_kv_heads for shape in shapes]
+    widths = [_mlp_size(config, layer) for layer in config.layers]
+    windows = [layer.window for layer in config.layers if layer.window is not None]
+    return {
+        "feed_forward_length": widths if len(set(widths)) > 1 else widths[0],
+        "embedding_length_per_layer_input": config.per_layer_size or 0,
+        "attention.head_count_kv": heads if len(set(heads)) > 1 else heads[0],
+        "attention.key_length": wide,
+        "attention.value_length": wide,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.shared_kv_layers": sum(shape.takes_keys is not None for shape in shapes),
+        "attention.sliding_window": max(windows, default=config.context_length),
+        "attention.sliding_window_pattern": [_slides(layer) for layer in config.layers],
+        "rope.dimension_count": wide,
+        "rope.dimension_count_swa": config.head_dim,
+        "rope.freq_base_swa": float(config.rotary[_SLIDING].theta),
+        # Without the key llama.cpp caps the logits at 30; with 0 it does not cap them.
+        "final_logit_softcapping": float(config.final_soft_cap or 0.0),
+    }
+
+
+def frequency_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """The factors by which llama.cpp divides the angles of the pairs of a head in global layers: rope.factor for those
+    that are rotated, and 1e30, which leaves no rotation, for the others. float32[head size / 2]. rope: the global
+    layers' rotary base. head_dim: the head's size if the base does not give its own."""
+    half = (rope.head_dim or head_dim) // 2
+    turning = int(rope.partial_rotary_factor * half)
+    return np.asarray([rope.factor] * turning + [_UNTURNED] * (half - turning), np.float32)

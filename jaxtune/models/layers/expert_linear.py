@@ -1,0 +1,226 @@
+"""The matrices of a mixture of experts: a weight for each expert in one array (`ExpertLinear`), and their LoRA adapters
+(`ExpertLora`)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.lax import optimization_barrier
+
+from jaxtune.models.fake_quant import FakeQuant, gradients_of, straight_through
+from jaxtune.models.linear import merged_weight
+from jaxtune.pallas.formats import Stored, dense
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
+from jaxtune.pallas.quant_matmul import LoraWeights
+from jaxtune.pallas.routing import Routing, matmul_of_tokens, matmul_to_tokens, token_bias
+
+_RANK_STEP = 64  # grouped_matmul's kernels sum over multiples of this many numbers, so ranks are padded to them
+
+
+class ExpertLora(nnx.Module):
+    """The LoRA adapters of one matrix of every expert, stacked: a [E, r, in] and b [E, out, r] (zero at the start),
+    float32. It is the attribute `lora` of an ExpertLinear, whose output gets scale * b a x added.
+
+    The scale follows from `alpha` and `rslora`, as in PEFT. There is no dropout, because PEFT has none on experts.
+    `weights` gives the adapters to the kernels.
+
+    Args:
+      experts, in_size, out_size, rank: E, in, out and r of these shapes.
+      alpha: the adapters' output is multiplied by alpha / r.
+      key: draws the initial a.
+      rslora: True: it is multiplied by alpha / sqrt(r) instead; False: by alpha / r.
+    """
+
+    rate = 0.0  # of dropout
+    magnitude = None  # of DoRA, which PEFT does not have on experts
+
+    def __init__(
+        self,
+        experts: int,
+        in_size: int,
+        out_size: int,
+        rank: int,
+        alpha: float,
+        key: jax.Array,
+        *,
+        rslora: bool = False,
+    ):
+        # PEFT draws all experts' A as one matrix [E r, in]: uniform in +-1 / sqrt(in), as for a linear.
+        bound = 1.0 / math.sqrt(in_size)
+        self.a = nnx.Param(jax.random.uniform(key, (experts, rank, in_size), jnp.float32, -bound, bound))
+        self.b = nnx.Param(jnp.zeros((experts, out_size, rank), jnp.float32))
+        self.alpha = alpha
+        self.rslora = rslora
+
+    @property
+    def rank(self) -> int:
+        """The rank r of the adapters."""
+        return self.a.shape[1]
+
+    @property
+    def scale(self) -> float:
+        """The factor on the adapters' product b a x: alpha / r, or alpha / sqrt(r) with rslora."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def weights(self) -> GroupedLora:
+        """The adapters as the argument of grouped_matmul, the product of rows that are sorted by expert: a, b and the
+        scale."""
+        return GroupedLora(self.a[...], self.b[...], self.scale)
+
+
+class ExpertLinear(nnx.Module):
+    """One weight matrix for each of E experts, stacked in one array, with optional biases [E, out] and optional
+    adapters.
+
+    The weight is [E, out, in], or [E, in, out] if `transposed` (as in Hugging Face's class), as an array or quantised.
+    `of_tokens` multiplies each token by the matrices of its experts and gives rows that are sorted by expert;
+    `to_tokens` multiplies such rows and sums them for each token.
+
+    Args:
+      experts, in_size, out_size: E, in and out of these shapes.
+      transposed: whether the weight is [E, in, out]; False: [E, out, in].
+      bias: whether there are biases.
+      std: the standard deviation of the initial weights.
+      key: draws them.
+      dtype: of weight and biases.
+    Attributes:
+      compute: the dtype's name in which the experts multiply, where a precision map names one (models/precision.py):
+        what they multiply is cast to it, and the output back; None: in that dtype itself.
+      fp8: whether a weight that is stored in FP8 is multiplied as it is, without decoding; False until the loader sets
+        it.
+      fake_quant: for quantisation-aware training: the grid to which the weights, with their adapters merged in, are
+        rounded before they multiply; None: they are not rounded.
+      lora: the adapters (ExpertLora), or None.
+    """
+
+    quantizable = True  # as Linear has, for code that handles both
+    compute: str | None = None
+
+    def __init__(
+        self, experts: int, in_size: int, out_size: int, *, transposed: bool, bias: bool, std: float, key, dtype
+    ):
+        shape = (experts, in_size, out_size) if transposed else (experts, out_size, in_size)
+        axes = ("experts", "in", "out") if transposed else ("experts", "out", "in")
+        self.weight: nnx.Variable = nnx.Param(
+            (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype), axes=axes
+        )
+        self.bias = nnx.Param(jnp.zeros((experts, out_size), dtype)) if bias else None
+        self.lora: ExpertLora | None = nnx.data(None)  # an ExpertLora, once the model has adapters
+        self.fake_quant: FakeQuant | None = None
+        self.transposed = transposed
+        self.fp8 = False
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts E."""
+        return self.weight.shape[0]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(experts, out, in), the sizes of the weight, always in this order, whether or not it is transposed or
+        quantised."""
+        experts, first, second = self.weight.shape
+        return (experts, second, first) if self.transposed else (experts, first, second)
+
+    @property
+    def stored_weight(self) -> jax.Array | Stored:
+        """The weight in the form in which the model stores it: an array, or a quantised weight (Stored)."""
+        return self.weight.get_value()
+
+    def rounded_weight(self, x: jax.Array) -> jax.Array:
+        """For quantisation-aware training: the weights in the shape of the stored ones, rounded to the grid of
+        `fake_quant`, with the adapters merged in first if there are any. A frozen weight is rounded one expert at a
+        time, so that one merged matrix is in float32.
+
+        x: the activations that they multiply. As in Linear, the rounding is tied to them, so that forward and backward
+        each round; the gradient passes the rounding unchanged to trained weights, and frozen ones get none."""
+        assert self.fake_quant is not None
+        if isinstance(self.weight, nnx.Param):
+            weight = self.weight[...].swapaxes(1, 2) if self.transposed else self.weight[...]
+            rounded: jax.Array = straight_through(self.fake_quant, weight, jax.lax.stop_gradient(x))
+            return rounded.swapaxes(1, 2) if self.transposed else rounded
+        values = (self.stored_weight, self.adapter(), x)
+        weight, lora, _ = optimization_barrier(jax.lax.stop_gradient(values))
+        return self.merged_and_rounded(dense(weight, self.fake_quant.dtype), lora)
+
+    def merged_and_rounded(self, weight: jax.Array, lora: GroupedLora | None) -> jax.Array:
+        """Merges adapters into decoded weights of this matrix's shape, and rounds each expert's to `fake_quant`; the
+        result has the grid's dtype. lora: the adapters; None: there are none."""
+        spec = self.fake_quant
+        assert spec is not None
+
+        def one(expert):
+            weight, *adapter = expert
+            weight = weight.T if self.transposed else weight
+            if lora is not None:
+                a, b = adapter
+                weight = merged_weight(weight, LoraWeights(a, b, None, lora.scale))
+            return spec.round(weight).T if self.transposed else spec.round(weight)
+
+        return jax.lax.map(one, (weight,) if lora is None else (weight, lora.a, lora.b))
+
+    def adapter(self) -> GroupedLora | None:
+        """The adapters as the argument of grouped_matmul (a, b and the scale); None if there are none."""
+        return None if self.lora is None else self.lora.weights()
+
+    def adapter_bytes(self, itemsize: int) -> float:
+        """The bytes of the copies of the adapters that kernels read: with the rank padded, in the compute dtype; 0
+        without adapters. The planner counts these copies. itemsize: bytes of one number in the compute dtype."""
+        if self.lora is None:
+            return 0.0
+        experts, rank, in_size = self.lora.a.shape
+        return float(experts * (in_size + self.lora.b.shape[1]) * -(-rank // _RANK_STEP) * _RANK_STEP * itemsize)
+
+    def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
+        """Multiplies each token of x [T, in] by the matrices of its experts: [rows, out], one row for each pair of
+        token and expert, sorted by expert.
+
+        If a quantised weight must be decoded, the decoded weight is kept for the derivative, which is expected to be
+        computed right after (`derivative_follows` of grouped_matmul). routing: which token and expert each row belongs
+        to, from `route`."""
+        lora, given = self.adapter(), x.dtype
+        x = x.astype(self.compute or given)
+        if self.fake_quant is None:
+            weight, added = self.stored_weight, lora
+        else:
+            weight, added = self.rounded_weight(x), None
+            x = self.fake_quant.round_inputs(x)
+        fp8 = self.fp8 and self.fake_quant is None
+        out = matmul_of_tokens(x, weight, routing, added, transposed=self.transposed, derivative_follows=True, fp8=fp8)
+        if self.fake_quant is not None and lora is not None:
+            a, b = (lora.scale * lora.a).astype(x.dtype), lora.b.astype(x.dtype)
+            inner = matmul_of_tokens(jax.lax.stop_gradient(x), a, routing)
+            out = gradients_of(out, grouped_matmul(inner, b, routing.groups))
+        if self.bias is not None:
+            out = grouped_bias(out, self.bias[...], routing.groups)
+        return out.astype(given)
+
+    def to_tokens(
+        self, rows: jax.Array, lora: GroupedLora | None, routing: Routing, choice: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        """Multiplies rows [rows, in], one for each pair of token and expert and sorted by expert, by the experts'
+        matrices, and sums the results of each token: [T, out].
+
+        Args:
+          rows: they have been multiplied by the router's weights already.
+          lora: the adapters, from `adapter()`; None: there are none.
+          routing: which expert and token each row belongs to, from `route`.
+          choice: int32[T, k], each token's experts.
+          weights: [T, k], the router's weights, by which the biases are multiplied if there are any.
+        """
+        given = rows.dtype
+        rows = rows.astype(self.compute or given)
+        if self.fake_quant is None:
+            out = matmul_to_tokens(rows, self.stored_weight, routing, lora, transposed=self.transposed, fp8=self.fp8)
+        else:
+            weight, rows = self.rounded_weight(rows), self.fake_quant.round_inputs(rows)
+            out = matmul_to_tokens(rows, weight, routing, transposed=self.transposed)
+            if lora is not None:
+                a, b = (lora.scale * lora.a).astype(rows.dtype), lora.b.astype(rows.dtype)
+                inner = grouped_matmul(jax.lax.stop_gradient(rows), a, routing.groups)
+                out = gradients_of(out, matmul_to_tokens(inner, b, routing))
+        out = out if self.bias is None else token_bias(out, weights, self.bias[...], choice)
+        return out.astype(given)

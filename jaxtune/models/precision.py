@@ -1,0 +1,102 @@
+"""The precision of a model's modules: in which dtype or format each one's weight is stored, and in which dtype it is
+multiplied.
+
+A precision map, such as {"lm_head": "fp32", "router": "fp32", "layers.0.*": "bf16", "*.down_proj": "nf4"}, has a
+pattern of module names for each word. A word is a dtype (`DTYPES`), in which the module's weight is stored and its
+product computed, or a format (such as nf4), in which the weight is stored; its product is then computed in the model's
+dtype. `resolve` decides the word of every module; loading, the layers, the planner and the records all follow its
+answer (models/components.py applies it to a model)."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtune.pallas.format_names import LOADED
+
+# {word of a configuration: the dtype's name in JAX}
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+WORDS = {dtype: word for word, dtype in DTYPES.items()}
+# Names by which a pattern selects all modules of a kind, whatever a family's checkpoints call them.
+ROUTER, NORMS = "router", "norms"
+
+
+@dataclass(frozen=True)
+class Component:
+    """A module that a precision map can name."""
+
+    name: str  # its name in checkpoints, such as "model.layers.0.mlp.down_proj"
+    kind: str = ""  # ROUTER or NORMS for such a module
+    aliases: tuple[str, ...] = ()  # further names: "lm_head" of an embedding that is the head too
+    quantizable: bool = False  # whether it can be stored in a format
+
+    def matches(self, pattern: str) -> bool:
+        """Whether `pattern`, a key of a precision map, selects this module: it is the module's kind; or, with *, ? and
+        [...] as in names of files, its whole name or what follows a dot in it ("layers.0.*", "*.down_proj",
+        "down_proj")."""
+        if pattern == self.kind:
+            return True
+        parts = (name.split(".") for name in (self.name, *self.aliases))
+        ends = [".".join(each[start:]) for each in parts for start in range(len(each))]
+        return any(map(re.compile(fnmatch.translate(pattern)).fullmatch, ends))
+
+
+def check_words(key: str, words: Mapping[str, str]) -> None:
+    """Raises ValueError unless every value of `words`, a precision map, is a dtype or a format. key: what the map is
+    called in the error, such as "precision"."""
+    for pattern, word in words.items():
+        if word not in DTYPES and word not in LOADED:
+            known = ", ".join((*DTYPES, *LOADED))
+            raise ValueError(f"{key}: {pattern!r}: {word!r}: is no precision; a module can have {known}")
+
+
+def resolve(components: Sequence[Component], words: Mapping[str, str], rest: str | None = None) -> dict[str, str]:
+    """Decides the precision of modules: {name: word}, for the modules that `words` names or that `rest` quantises; the
+    others are stored and computed in the model's dtype.
+
+    The first pattern that matches a module decides. Of the modules that a pattern with a format matches, those that
+    cannot be quantised (norms, routers, biases) are left out.
+
+    Args:
+      components: the model's modules that have a weight.
+      words: the precision map, {pattern: word}.
+      rest: the format of the modules that no pattern matches and that can be quantised (model.load_in); None: none.
+    Raises:
+      ValueError: an unknown word; a pattern that matches no module, only modules that earlier patterns matched, or,
+        with a format, none that can be quantised.
+    """
+    check_words("precision", words)
+    found: dict[str, str] = {}
+    for pattern, word in words.items():
+        matched = [each for each in components if each.matches(pattern)]
+        left = [each for each in matched if each.name not in found]
+        fitting = [each for each in left if word in DTYPES or each.quantizable]
+        where = f"precision: {pattern!r} = {word!r}"
+        if not matched:
+            raise ValueError(f"{where}: matches no module of this model; {_known(components)}")
+        if not left:
+            raise ValueError(f"{where}: patterns before it match the same modules; put it before them, or remove it")
+        if not fitting:
+            raise ValueError(
+                f"{where}: {left[0].name} cannot be stored in a format, as only linears and experts of the layers can; "
+                f"take one of {', '.join(DTYPES)}"
+            )
+        found |= {each.name: word for each in fitting}
+    if rest is not None:
+        found |= {each.name: rest for each in components if each.quantizable and each.name not in found}
+    return found
+
+
+def _known(components: Sequence[Component]) -> str:
+    """The names that a pattern can select, for errors: those of the first layer without its number, and the others."""
+    of_layers = [each.name.split(".", 3)[3] for each in components if each.name.startswith("model.layers.")]
+    others = [
+        name for each in components for name in (each.name, *each.aliases) if not name.startswith("model.layers.")
+    ]
+    kinds = [each.kind for each in components if each.kind]
+    return (
+        f"a pattern is a name or the end of one, with * for any part ('layers.0.*'); names in layers are "
+        f"{', '.join(dict.fromkeys(of_layers))}, beside them {', '.join(dict.fromkeys((*others, *kinds)))}"
+    )

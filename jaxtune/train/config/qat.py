@@ -1,0 +1,37 @@
+"""The section `qat` of a configuration: quantisation-aware training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict
+
+from jaxtune.pallas.format_names import QAT_GROUPS, qat_group_size
+from jaxtune.train.config.checks import not_negative, require
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class QatConfig:
+    """The section `qat` of a configuration: quantisation-aware training, in which the layers compute with weights
+    rounded to a low-bit format, so that the model can be stored in that format afterwards."""
+
+    __pydantic_config__ = _STRICT
+
+    format: Annotated[
+        Literal["int4", "int8-int4", "int8-int4-asymmetric", "int8", "fp8", "nvfp4", "mxfp4"],
+        "What the weights are rounded to; int8-int4 and fp8 round activations too.",
+    ] = "int4"
+    group_size: Annotated[
+        int | None, "Weights of a row that share a scale: 32, 64 or 128 for int4 (128), 32 or null for int8 (null)."
+    ] = None
+    start: Annotated[int, "Steps to train without rounding first."] = 0
+
+    def __post_init__(self) -> None:
+        if self.group_size is None:
+            object.__setattr__(self, "group_size", QAT_GROUPS[self.format][-1])
+        problem = qat_group_size(self.format, self.group_size)
+        require(problem is None, "qat.group_size", self.group_size, problem or "")
+        not_negative("qat.start", self.start)

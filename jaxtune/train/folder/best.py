@@ -1,0 +1,113 @@
+"""The best checkpoint of a run, by a metric of its evaluations (checkpoint.best).
+
+Which one it is follows from two things on disk: the evaluations in metrics.jsonl, and the checkpoints that exist. A run
+that is resumed reads both, so nothing else must be stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+
+from jaxtune.system import processes
+from jaxtune.train.config import CheckpointConfig, ConfigError
+from jaxtune.train.display.metrics import JSONL, ROWS, read_metrics
+from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError
+
+
+@dataclasses.dataclass
+class BestCheckpoint:
+    """Finds the best evaluation of a run, and keeps its checkpoint. With checkpoint.best unset it does nothing."""
+
+    checkpointer: Checkpointer
+    """Writes the run's checkpoints; `Checkpointer.best` says which of them to keep."""
+    config: CheckpointConfig
+    """The section `checkpoint` of the run's config."""
+    step: int | None = None
+    """The number of steps done at the best evaluation so far whose state is saved; None if there is none."""
+    value: float = math.nan
+    """The value of the metric in that evaluation."""
+
+    def resume(self, output: Path, start: int, rows: str | None) -> None:
+        """Finds the best evaluation of earlier processes of the run, among those whose checkpoint exists.
+
+        Args:
+          output: the run's folder, whose metrics.jsonl is read.
+          start: the number of steps done; evaluations after more steps are left out, as the run repeats these steps.
+          rows: what identifies the held-out rows; evaluations of other rows are left out.
+        """
+        if self.config.best is None:
+            return
+        for step, value in processes.of_first(lambda: self._evaluated(output / JSONL, start, rows)):
+            if self._is_better(value):
+                self._take(step, value)
+
+    def _evaluated(self, path: Path, start: int, rows: str | None) -> list[tuple[int, float]]:
+        """The pairs (step, value of the metric) of the evaluations in the file `path`, as `resume` reads them."""
+        lines, saved = read_metrics(path) if path.exists() else [], self.checkpointer.steps()
+        return [
+            (line["step"], float(line[self.config.best]))
+            for line in lines
+            if line["step"] in saved and line["step"] <= start
+            if self.config.best in line and line.get(ROWS, rows) == rows
+        ]
+
+    def offer(self, step: int, values: Mapping[str, float], save: Callable[[], bool]) -> None:
+        """Takes an evaluation as the best one if its metric is better than all before, and its state can be saved. The
+        model before the first step is never taken.
+
+        Args:
+          step: the number of steps done.
+          values: the evaluation's metrics, by name.
+          save: saves the state after `step` steps as a checkpoint, unless that exists; returns whether it exists now.
+        Raises:
+          ConfigError: the evaluation has no such metric.
+        """
+        name = self.config.best
+        if name is None:
+            return
+        if name not in values:
+            found = ", ".join(key for key in values if key.startswith("eval_"))
+            raise ConfigError(f"checkpoint.best = {name!r}: the evaluation has no such metric; it has {found}")
+        if step and self._is_better(values[name]):
+            known = [*self.checkpointer.best]
+            self.checkpointer.best.append(step)  # before the save, which removes what need not be kept
+            if save():
+                self._take(step, values[name])
+            else:
+                self.checkpointer.best = known
+
+    def weights[T](self, last: T, say: Callable[[str], None]) -> T:
+        """Returns the trained weights of the best evaluation, read from its checkpoint into the shardings of `last`,
+        the weights after the last step; `last` itself if these are the best, if no evaluation was taken, or if the
+        checkpoint is damaged. say: shows a line about which weights they are."""
+        if self.config.best is None:
+            return last
+        if self.step is None:
+            say(f"checkpoint.best = {self.config.best}: no evaluation has a best value; the last weights are taken")
+            return last
+        about = f"step {self.step}, where {self.config.best} = {self.value:.4f} was best"
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), last)
+        try:
+            _, found, _ = self.checkpointer.restore(self.step, like={"state": {"trainable": like}}, partial=True)
+        except CheckpointError as error:
+            say(f"warning: the weights after {about}, cannot be read, and the last ones are taken: {error}")
+            return last
+        say(f"the result has the weights after {about}")
+        return found["state"]["trainable"]
+
+    def _is_better(self, value: float) -> bool:
+        """Whether `value` is better than the best one so far. NaN never is."""
+        if math.isnan(value) or math.isnan(self.value):
+            return not math.isnan(value)
+        return value > self.value if self.config.best_is_greatest else value < self.value
+
+    def _take(self, step: int, value: float) -> None:
+        """Records the evaluation after `step` steps, with this value of the metric, as the best one."""
+        self.step, self.value = step, float(value)
+        if step not in self.checkpointer.best:
+            self.checkpointer.best.append(step)

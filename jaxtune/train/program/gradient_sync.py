@@ -1,0 +1,221 @@
+"""How the gradients of a step are added over devices: in float32, or quantised (`mesh.gradient_sync`).
+
+A quantised sync sends numbers in a low format (models/placement/low_format.py) in both legs of the sum. With error
+feedback (arXiv 1901.09847) each device keeps what rounding took from the numbers that it sent, and adds it to what it
+sends in the next step. These errors are part of the train state, in bfloat16. They are errors of the mean gradient, so
+that they stay right when the number of targets or the loss scale changes.
+
+Tensors that are whole on each device are added over all devices, and those that `fsdp` divides over `data`, once a step
+in the update. Small tensors are joined to buffers, so that there are few collectives. The sums over `fsdp` of divided
+tensors are made in the backward of each micro-batch (gathers.scatter), always rounded stochastically, as their errors
+would be a whole gradient on each device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.models.placement import low_format, partition
+from jaxtune.models.placement.low_format import SyncFormat
+from jaxtune.models.placement.partition import MeshShape
+from jaxtune.train.config import MeshConfig
+
+# Tensors are joined to buffers of up to this many numbers; a larger tensor has a buffer of its own.
+_JOINED = 1 << 24
+ERRORS = jnp.bfloat16  # the dtype in which errors are kept
+# What the update takes for a number, by XLA's compiler for two H200s: 11.7 bytes in int8, 9.7 in int4, 10.0 in bf16.
+_UPDATE_BYTES = 12.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Gradients that are added in one sum: tensor after tensor, each with zeros up to a whole number of blocks, so that
+    no block has numbers of two tensors; then zeros."""
+
+    tensors: tuple[int, ...]
+    """The positions of the tensors among the leaves of the trained tensors."""
+    numbers: int
+    """The numbers of all tensors on a device, with the zeros of each."""
+    axes: tuple[str, ...]
+    """The mesh axes over which they are added."""
+    devices: int
+    """The number of devices along `axes`."""
+
+    @property
+    def part(self) -> int:
+        """The numbers that each of the devices adds up: its equal part of the buffer, a multiple of a block."""
+        return -(-self.numbers // (self.devices * low_format.BLOCK)) * low_format.BLOCK
+
+    @property
+    def size(self) -> int:
+        """The numbers of the buffer with all zeros."""
+        return self.part * self.devices
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSync:
+    """A quantised sync of gradients: the format in which devices exchange them, and whether errors of rounding are kept
+    and added in the next step (True), or numbers are rounded stochastically (False)."""
+
+    format: SyncFormat
+    feedback: bool
+
+    def __str__(self) -> str:
+        """What the first screen of a run says: "sent in int8 with error feedback", for example."""
+        return f"sent in {self.format} {'with error feedback' if self.feedback else 'with stochastic rounding'}"
+
+    @staticmethod
+    def buffers(tensors: Sequence[tuple[int, bool]], shape: MeshShape) -> list[Buffer]:
+        """The buffers in which a mesh of this shape adds gradients. tensors: for each of the trained ones (the numbers
+        of it that a device has, whether `fsdp` divides it)."""
+        names = tuple(axis.name for axis in partition.AXES)
+        rest = tuple(name for name in names if name != partition.TENSORS)
+        found: list[Buffer] = []
+        for kind, axes, devices in ((False, names, shape.size), (True, rest, shape.copies)):
+            joined: list[int] = []
+            numbers = 0
+            for index, (size, is_divided) in enumerate(tensors):
+                if is_divided != kind or devices == 1:
+                    continue
+                size += -size % low_format.BLOCK
+                if joined and numbers + size > _JOINED:
+                    found.append(Buffer(tuple(joined), numbers, axes, devices))
+                    joined, numbers = [], 0
+                joined.append(index)
+                numbers += size
+            if joined:
+                found.append(Buffer(tuple(joined), numbers, axes, devices))
+        return found
+
+    def error_sizes(self, trainable, shape: MeshShape) -> dict[str, list[int]]:
+        """The numbers of errors that each device keeps: of the gradients that it sends ("sent") and of the sums that it
+        makes ("summed"), one for each buffer; {} without error feedback. trainable: the trained tensors, which may be
+        abstract."""
+        if not self.feedback or shape.size == 1:
+            return {}
+        leaves = jax.tree.leaves(partition.divided_into(trainable, shape.parts), is_leaf=_is_shard)
+        whole = [leaf.array if _is_shard(leaf) else leaf for leaf in leaves]  # the Shards are of whole arrays
+        sizes = [math.prod(array.shape) for array in whole]
+        divided = [_is_shard(leaf) for leaf in leaves]
+        tensors = [(n // shape.parts if cut else n, cut) for n, cut in zip(sizes, divided, strict=True)]
+        buffers = self.buffers(tensors, shape)
+        return {"sent": [b.size for b in buffers], "summed": [b.part for b in buffers]}
+
+    def first_errors(self, trainable, shape: MeshShape) -> dict[str, list[jax.Array]]:
+        """The errors with which a run starts, zeros: bfloat16[devices, n] for each of `error_sizes`."""
+        sizes = self.error_sizes(trainable, shape)
+        return {name: [jnp.zeros((shape.size, n), ERRORS) for n in one] for name, one in sizes.items()}
+
+    def bytes_on_device(self, trainable, shape: MeshShape) -> tuple[float, float]:
+        """(bytes of the errors that a device keeps, bytes that the update takes for the sums in float32 and for buffers
+        while they are encoded, exchanged and decoded, several of them at the same time)."""
+        sizes = self.error_sizes(trainable, shape)
+        kept = sum(map(sum, sizes.values())) * float(jnp.dtype(ERRORS).itemsize)
+        every = dataclasses.replace(self, feedback=True).error_sizes(trainable, shape).get("sent", [])
+        return kept, _UPDATE_BYTES * sum(every) + 4.0 * max(every, default=0)  # tensors are copied to be joined
+
+    def added(self, gradients, errors, shape: MeshShape, unit: jax.Array, key: jax.Array):
+        """Adds the gradients of all devices, within `partition.divided`: (their sums, the errors of this step).
+
+        Args:
+          gradients: this device's, a tree in which those that `fsdp` divides are Shards of this device's parts.
+          errors: those of the step before, [n] arrays of this device, as in `first_errors`; {} without error feedback.
+          shape: of the mesh.
+          unit: float32[], by which the mean gradient is multiplied in `gradients`.
+          key: of this step, from which stochastic rounding draws.
+        """
+        leaves, structure = jax.tree.flatten(gradients, is_leaf=_is_shard)
+        arrays = [leaf.array if _is_shard(leaf) else leaf for leaf in leaves]
+        new: dict[str, list[jax.Array]] = {name: [] for name in errors}
+        seed = None if self.feedback else jax.random.key_data(jax.random.fold_in(key, partition.part_of_rows()))
+        tensors = [(array.size, _is_shard(leaf)) for leaf, array in zip(leaves, arrays, strict=True)]
+        for index, buffer in enumerate(self.buffers(tensors, shape)):
+            flat = [arrays[i].reshape(-1).astype(jnp.float32) for i in buffer.tensors]
+            mine = jnp.concatenate([jnp.pad(one, (0, -one.size % low_format.BLOCK)) for one in flat])
+            mine = jnp.pad(mine, (0, buffer.size - buffer.numbers))
+            if errors:
+                mine += errors["sent"][index].astype(jnp.float32) * unit
+            parts = mine.reshape(buffer.devices, buffer.part)
+            part, lost = low_format.reduce_scatter(parts, buffer.axes, self.format, seed, 2 * index)
+            if errors:
+                new["sent"].append((lost.reshape(-1) / unit).astype(ERRORS))
+                part += errors["summed"][index].astype(jnp.float32) * unit
+            whole, lost = low_format.all_gather(part, buffer.axes, self.format, seed, 2 * index + 1)
+            if errors:
+                new["summed"].append((lost / unit).astype(ERRORS))
+            whole, start = whole.reshape(-1), 0
+            for i in buffer.tensors:
+                size = arrays[i].size
+                arrays[i] = whole[start : start + size].reshape(arrays[i].shape).astype(arrays[i].dtype)
+                start += size + -size % low_format.BLOCK
+        done = [
+            dataclasses.replace(leaf, array=array) if _is_shard(leaf) else array
+            for leaf, array in zip(leaves, arrays, strict=True)
+        ]
+        return jax.tree.unflatten(structure, done), new
+
+
+def gradient_sync_of(mesh: MeshConfig | None) -> GradientSync | None:
+    """The quantised sync that the config's section `mesh` asks for; None if gradients are exchanged in float32."""
+    if mesh is None or mesh.gradient_sync == "fp32":
+        return None
+    return GradientSync(mesh.gradient_sync, mesh.gradient_rounding == "error_feedback")
+
+
+def as_saved(like, saved: Mapping):
+    """The shapes with which the state of a checkpoint is read.
+
+    Args:
+      like: the shapes, with shardings, of this run's TrainState; or {"trainable": weights}, which is returned as it is.
+      saved: the checkpoint's record.
+    Returns:
+      `like`, but if the checkpoint's run kept errors on another mesh, or in other buffers, or only one of the two runs
+        keeps errors, with `sync_errors` as they were saved and without shardings, by which `fitted` knows them.
+    """
+    if isinstance(like, dict):
+        return like
+    mesh, shape = saved["config"].get("mesh") or {}, MeshShape.from_record(saved["numerics"])
+    sizes: dict[str, list[int]] = {}
+    if mesh.get("gradient_sync", "fp32") != "fp32" and mesh["gradient_rounding"] == "error_feedback":
+        sizes = GradientSync(mesh["gradient_sync"], True).error_sizes(like.trainable, shape)
+    errors = {name: [jax.ShapeDtypeStruct((shape.size, n), ERRORS) for n in one] for name, one in sizes.items()}
+    leaf = next(iter(jax.tree.leaves(like.sync_errors)), None)
+    here = leaf is not None and MeshShape.of(leaf.sharding.mesh) == shape
+    same = jax.tree.map(jnp.shape, errors) == jax.tree.map(jnp.shape, like.sync_errors)
+    return like if same and (here or not sizes) else dataclasses.replace(like, sync_errors=errors)
+
+
+def fitted(state, like, note: Callable[[list[str]], object]):
+    """A state that was read with the shapes of `as_saved`, with errors that this run can use: errors of another mesh
+    are replaced by zeros.
+
+    Args:
+      state: the state that was read.
+      like: the shapes of this run's state, with shardings.
+      note: called with a list of a sentence on what became of the errors, if they are replaced.
+    """
+    if isinstance(state, dict) or not (jax.tree.leaves(state.sync_errors) or jax.tree.leaves(like.sync_errors)):
+        return state
+    if jax.tree.structure(state.sync_errors) == jax.tree.structure(like.sync_errors):
+        pairs = zip(*map(jax.tree.leaves, (state.sync_errors, like.sync_errors)), strict=True)
+        if all(leaf.sharding == wanted.sharding for leaf, wanted in pairs):
+            return state
+        text = "mesh.gradient_sync: the errors in the checkpoint are of another mesh; error feedback starts from zero"
+    elif state.sync_errors:
+        text = "mesh.gradient_sync: the errors of error feedback in the checkpoint are not used"
+    else:
+        text = "mesh.gradient_sync: the checkpoint has no errors; error feedback starts from zero"
+    zeros = jax.tree.map(lambda a: partition.put(np.zeros(a.shape, a.dtype), a.sharding), like.sync_errors)
+    note([text])
+    return dataclasses.replace(state, sync_errors=zeros)
+
+
+def _is_shard(leaf) -> bool:
+    """Whether a leaf of a tree is a Shard, a tensor that `fsdp` divides."""
+    return isinstance(leaf, partition.Shard)

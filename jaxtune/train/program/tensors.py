@@ -1,0 +1,49 @@
+"""Functions of all tensors of a step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.models.placement import partition
+
+
+def of_all_devices(sums):
+    """A tree of sums of one device added over all devices, in float32 and then cast to their own dtypes; within
+    `partition.divided`."""
+    wide = partition.total(jax.tree.map(lambda a: a.astype(jnp.float32), sums))
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, sums)
+
+
+# Tensors with more elements are reduced one by one: their launches are cheap, and a stack of them would be too large.
+_STACKED_ELEMENTS = 1 << 20
+
+
+def of_each(reduce, tensors: list[jax.Array]) -> jax.Array:
+    """[n]: `reduce` of each tensor, in order; reduce maps [k, ...] to [k].
+
+    Small tensors of one shape are reduced as one stack. There are hundreds of adapter matrices, and on a GPU two
+    launches for each would be most of the optimizer's time.
+    """
+    groups: dict[object, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor.shape if tensor.size <= _STACKED_ELEMENTS else index, []).append(index)
+    order = [index for indices in groups.values() for index in indices]
+    values = [reduce(jnp.stack([tensors[i] for i in indices])) for indices in groups.values()]
+    return jnp.concatenate(values)[np.argsort(order)]
+
+
+def trainable_names(trainable) -> list[str]:
+    """Dotted names, such as "head.weight", of the tensors of `trainable`, an nnx.State, in the order of
+    metrics["grad_norms"]."""
+    paths = jax.tree_util.tree_flatten_with_path(trainable)[0]
+    return [
+        ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path if _names_a_place(k)) for path, _ in paths
+    ]
+
+
+def _names_a_place(key) -> bool:
+    """Whether a key in a tensor's tree path is written in its dotted name (True), or is one of the keys "value" and
+    "raw_value" that nnx.Variable adds (False)."""
+    return not (isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"))
