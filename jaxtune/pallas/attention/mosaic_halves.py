@@ -117,13 +117,14 @@ def two_products(shape, weight_operands, score_operands, number, zero):
       zero: unknown_zero of the step.
     """
     own, ring, full, free = weight_operands
+    score_own, score_ring, score_full = score_operands
 
     def compute(dweight_acc, score_acc):
         def release(slot):
             plgpu.barrier_arrive(free.at[slot])
 
         multiply(dweight_acc, own, zero, ring, full, number, release)
-        multiply(score_acc, score_operands[0], zero, *score_operands[1:], number)
+        multiply(score_acc, score_own, zero, score_ring, score_full, number)
         dweights = plgpu.wgmma_accumulator_load(dweight_acc, wait_n=2)
         release(last_slot(number, ring))
         return score_acc[...], dweights
