@@ -68,8 +68,16 @@ def _wide(arrays):
 
 
 def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes: Sequence[str]) -> None:
-    """Checks the adapters `loras` of a product's weights, one for each of them or None, or none at all. check: that of
-    the operation. sizes: the name of the rows of each weight, such as "out_0"."""
+    """Checks the adapters of a product's weights.
+
+    Args:
+      check: the Arguments of the operation, which knows the sizes `in` and those named by `sizes`.
+      loras: the adapter of each weight, or None for a weight without one; an empty sequence if no weight has one.
+      sizes: the name of each weight's number of rows, such as "out_0".
+    Raises:
+      TypeError, ValueError: the number of adapters, a shape or a dtype does not fit, or an adapter has a row_scale
+        (DoRA), which these kernels do not compute.
+    """
     if loras:
         check.sequence("loras", loras, "one for each weight, or None in its place", len(sizes))
     for index, lora in enumerate(loras):
@@ -83,7 +91,8 @@ def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes
 
 
 def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
-    """What a kernel's check at its first use says of its adapters: their padded rank, or nothing without adapters."""
+    """The part of a call's description, in the messages of a kernel's check at its first use, that names the padded
+    rank of its adapters: such as ", adapters of rank 16", or "" without adapters."""
     rank = triton.padded_rank(loras)
     return f", adapters of rank {rank}" if rank else ""
 
@@ -117,7 +126,8 @@ def products(
       weights: each [out_i, in], in x's dtype.
       loras: the adapter of each weight, or None for a weight without one; empty if no weight has one. "triton" supports
         ranks up to 64. Arrays in another dtype than x's are cast to it in each call.
-      implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
+      implementation: "triton" (16-bit floats on a Hopper GPU), "reference" (plain JAX), or None for the first that
+        supports the call.
     Returns:
       partial sums [splits, N, sum of out_i], in float32, or in x's dtype if there is one split. Their sum over the
       splits, rounded to x's dtype, is x times the weights, adapters included, side by side in the order of `weights`.
@@ -164,8 +174,9 @@ def gated_product(
       gate, up: the weights, [out, in], in x's dtype.
       activation: a key of gated.ACTIVATIONS, such as "silu". Its argument, its result and x up^T are rounded to x's
         dtype.
-      loras: the adapters of gate and up, each may be None; empty if there are none. As in `products`.
-      implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
+      loras: the adapters of gate and up, each may be None; empty if there are none. "triton" supports ranks up to 64.
+      implementation: "triton" (16-bit floats on a Hopper GPU, "silu" or "gelu_tanh"), "reference" (plain JAX), or None
+        for the first that supports the call.
     Returns:
       [N, out] in x's dtype.
     Raises:
@@ -212,12 +223,13 @@ def added_norm(
 
     Args:
       x: [N, hidden], the residual stream of N rows.
-      parts: [splits, N, hidden], the partial sums of the product, as `products` returns them.
-      weight: [hidden], that of the RMS norm.
+      parts: [splits, N, hidden], the partial sums of the product, as `products` returns them. Their sum is rounded to
+        x's dtype before it is added to x.
+      weight: [hidden], that of the RMS norm, in any floating dtype.
       eps: the number that is added to the mean square.
-      offset: the number that is added to the weight, such as 1 for Gemma; only with float32.
-      float32: True: the normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers are
-        rounded to x's dtype before they are multiplied by the weight, and the product again.
+      offset: the number that is added to the weight, such as 1 for Gemma; it is ignored if float32 is False.
+      float32: True: the normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and
+        the weight are rounded to x's dtype before they are multiplied, and the product again.
       implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
     Returns:
       (x plus the product, its norm), both [N, hidden] in x's dtype.
@@ -261,7 +273,8 @@ def placed(
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side, as `products`
         returns them.
-      keys, values: the caches, [N, kv_heads, capacity, D] (decode_attention/cache.py).
+      keys, values: the caches, [N, kv_heads, capacity, D] (decode_attention/cache.py). A token is written at its
+        position modulo capacity.
       positions: int32[N], the position of each new token in its sequence. If it is negative, nothing is written for the
         row, and its query has no meaning.
       table: (cos, sin) of the angles at these positions, float32[N, D / 2], by which the two halves of each query and
@@ -269,7 +282,7 @@ def placed(
       norms: the weights [D] of the RMS norms of each head's query and key, which come before the rotation; None: no
         norms.
       eps: the number that the norms add to the mean square.
-      offset: the number that they add to their weight; only with float32.
+      offset: the number that they add to their weight; it is ignored if float32 is False.
       float32: True: normed numbers times the weight are rounded once. False: both before and after the product.
       implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
     Returns:

@@ -19,8 +19,9 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _each(x, weights, loras):
-    """The products of x [N, in] with the transposes of `weights`, a list of [N, out_i] in x's dtype. loras: their
-    adapters, one for each weight or None, or empty, with which quant_matmul multiplies."""
+    """Multiplies x [N, in] by the transpose of each of `weights`, [out_i, in], with its adapter. Returns a list of
+    [N, out_i] in x's dtype. loras: the adapter of each weight or None, or empty; if there is one, quant_matmul
+    multiplies, else plain einsums do."""
     if any(lora is not None for lora in loras):
         return list(quant_matmul(x, weights, loras, implementation="reference"))
     return [_product(x, weight) for weight in weights]
@@ -56,7 +57,7 @@ def _normed(x, weight, eps, offset, float32):
       x: [..., size].
       weight: [size].
       eps: the number that is added to the mean square.
-      offset: the number that is added to the weight; only with float32.
+      offset: the number that is added to the weight; it is ignored if float32 is False.
       float32: True: the normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and
         the weight are rounded to x's dtype first, and the product again.
     """
@@ -76,7 +77,7 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
       parts: [splits, N, hidden], the partial sums of the product.
       weight: [hidden], that of the norm.
       eps: the number that the RMS norm adds to the mean square.
-      offset: the number that it adds to its weight; only with float32.
+      offset: the number that it adds to its weight; it is ignored if float32 is False.
       float32: True: normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and the
         weight are rounded first, and the product again.
     """
@@ -86,16 +87,16 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
 
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
     """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
-    into the caches. Returns (query [N, heads, D], the cache of keys, the cache of values).
+    into the caches. Returns (query [N, heads, D] in the caches' dtype, the new cache of keys, the new cache of values).
 
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side.
-      keys, values: the caches, [N, kv_heads, capacity, D].
+      keys, values: the caches, [N, kv_heads, capacity, D]. A token is written at its position modulo capacity.
       positions: int32[N], the position of each new token in its sequence; for a negative one nothing is written.
       table: (cos, sin) of the rotation's angles, float32[N, D / 2]; None: no rotation.
       norms: the weights [D] of the RMS norms of the query and the key; None: no norms.
       eps: the number that the norms add to the mean square.
-      offset: the number that they add to their weights; only with float32.
+      offset: the number that they add to their weights; it is ignored if float32 is False.
       float32: True: normed numbers times the weight are rounded once, to the caches' dtype. False: the normed numbers
         and the weight are rounded first, and the product again.
     """

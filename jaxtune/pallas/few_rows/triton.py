@@ -97,7 +97,7 @@ def _splits(inner: int, programs: int) -> int:
 
 def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
     """How many steps a product with adapters reads ahead: those of `tile`, or fewer if they would not fit the shared
-    memory.
+    memory, but at least 2.
 
     Args:
       tile: how the product is divided among programs.
@@ -207,7 +207,7 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
       parts: [splits, N, hidden], the partial sums of the product.
       weight: [hidden], that of the norm.
       eps: the number that the RMS norm adds to the mean square.
-      offset: the number that it adds to its weight; only with float32.
+      offset: the number that it adds to its weight; it is ignored if float32 is False.
       float32: True: normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and the
         weight are rounded first, and the product again.
     """
@@ -258,16 +258,17 @@ def placed_refusal(parts, keys, table) -> str | None:
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
     """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
     into the caches, by one kernel that changes the caches in place; each program computes one head of one sequence.
-    Returns (query [N, heads, D], the cache of keys, the cache of values).
+    Returns (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). XLA copies a cache that
+    is read again.
 
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side.
-      keys, values: the caches, [N, kv_heads, capacity, D].
+      keys, values: the caches, [N, kv_heads, capacity, D]. A token is written at its position modulo capacity.
       positions: int32[N], the position of each new token in its sequence; for a negative one nothing is written.
       table: (cos, sin) of the rotation's angles, float32[N, D / 2]; None: no rotation.
       norms: the weights [D] of the RMS norms of the query and the key; None: no norms.
       eps: the number that the norms add to the mean square.
-      offset: the number that they add to their weights; only with float32.
+      offset: the number that they add to their weights; it is ignored if float32 is False.
       float32: True: normed numbers times the weight are rounded once, to the caches' dtype. False: the normed numbers
         and the weight are rounded first, and the product again.
     """

@@ -84,8 +84,13 @@ def product_kernel(
       x: [COUNT, INNER], of which the tensor cores multiply TOKENS rows, the further ones being 0.
       first_a, second_a, third_a: A of each weight's adapter, [its rank, INNER], in x's dtype; None if RANK is 0.
       first_b, second_b, third_b: B of each, [rows of the weight, its rank], in x's dtype; None if RANK is 0.
+      COUNT: the number of rows of x.
+      INNER: the number of columns that are summed over, a multiple of DEPTH * SPLITS.
+      FIRST, SECOND, THIRD: the number of rows of each weight, multiples of ROWS.
       ROWS: the rows of W of a program.
       DEPTH: the columns that are read in one step.
+      TOKENS: COUNT, rounded up to a power of two of at least 16.
+      ACTIVATION: 0: none; 1: silu; 2: the tanh approximation of gelu.
       SPLITS: the ranges of columns that different programs sum over.
       STAGES: how many steps are read ahead.
       RANK: the largest rank, rounded up to a power of two of at least 16; 0 if no weight has an adapter.
@@ -250,7 +255,7 @@ def placed_kernel(
       parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], the partial sums of queries, keys and values.
       q_weight, k_weight: [DIM], those of the norms; not read if NORMS is 0.
       cos, sin: float32[COUNT, DIM / 2], of the rotation's angles; not read if ROTATES is 0.
-      positions: int32[COUNT]; for a negative one no key and value are written.
+      positions: int32[COUNT]; a key and a value are written at the position modulo CAPACITY, none for a negative one.
       old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
       query: [COUNT, HEADS, DIM].
       keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM].
