@@ -204,7 +204,7 @@ def _in_layers(where: str, target_modules: str | Sequence[str], layers: int | Se
         if target_modules == "all-linear"
         else target_modules
     )
-    return rf".*\.layers\.({'|'.join(map(str, wanted))})\..*({'|'.join(map(re.escape, names))})"
+    return rf".*\.layers\.({'|'.join(map(str, wanted))})\.(?:.*\.)?({'|'.join(map(re.escape, names))})"
 
 
 def _start_gaussian(module: Decoder, seed: int) -> None:

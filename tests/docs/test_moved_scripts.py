@@ -130,6 +130,9 @@ def test_layers_to_transform_and_the_gaussian_start(workplace):
     a = np.asarray(adapted["model.layers.0.self_attn.q_proj"].a[...])
     assert abs(a.std() * 4 - 1) < 0.1  # of 768 numbers
     assert len([1 for _, linear in linears(peft(plain, finetune_last_n_layers=1).module) if linear.lora]) == 7
+    # A name is a whole part of a module's name: "proj" is the end of all of them and the name of none.
+    both = peft(plain, target_modules=["proj", "self_attn.q_proj"], layers_to_transform=[0])
+    assert [name for name, linear in linears(both.module) if linear.lora] == ["model.layers.0.self_attn.q_proj"]
     with pytest.raises(ValueError, match="the model has layers 0 to 0"):
         peft(plain, layers_to_transform=1)
     with pytest.raises(ValueError, match="init_lora_weights = 'pissa' is not supported"):
