@@ -1,8 +1,9 @@
 """Evaluation by generation: the model answers held-out rows, and functions score each answer.
 
-The functions are reward functions (objectives/reward_functions.py); of a run that learns from rewards they may be its
-own (evaluation.generate = [rewards]). The sampled tokens depend only on the seed, the row
-and the weights, so an evaluation that is repeated after a resume gives the same numbers.
+The functions are reward functions (objectives/reward_functions.py). In a run that learns from rewards they may be its
+own rewards (evaluation.generate = [rewards]). The random numbers of an answer depend only on the seed and the row, so
+an evaluation that is repeated after a resume samples the same answers. `answer_metrics` makes an `AnswerMetrics` once
+for a run; a call of it with the model is one evaluation, and returns an `Answered`.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ class Answered:
     answers: the metrics, and some of the answers."""
 
     metrics: dict[str, float]
-    """`eval_answers/NAME`: the mean value of the function NAME over the answers that it applies to, NaN if there is
-    none; `eval_reward`, if the functions are the run's own rewards: the mean over the answers of the weighted sum of
-    their values; `eval_answer_tokens`: the mean number of tokens of an answer; `eval_answers_cut_off`: the share of
-    answers that reached evaluation.max_new_tokens."""
+    """`eval_answers/NAME`: the mean value of the function NAME over the answers that it applies to and does not fail
+    for, NaN if there is none; `eval_reward`, if the functions are the run's own rewards: the mean over all answers of
+    the weighted sum of their values, where a missing value counts as 0; `eval_answer_tokens`: the mean number of tokens
+    of an answer; `eval_answers_cut_off`: the share of answers that reached evaluation.max_new_tokens without an end."""
 
     samples: list[dict[str, object]]
-    """The answers to the first evaluation.sample_rows rows, each as {"question": text, "given": the model's answer,
-    NAME: the value of the function NAME for this answer}."""
+    """The answers to the first evaluation.sample_rows rows, each as {"question": text (of a conversation, its last
+    message), "given": the model's answer, NAME: the value of the function NAME for this answer, or NaN}."""
 
     def lines(self) -> list[str]:
-        """The metrics and the samples in words, as lines for the screen: first the mean score of each function with
-        the answers' length, then a line for each sample."""
+        """The metrics and the samples in words, as lines for the screen. The first has the reward, if it was measured,
+        the mean value of each function, the mean length of the answers and the share that was cut off; then comes a
+        line for each sample, its question and answer."""
         of_functions = [f"{name.partition('/')[2]} {value:.4f}" for name, value in self.metrics.items() if "/" in name]
         if "eval_reward" in self.metrics:
             of_functions.insert(0, f"reward {self.metrics['eval_reward']:.4f}")
@@ -72,7 +74,7 @@ class AnswerMetrics:
     read."""
 
     functions: RewardFunctions
-    """The functions that score answers; each gets all answers in one call."""
+    """The functions that score answers. Each gets all answers in one call; if it fails, it gets them one by one."""
 
     max_new_tokens: int
     """The most tokens of an answer."""
@@ -116,11 +118,11 @@ class AnswerMetrics:
         return SampledRows(longest + self.max_new_tokens, min(self.most_slots, len(self.prompts)))
 
     def __call__(self, model: Decoder) -> Answered:
-        """Generates answers to all questions with `model`, and scores them: their metrics, and the first
-        `sample_rows` answers. If a function raises an exception, the answer has no value of that function.
+        """Generates answers to all questions with `model`, and scores them. Returns the metrics, and the first
+        `sample_rows` answers. An answer for which a function raises an exception has no value of that function (NaN).
 
         Raises:
-          RewardError: a function returned something other than a list of numbers.
+          RewardError: a function returned something other than a list of numbers, or took too long.
         """
         rows = self.sampled_rows
         sampler = Sampler(model, length=rows.length, most_slots=rows.most, deterministic=self.deterministic)
@@ -162,8 +164,8 @@ class AnswerMetrics:
 def answer_metrics(
     config: TrainConfig, rows: object, tokenizer, model: Decoder, rewards: RewardFunctions | None = None
 ) -> AnswerMetrics | None:
-    """Makes the evaluation by generation that config.evaluation.generate asks for; returns None if it names no
-    function.
+    """Makes the evaluation by generation that config.evaluation.generate asks for, of the first
+    evaluation.generate_rows held-out rows; returns None if it names no function. Nothing is generated yet.
 
     Args:
       config: the config of the run.
@@ -213,7 +215,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _line(value: object) -> str:
-    """`value`, a question or an answer for the screen, as text on one line: white space becomes single spaces, and the
-    text is cut after `_SHOWN` characters."""
+    """`value`, a question or an answer for the screen, as text on one line: white space becomes single spaces, and a
+    text of more than 160 characters is cut there and gets "..."."""
     text = " ".join(str(value).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -59,12 +59,10 @@ BEFORE, AFTER = "before training", "after training"  # printed before the answer
 
 
 def answered(config: TrainConfig, limit: int) -> list[Example]:
-    """Returns the first `limit` held-out rows (data.eval of `config`) that are conversations which end with an answer
-    in words, as examples; other rows are skipped. Exact match compares the model's answers with these.
-
-    Raises:
-      ValueError: there is no such row; or a row cannot be used, and data.on_bad_row is "error".
-    """
+    """Returns the first `limit` held-out rows (data.eval of `config`) that are conversations which end with an
+    assistant's message that is not empty, as examples. Other rows are skipped, also those that cannot be read. Exact
+    match compares the model's answers with these. Raises ValueError if there is no such row, or if a row that was read
+    does not fit its format and data.on_bad_row is "error"."""
     rows = []
     sources = open_sources(config.data.eval, columns=config.data.columns)
     for row in read_rows(sources, config.data.format):
@@ -86,17 +84,10 @@ def answered(config: TrainConfig, limit: int) -> list[Example]:
 
 
 def sampled_by(trainer: Trainer) -> Sampled:
-    """Determines how a run or an evaluation answers its held-out questions; it samples nothing itself. It is called
-    before training, so that rows that cannot be asked are reported then.
-
-    Args:
-      trainer: the run's Trainer, of which the config, the tokenizer, the model's length and the planner's memory
-        budget are used.
-    Returns:
-      a Sampled: how many questions the model answers in one batch, the largest number that fits in memory, and the
-        numbers of tokens of the longest prompt and of the longest answer.
-    Raises:
-      ValueError: a row does not end with an answer, or is too long for the model.
+    """Plans how a run or an evaluation answers the held-out questions of exact match, without sampling: a Sampled, with
+    the questions that are answered in one batch (32, or as many as fit in memory) and the tokens of the longest prompt
+    and answer, rounded up to powers of two. It is called before training, so that rows that cannot be asked are
+    reported then: ValueError if no row ends with an answer, or a prompt is too long for the model. trainer: the run's.
     """
     config, wanted, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
     rows, positions = answered(config, wanted.exact_match_rows), trainer.model.given.config.context_length
@@ -158,13 +149,14 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     """Runs the train command for a config.
 
     Args:
-      config: the run.
+      config: the config of the run.
       check: only read the rows and show how they are tokenised and packed.
       plan: only show the memory plan. If plan.device is set or data.train is empty, it is computed from the model's
         shapes alone (`show_plan`), otherwise with the rows, and by compiling the step (`show_memory`).
       console: prints; None writes to the terminal.
     Returns:
-      The process's exit code: 0, or 75 if a signal stopped the run and the same command continues from what is saved.
+      The process's exit code: 0, or 75 if a signal stopped the run; the same command then continues from what is saved,
+        if anything is. Errors, such as a ConfigError, are raised.
     """
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
@@ -240,8 +232,8 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     its step (and that of further plans until one fits), and prints the predicted memory and the compiler's figure.
 
     Returns:
-      {name: GB}: `predicted` and `compiled`, the step's peak memory by the planner and by the compiler, and `limit`,
-        the memory that the step may take, if there is one.
+      {name: GB}: `predicted` and `compiled`, the step's peak memory by the planner and by the compiler; and `limit`,
+        the memory that the step may take, unless that is not limited, as on a CPU.
     Raises:
       PlanError: the step of the smallest plan does not fit either.
     """
@@ -269,14 +261,11 @@ class RunIsComplete(Exception):
 
 class _Delivery:
     """What the train command does with the trained model: it is exported first, so that no later failure can lose it,
-    and then evaluated. The Trainer calls `begin` before the first step and `finish` after the last
+    and then answers the held-out questions. The Trainer calls `begin` before the first step and `finish` after the last
     (folder.results.Delivery). The attribute `numbers` has the content of results.json: exact match "before" and "after"
-    training, "eval_loss".
+    training (what `answer` returns), "eval_loss": {"first", "last"}.
 
-    Args:
-      trainer: the run's.
-      console: prints.
-    """
+    trainer: the run's. console: prints. Raises ValueError if exact match is asked for and a row cannot be asked."""
 
     def __init__(self, trainer: Trainer, console: Console):
         self.trainer, self.console, self.config, self.output = trainer, console, trainer.config, trainer.output
@@ -286,16 +275,16 @@ class _Delivery:
             trainer.sampled = sampled_by(trainer)
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
-        """Looks at the results that exist in the output folder, and answers the held-out questions before training if
-        the config asks for that.
+        """Looks at the results that exist in the output folder (exports and results.json), and answers the held-out
+        questions before training if the config asks for that and no step was made yet.
 
         Args:
           run: a function that returns what identifies the run; it waits for the weights, so it is called only if
             needed.
           start: the steps done so far.
         Raises:
-          RunIsComplete: every result exists already.
-          ValueError: a result is of another run and would be overwritten.
+          RunIsComplete: every export exists already, with the weights of the last step, and no evaluation is missing.
+          ValueError: an export is of another run, or has files that no run wrote and would be overwritten.
         """
         names = (ADAPTER, MERGED, RESULTS)
         there = processes.of_first(lambda: [name for name in names if os.path.lexists(self.output / name)])
@@ -346,8 +335,8 @@ class _Delivery:
     def _is_measured(self) -> bool:
         """Whether every evaluation after training that the config asks for was made: the held-out loss after the last
         step is in metrics.jsonl, and `numbers`, read from results.json, has the exact match of the trained model under
-        "after". If not, a finished run that is started again makes the missing ones: `begin` then raises no
-        RunIsComplete."""
+        "after". If not, `begin` raises no RunIsComplete for a finished run that is started again, and the run makes the
+        missing ones."""
         wanted, last = self.config.evaluation, self.trainer.total_steps
         due = wanted.after_last(last) and self.rows
         answers = wanted.at_end and wanted.exact_match_rows
@@ -355,8 +344,9 @@ class _Delivery:
         return bool(measured and (not answers or "after" in self.numbers))
 
     def _write_numbers(self, run: dict[str, Any]) -> None:
-        """Writes `numbers`, the results so far, to results.json, with a digest of `run`, what identifies the run, and
-        what identifies its held-out rows; `_take_numbers` compares both."""
+        """Writes `numbers`, the results so far, to results.json in the output folder, with a digest of `run` (the
+        values that identify the run, from record.same_run) and the identity of its held-out rows, by which a run that
+        is started again sees whether the file is its own."""
         content = self.numbers | {"run": digest(run), m.ROWS: self.rows}
         atomic_write(self.output / RESULTS, json.dumps(content, indent=2) + "\n")
 
@@ -370,12 +360,15 @@ class _Delivery:
             self.console.print(f"evaluation loss: {losses['first']:.4f} the first time, {losses['last']:.4f} the last")
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
-        """Exports the trained model, answers the held-out questions, and writes results.json.
+        """Exports the trained model to the folders adapter and merged, as the config asks, answers the held-out
+        questions, and writes results.json if there is any number.
 
         Args:
           model: the trained model.
-          run: what identifies the run.
-          trained: whether this process made any step; if not, results that exist already are not written again.
+          run: the values that identify the run (record.same_run).
+          trained: whether this process made any step; if not, exports that exist already are not written again.
+        Raises:
+          ValueError: a folder of an export is not a result of this run.
         """
         config, console = self.config, self.console
         host_memory.give_back()  # the compiled steps are freed by now
@@ -420,7 +413,8 @@ def show_plan(config: TrainConfig, console: Console) -> None:
     shapes alone: without weights, rows or compiling.
 
     Raises:
-      ValueError: no device is named and there is no GPU here; adapter.path is set.
+      ValueError: no device is named and there is no GPU here; the device or the model is not known; adapter.path is
+        set.
       PlanError: no plan fits; the message names settings that would.
     """
     name, limit = config.plan.device, None

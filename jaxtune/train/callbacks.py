@@ -20,20 +20,24 @@ class Between:
     last: bool
     """Whether this is the last step of the run."""
     wait: Callable[[], None]
-    """Waits until the step's metrics are there and `stepped` was called with them. The device is idle meanwhile."""
+    """Waits until the step's metrics are there and `stepped` was called with them. The device is idle until the next
+    step is dispatched."""
     evaluate: Callable[[], float]
-    """Evaluates the held-out rows and returns the loss, NaN if there is none; `Callback.evaluated` is called. Several
-    calls at a step evaluate once."""
+    """Evaluates the held-out rows and returns the loss, NaN if there is none; `Callback.evaluating` and
+    `Callback.evaluated` are called. Several calls at a step evaluate once. Without anything to evaluate it returns NaN
+    and calls neither."""
     save: Callable[[], None]
-    """Saves a checkpoint of the state after this step; `Callback.saved` is called."""
+    """Saves a checkpoint of the state after this step, and then `Callback.saved` is called. Nothing is saved if that
+    checkpoint exists already, or while updates are skipped because numbers are not finite."""
     model: Callable[[], Decoder]
     """Returns the model as it is now. The next step donates its trained arrays, so what it returned must not be used
     after `Callback.between` has returned."""
     stopped: bool = False
-    """Whether `stop` was called."""
+    """Whether `stop` was called. In a run of several processes only that of the first process counts."""
 
     def stop(self) -> None:
-        """Ends the run after this step as if it were the last one; the final checkpoint and evaluation are made."""
+        """Ends the run after this step as if it were the last one: the final checkpoint and evaluation are made if the
+        config asks for them, and the run returns the trained model."""
         self.stopped = True
 
 
@@ -42,28 +46,31 @@ class Callback:
     after each step was dispatched, and can evaluate, save or stop; `stepped` gets the metrics of a step; `evaluating`
     and `evaluated` are called before and after an evaluation, and `saved` after a checkpoint.
 
-    All methods are called in the thread of the training loop, between steps. The device computes meanwhile, so a quick
-    callback costs no time. An exception ends the run; TrainingStopped (monitor.py) ends it with a message of one line.
+    All methods are called in the thread of the training loop, between steps. During `between` and `stepped` the device
+    computes, so that a quick callback costs no time. An exception ends the run; TrainingStopped (monitor.py) ends it
+    with a message of one line.
     """
 
     def between(self, moment: Between) -> None:
         """Called after each step was dispatched to the device, before the evaluations and saves that the config asks
-        for at this step. The step's metrics are not there yet; `stepped` gets them. moment: has the number of the step,
-        and functions that evaluate, save or stop the run at it."""
+        for at this step. The step's metrics are not there yet; `stepped` gets them. moment: has the number of steps
+        dispatched, and functions that evaluate, save or stop the run after this step."""
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
-        """Called with the metrics of optimizer step `step` (counted from 1), about one step after it was dispatched.
-        They are those of metrics.jsonl, but come for every step. Entries that are added to `metrics` are logged too."""
+        """Called with the metrics of optimizer step `step` (counted from 1), about one step after it was dispatched. It
+        is called for every step; metrics.jsonl has only the steps that metrics.log_every selects, and its speeds are
+        means over the steps since the previous line. Entries that are added to `metrics` go into Trainer.history, and
+        into metrics.jsonl if that has the step."""
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
         """Called before the held-out rows are evaluated after `step` steps (0: before the first one). It may be the
-        first method that is called in a process. model: a function that returns the model that is evaluated; the next
-        step donates its trained arrays, so they must not be used after that step."""
+        first method that is called in a process. model: a function that returns the model that is evaluated. The next
+        step donates the model's trained arrays, so they must not be used once that step is dispatched."""
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
-        """Called with the metrics of an evaluation after `step` steps. Entries that are added to `metrics` are logged
-        too."""
+        """Called with the metrics of an evaluation after `step` steps, such as eval_loss. Entries that are added to
+        `metrics` go into metrics.jsonl and Trainer.history too."""
 
     def saved(self, step: int) -> None:
-        """Called when a checkpoint of the state after `step` steps was given to the thread that writes it, so its files
-        may not be complete yet."""
+        """Called when the arrays of a checkpoint of the state after `step` steps were copied to the host. A thread
+        writes the files, which may not be complete yet."""

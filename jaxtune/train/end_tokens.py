@@ -1,7 +1,9 @@
 """The tokens at which generation from a trained model ends.
 
-The generation_config.json of a base model does not name the token that ends a turn. Without that token, generation
-would continue past the end of a turn that fine-tuning has taught, here and in other programs that load the saved model.
+The generation_config.json of a base model usually does not name the token that ends a turn. Without that token,
+generation would continue past the end of a turn that fine-tuning has taught, here and in other programs that load the
+saved model. `turn_end` finds the token in a tokenizer's chat template. `with_end_tokens` adds it, and the tokenizer's
+EOS, to the end tokens of a model, in place, so that the folders that the model is saved to name them too.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ _TURNS = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content":
 
 def turn_end(tokenizer: Any) -> int | None:
     """The id of the special token that ends a response in the chat template of a Hugging Face tokenizer, found by
-    rendering a short conversation; None if it has no template or is not fast, or if responses do not end with such a
-    token."""
+    rendering a short conversation. None if the tokenizer has no template or is not fast, if the template cannot render
+    that conversation, or if its responses do not end with a special token."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
     encoder = RowEncoder(tokenizer)

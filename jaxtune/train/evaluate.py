@@ -22,7 +22,8 @@ def exact_match(
     template: str | None = None,
     batch_size: int = 32,
 ) -> tuple[float, list[tuple[str, str, str]]]:
-    """Generates the last assistant message of each row greedily, and compares it with the row's own.
+    """Generates the last assistant message of each row greedily, and compares it with the row's own. `jaxtune train`
+    and `jaxtune evaluate` measure exact match by it (evaluation.exact_match_rows).
 
     Prompts are tokenised as in training, up to the begin of the answer. An answer ends at the first special token of
     the tokenizer or end token of the model. White space around it is ignored, and so is everything up to the mark that
@@ -43,8 +44,8 @@ def exact_match(
       (the share of right answers, [(question, expected, answer)] in the order of `rows`). The question is the content
       of the message before the answer.
     Raises:
-      ValueError: there are no rows, a row does not end with an assistant's message, or a prompt is too long for the
-        model.
+      ValueError: there are no rows, batch_size is not positive, a row does not end with a message and the assistant's
+        answer to it, or a prompt is too long for the model.
     """
     if not rows:
         raise ValueError("exact_match: there are no rows")
@@ -77,7 +78,7 @@ class Question(NamedTuple):
     question: str
     """The text of the message before the answer."""
     expected: str
-    """The right answer."""
+    """The row's answer, which is the right one, from behind the last `mark` in it, without white space around it."""
     mark: str
     """The text that the template writes directly before an answer, without white space, such as the end of a thought
     (</think>); "" if there is none. What the model generates before it is ignored."""
@@ -136,7 +137,7 @@ def _first(ids: Sequence[int], of: Set[int]) -> int | None:
 
 
 def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
-    """The token ids of `ids` after the last occurrence of the text `mark` in their text: the answer without a thought
+    """The token ids of `ids` after the first occurrence of the text `mark` in their text: the answer without a thought
     that comes before it. All ids if `mark` is "" or does not occur. `tokenizer` decodes them."""
     for first in range(len(ids), 0, -1) if mark and mark in tokenizer.decode(ids) else ():
         if mark in tokenizer.decode(ids[:first]) and mark not in tokenizer.decode(ids[: first - 1]):

@@ -30,7 +30,7 @@ from jaxtune.train.planning.meshes import mesh_of
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
     """Loads what a config asks for, the model with its adapter (and, for a distillation, its teacher) and the
     tokenizer: (model with its arrays, tokenizer). It waits until the weights are loaded. Raises ValueError if there is
-    no tokenizer."""
+    no tokenizer, or if the teacher has another one."""
     with loading(config) as (weights, tokenizer, model):
         return model if weights is None else weights.result(), tokenizer
 
@@ -43,10 +43,11 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     Usually a thread loads the weights while the caller tokenises rows and compiles programs: `weights` is the future of
     the model, and `model` has jax.ShapeDtypeStruct in place of its arrays.
     In three cases `weights` is None, and `model` has its arrays: the model is made from a config with random weights;
-    its adapter comes from a file; its checkpoint or its teacher's stores four-bit weights, whose shapes only its bytes
+    its adapter comes from a file; its checkpoint or its teacher's stores quantised weights, whose shapes only its bytes
     show.
 
-    Leaving the context cancels the loading. Raises ValueError on entering if there is no tokenizer.
+    Leaving the context cancels the loading that is in progress. Raises ValueError on entering if there is no tokenizer,
+    or if that of the teacher differs.
     """
     wanted, teacher = config.model, open_teacher(config)
 

@@ -125,7 +125,7 @@ def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) 
 
 def schedule_identity(schedule: optax.Schedule, total_steps: int) -> list[float]:
     """The identity of a schedule in checkpoints: its learning rates at 16 steps, evenly spread from the first to the
-    last of the `total_steps` steps of the run."""
+    last of the `total_steps` steps of the run (a shorter run has some of them twice)."""
     return [float(np.asarray(schedule(int(step)))) for step in np.linspace(0, total_steps - 1, _SCHEDULE_POINTS)]
 
 

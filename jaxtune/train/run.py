@@ -1,4 +1,6 @@
-"""The training loop: the steps of a run, and the evaluations, saves and callbacks between them."""
+"""The training loop: `Run` makes the steps of a run, and the evaluations, saves and calls of callbacks between them.
+`Profile` says which steps are traced. `is_evaluation_due` and `rows_identity` say whether a resumed run lacks an
+evaluation."""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ class Profile:
 
 def is_evaluation_due(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str | None) -> bool:
     """Whether a process must evaluate before its first step: because the config asks for an evaluation before step 1,
-    or because one was due after the last step that the run made, and it was not made, or made with other rows.
+    or because one was due after the last step that the run made, and it was not made, or made with other rows. A
+    complete run is evaluated then without any step. In a run of several processes all of them must call it.
 
     Args:
       wanted: config.evaluation: after which steps the run evaluates.
@@ -76,8 +79,8 @@ def is_evaluation_due(wanted: EvaluationConfig, start: int, total_steps: int, ou
 
 
 def _evaluated_steps(path: Path, rows: str) -> set[int]:
-    """The steps after which a metrics.jsonl (`path`) has an evaluation of these rows, with or without a loss. rows:
-    from `rows_identity`. An evaluation that does not name its rows counts too."""
+    """The steps after which a metrics.jsonl (`path`) has an evaluation of these rows, with or without a loss; empty if
+    there is no file. rows: from `rows_identity`. An evaluation that does not name its rows counts too."""
     lines = m.read_metrics(path) if path.exists() else []
     found = [line for line in lines if "eval_loss" in line or m.ROWS in line]
     return {line["step"] for line in found if line.get(m.ROWS, rows) == rows}
@@ -111,8 +114,9 @@ class _StepRows:
 
     def of(self, step: int, state: TrainState) -> LoadedStep:
         """Returns (the micro-batches of a step on the devices, facts about them such as the number of tokens), as
-        Engine.load_step does; the thread then begins to load the next step. step: from 0. state: the state before the
-        step, from which a source that samples answers (`sees_model`) gets its model."""
+        Engine.load_step does. The thread then begins to load the next step, except for a source that samples answers
+        from the model (`sees_model`), whose rows are made here. step: from 0. state: the state before the step, from
+        which such a source gets its model."""
         if self._engine.batches.sees_model:
             return self._engine.load_step(step, lambda: self._model(state))
         if self._loading is None or self._loading[0] != step:
@@ -123,16 +127,16 @@ class _StepRows:
         return loaded
 
     def load(self, step: int) -> None:
-        """Begins to load a step in the thread, even if it was loaded before (in micro-batches of another plan). Does
-        nothing if the run has no such step, or if its source needs the model."""
+        """Begins to load a step (from 0) in the thread, even if it was loaded before, in micro-batches of another plan.
+        It does nothing if the run has no such step, or if its source samples from the model."""
         if step < self._total_steps and not self._engine.batches.sees_model:
             self._loading = step, self._pool.submit(self._engine.load_step, step)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The training loop of one process, and the objects that it works with. Trainer makes one when its `train`
-    starts."""
+    """The training loop of one process, and the objects that it works with: `steps` makes the steps, `evaluate` one
+    evaluation. Trainer makes one when its `train` starts."""
 
     engine: Engine
     """Loads rows and runs the compiled programs."""
@@ -163,11 +167,19 @@ class Run:
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
-        """Makes the steps after the first `start` by `programs` until the run or a callback ends: (the last state,
-        steps done). `state` and `sums` (zeros) are donated; frozen: nnx.State, the weights that are not trained.
+        """Makes the steps after the first `start` ones, until the last of the run or until a callback ends it. Between
+        them it calls the callbacks, evaluates and saves as the config asks, and traces steps for a profile. At the end
+        it saves and evaluates the last state. Returns (the last state, steps done).
 
+        Args:
+          programs: the compiled programs of the first step; they are compiled anew if memory runs out in it.
+          state: the state after `start` steps, which is donated.
+          sums: zeros, to which micro-batches are added; donated.
+          frozen: nnx.State, the weights that are not trained.
+          start: the steps done so far.
         Raises:
-          TrainingInterrupted, TrainingStopped: a signal arrived and the state was saved, or a guard stopped the run.
+          TrainingInterrupted: a signal arrived, and the state was saved if possible.
+          TrainingStopped: a guard stopped the run.
         """
         engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
         profile = self.profile
@@ -245,9 +257,10 @@ class Run:
 
     @contextlib.contextmanager
     def _saved_at_an_error(self, done: int, state: TrainState) -> Iterator[None]:
-        """A context around the loading of rows: if it fails, the state after `done` steps is saved before the error
-        ends the run. In a run of several processes nothing is saved, because a save needs all of them and the others
-        have no error; the last checkpoint remains."""
+        """A context around the loading of rows: if it raises an error, the state after `done` steps is saved before the
+        error ends the run, unless that state is saved already or the config asks for no saves. In a run of several
+        processes nothing is saved, because a save needs all of them and the others have no error; the last checkpoint
+        remains."""
         try:
             yield
         except Exception:
@@ -257,7 +270,8 @@ class Run:
             raise
 
     def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
-        """Calls the callbacks after `done` steps; returns whether one of them asked to end the run.
+        """Calls `between` of the callbacks after `done` steps; returns whether one of them asked to end the run, in the
+        first process if there are several.
 
         evaluate: a function that evaluates after a number of steps and returns the loss. saver: saves checkpoints.
         state: the state after these steps."""
@@ -275,23 +289,25 @@ class Run:
         return processes.of_first(lambda: moment.stopped) if callbacks else False
 
     def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> bool:
-        """Whether the last state has a finite loss, tested on the first of `parts`, the micro-batches of the last step:
-        for a run that ends without an evaluation. programs: those of the last step. sums: zeros, which are donated.
-        frozen: nnx.State, the weights that are not trained."""
+        """Whether the last state has a finite loss, tested on the first of `parts`, the micro-batches of the last step,
+        for a run that ends without an evaluation of the loss; older checkpoints are removed only if it has. programs:
+        those of the last step. sums: zeros, which are donated. frozen: nnx.State, the weights that are not trained."""
         first = self.engine.micro_index[0]
         loss = programs.accumulate(sums, state, frozen, parts[0], first).loss
         return math.isfinite(float(partition.on_host(loss).sum()))
 
     def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
-        """Evaluates, logs and shows the held-out loss and the metrics of generated answers, and saves the state if
-        checkpoint.best says so; returns the loss, NaN if there is none.
+        """Evaluates, logs and shows the held-out loss and the metrics of generated answers, calls the callbacks, and
+        saves the state if it is the best so far (checkpoint.best). Returns the loss, NaN if there is none. It does
+        nothing if there is nothing to evaluate.
 
         Args:
           evaluate: the compiled program of an evaluation; None if no held-out rows have a loss.
           state: the TrainState to evaluate.
           frozen: nnx.State, the placed weights that are not trained.
           step: the steps done so far, for metrics and messages.
-          between: called between batches; if a signal has arrived, it saves and raises.
+          between: called between batches; it saves if a save is due, and if a signal has arrived, it saves and raises
+            TrainingInterrupted.
         """
         batches, monitor = self.held_out(), self.monitor
         if not self.evaluates:

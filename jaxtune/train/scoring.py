@@ -190,7 +190,8 @@ def evaluate(
 
 def _require_same_split(result: Result, trainer: Trainer) -> None:
     """Raises ValueError if data.eval_rows takes other rows out of data.train than the run did, because some of them
-    were then trained on. result: the exported weights of that run. trainer: has the config and the training rows of the
+    were then trained on: if the number or share differs from the run's, or the tokens of the remaining rows do. result:
+    the exported weights of that run, with its record. trainer: has the config and the training rows of the
     evaluation."""
     key, rows = "config.data.eval_rows", trainer.config.data.eval_rows
     held_out, tokens = result.run.get(key), result.run.get("data.tokens_crc32")

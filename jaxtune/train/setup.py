@@ -1,5 +1,5 @@
-"""What a Trainer constructs before it trains: the optimizer and schedule, the step's programs, the mesh and the
-planner."""
+"""What a Trainer constructs before it trains: the optimizer and schedule (`update_rule`), the step's programs
+(`step_programs`), the mesh and the planner (`planned`), and how many answers are sampled at a time (`with_slots`)."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class UpdateRule:
     schedule: optax.Schedule | None
     """The learning rate that metrics show; None if a given optimizer has a schedule of its own."""
     bound: UpdateBound | None
-    """A limit to how far one update can move a weight; None if none is known: for an optimizer that was given to the
-    Trainer, without clipping, and for other optimizers than adamw and adamw_8bit."""
+    """A limit to how far one update can move a weight. None if no limit is known: for an optimizer that was given to
+    the Trainer, without clipping (max_grad_norm), and for other optimizers than adamw and adamw_8bit."""
 
 
 def update_rule(
@@ -130,15 +130,15 @@ def planned(
     Args:
       config: the run's; its mesh may be None, and is then chosen.
       model: the model, from whose shapes memory is forecast.
-      objective: tells how often a frozen model runs in each loss.
-      batches: tells the shape of a step's batch.
+      objective: says how often a frozen model runs in each loss.
+      batches: says the shape of a step's batch.
       optimizer: an optimizer given to the Trainer, whose states count in the forecast; None is the config's.
       trains: True: training steps are planned, by a Planner. False: only a forward pass is, by a ForwardPlanner.
     Returns:
       (the config with the chosen mesh, the mesh, the planner).
     Raises:
       ConfigError: answers cannot be sampled on this mesh.
-      ValueError: the devices cannot share the rows of a micro-batch evenly.
+      ConfigError, a ValueError: the rows of a micro-batch cannot be divided evenly among the devices.
     """
     config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
     length, reference_runs = batches.length, objective.reference_runs
@@ -199,8 +199,8 @@ def with_slots(
       batches: the source of the run's batches, which may sample.
       answers: the evaluation in which the model answers questions, or None.
     Returns:
-      ({"answers" (of `batches`) or "generate" (of evaluations): the plan of the slots of that phase}, empty where
-        memory has no limit or nothing is sampled; `answers` with the planned number of slots).
+      ({"answers" (of `batches`) or "generate" (of evaluations): the plan of the slots of that phase}, empty if memory
+        has no limit, nothing is sampled, or the trainer only evaluates; `answers` with the planned number of slots).
     Raises:
       ValueError: there is no room for one slot.
     """

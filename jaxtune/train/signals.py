@@ -1,4 +1,6 @@
-"""Handling of signals that stop a run: a step in progress is finished and saved, and nothing else delays the end."""
+"""Handling of the signals SIGTERM, SIGINT and SIGHUP, which stop a run. During the steps the step in progress is
+finished and the state saved. During other work, such as loading and compiling, the run ends at once by the exception
+`Interrupted`. `StopSignal` is the context in which this holds."""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _AGAIN_SECONDS = 0.05  # the delay before a signal whose exception Python droppe
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised where a signal arrives at a time when there is nothing to save, to end the run at once; the message is the
-    name of the signal."""
+    """Raised when a signal arrives during work that loses nothing when it is interrupted (within StopSignal.at_once),
+    to end the run at once; the message is the name of the signal."""
 
 
 class StopSignal:
@@ -36,6 +38,10 @@ class StopSignal:
     Python drops an exception that is raised during a finaliser or a callback of the garbage collector; the signal is
     then sent again. On exit, the previous handlers are restored. Outside of the main thread, where Python allows no
     signal handlers, the context does nothing and `requested` stays False.
+
+    Attributes:
+      requested: whether a signal has arrived.
+      signal_name: the name of the first signal, such as "SIGTERM"; None before it.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -111,8 +117,9 @@ class StopSignal:
         self._again.start()
 
     def _handle(self, number: int, frame: object) -> None:
-        """The handler of all three signals: the first one sets `requested` (and raises Interrupted inside `at_once`), a
-        second SIGTERM or SIGINT ends the process. number: the signal's. frame: not used."""
+        """The handler of all three signals. The first one sets `requested`, prints a line, and inside `at_once` raises
+        Interrupted. A second SIGTERM or SIGINT ends the process. A signal that was sent again by `_send_again` only
+        raises Interrupted, if signals raise now. number: the signal's. frame: not used."""
         name = signal.Signals(number).name
         if self._again is not None:
             self._again = None
@@ -141,7 +148,7 @@ def handled(numbers: Iterable[int]) -> list[int]:
 
 
 def _write(text: str) -> None:
-    """Writes a text to stderr without buffers, because a signal handler may interrupt a print. Errors are ignored."""
+    """Writes a text to stderr without buffers. Errors are ignored."""
     # It does not use print, because the handler may interrupt a print, and buffered streams are not reentrant.
     with contextlib.suppress(OSError):  # the terminal may be gone; the signal counts all the same
         os.write(2, text.encode())

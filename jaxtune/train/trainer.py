@@ -269,9 +269,12 @@ class Trainer:
         )
 
     def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
-        """Makes the steps after the first `start` ones, with evaluations and saves: (the last state, steps done). A
-        complete run only gets the evaluation that it lacks. resumed: the state of the checkpoint, or None. saver: the
-        Saver of checkpoints. monitor: logs and shows metrics. stop: the StopSignal that is in force."""
+        """Chooses the plan, compiles, and makes the steps after the first `start` ones, with evaluations and saves.
+        Returns (the last state, steps done: fewer than all if a callback ended the run). Of a complete run it only
+        evaluates the last state (`resumed`), if that is due and not done. resumed: the state of the checkpoint, or
+        None. saver: the Saver of checkpoints. monitor: logs and shows metrics. stop: the StopSignal in force, by which
+        a signal ends loading and compiling at once (Interrupted); during the steps the state is saved first
+        (TrainingInterrupted). A guard raises TrainingStopped."""
         config = self.config
         traced = self.profile_steps if processes.first() else 0
         facts = functools.partial(setup.profile_facts, config, self.batches, self.planner)
@@ -352,7 +355,9 @@ class Trainer:
         return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
 
     def notes(self) -> list[str]:
-        """Lines for the screen about how weights are stored, gradients summed and, under QAT, weights rounded."""
+        """Lines on the numeric settings of the run, printed before the first step: the dtypes of computation, weights,
+        optimizer states and gradients, modules with a precision of their own, losses that layers add, QAT's rounding,
+        and the reference of dpo and kto with a loaded adapter."""
         losses, model = self.program.aux_losses, self.model
         return report.precision_notes(self.config, self.storage(), self.gradients, losses, model.given, model.qat)
 
@@ -364,7 +369,8 @@ class Trainer:
 
     @property
     def gradients(self) -> str:
-        """The dtype in which gradients are summed over micro-batches, such as "fp32", and in what they are sent."""
+        """The dtype in which gradients are summed over micro-batches, and how devices send them if not in float32, in
+        words: "fp32", or "fp32, sent in int8 with error feedback"."""
         summed = "fp32" if self.engine.planner.plan.micro_batches > 1 else self.program.weights
         return summed if self.program.sync is None else f"{summed}, {self.program.sync}"
 
