@@ -1,10 +1,12 @@
-"""Export of an adapter in PEFT's format, and which servers can load it.
+"""Export of an adapter in PEFT's format, and notes for the user on which servers can load it.
 
-The files are read back, and the merged weights that PEFT would compute from them are compared with the model's.
+The files are read back. Their tensors must equal the written ones bit for bit, and the product B A of each adapted
+matrix, computed from the files in PEFT's layout, must equal the model's. The base's weights, the factor alpha / r and
+DoRA's magnitudes are not part of this second check.
 
-PEFT 0.21 stores an adapter of experts as one pair of matrices for all experts of a layer (`target_parameters`). Servers
-that expect the older layout, one linear per expert, loaded such files and answered wrongly; servers without support for
-experts' adapters refuse them. Notes on servers describe their releases of 2026.
+PEFT 0.21 stores an adapter of experts (`target_parameters`) as one pair of matrices for all experts of a parameter,
+such as a layer's down_proj. Servers of 2026 that expect the older layout, one linear per expert, load such files and
+answer wrongly; servers without support for experts' adapters refuse them. The notes describe the releases of 2026.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
       folder: an empty folder.
       tokenizer: written into the folder too; None: no tokenizer is written.
     Returns:
-      notes for the user, a sentence each: which programs can load this adapter.
+      notes for the user, at least one: which programs can load this adapter (`servers`).
     Raises:
-      ArithmeticError: the tensors that were read back differ from those written, or PEFT would not compute the model's
-        weights from them.
+        ValueError: the model has no adapter, or one that PEFT's files cannot express; a value is not finite; the disk
+          has no room.
+      ArithmeticError: the tensors that were read back differ from those written, or the product B A of an adapted
+        matrix, as PEFT computes it from the files, is not the model's.
     """
     config, arrays, metadata = adapter_content(model)
     require_space(folder, sum(array.nbytes for array in arrays.values()) + (16 << 20))
@@ -46,9 +50,9 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
 
 
 def servers(model: Decoder) -> list[str]:
-    """Returns notes for the user of an exported adapter, a sentence each and at least one: which programs (PEFT, vLLM,
-    SGLang, TGI, llama.cpp) can load the adapter beside its base model, in their releases of 2026, and where the merged
-    model must be used instead. model: the model with the adapter."""
+    """Returns notes for the user of an exported adapter, at least one, of one or more sentences each: which programs
+    (of PEFT, vLLM, SGLang, TGI and llama.cpp) can load it beside its base model or cannot, in their releases of 2026,
+    and where the merged model must be served instead. model: the model with the adapter."""
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
     notes = []
@@ -91,16 +95,15 @@ def servers(model: Decoder) -> list[str]:
 
 
 def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, np.ndarray]) -> None:
-    """Checks that an adapter was read back bit for bit, and that PEFT would compute the model's weights from it.
-
-    The second check multiplies the matrices in numpy, in PEFT's layout.
+    """Checks that an adapter's tensors were read back bit for bit, and that for each adapted matrix the product B A, as
+    PEFT computes it from the files, is the model's. The factor alpha / r and DoRA's magnitudes are not checked.
 
     Args:
       model: the model with the adapter.
       found: the tensors that were read back, by name.
-      meant: the tensors that were written.
+      meant: the tensors that were written, by name.
     Raises:
-      ArithmeticError: they differ.
+      ArithmeticError: they differ; the message has up to eight of their names.
     """
     wrong = [
         key

@@ -1,5 +1,5 @@
-"""Export of a model into a folder that another program loads. The folder is complete and verified before it gets its
-name."""
+"""Export of a model, or of its adapter alone, into a folder that another program loads: `export_model`, and FORMATS,
+which has a function for each format. The folder is complete and verified before it gets its name."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _DEFAULT_OUTTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """The result of an export."""
+    """What `export_model` wrote, and what the user should know of it."""
 
     folder: Path
     files: tuple[str, ...]  # names of the files in the folder
-    notes: tuple[str, ...] = ()  # what users of the folder should know, a sentence each
+    notes: tuple[str, ...] = ()  # what users of the folder should know, of one or more sentences each
 
 
 def export_model(
@@ -52,17 +52,21 @@ def export_model(
     Args:
       model: the model, with or without an adapter.
       path: a folder that does not exist or is empty.
-      to: one of FORMATS. An adapter is merged first, except in formats that contain the adapter alone.
+      to: one of FORMATS. An adapter is merged first, except in "adapter" and "gguf-adapter", which contain the adapter
+        alone.
       tokenizer: written with the model; gguf needs it.
-      outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's own dtype.
+      outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's own dtype. gguf-adapter is always
+        f32, and other formats take None.
       name: general.name of a GGUF file; None: the folder's name.
       max_shard_bytes: for safetensors folders: weights above this size are divided into shards.
     Returns:
       the folder, its files and notes for the user.
     Raises:
       ValueError: an unknown format; a model that the format cannot represent, such as weights that QAT rounded to
-        another grid; a folder in use; a disk without room.
-      ArithmeticError: what was read back differs from the model; the folder is removed.
+        another grid, or a model without an adapter in formats of adapters; gguf without a tokenizer or without the gguf
+        package; a folder in use; a disk without room.
+      ArithmeticError: what was read back differs from the model, or the merged weights do not compute what the adapter
+        does; the temporary folder is removed.
     """
     require_format(path, to, outtype)
     job = _Job(Path(path).resolve(), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
@@ -81,7 +85,8 @@ def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> Non
     Args:
       path: the folder that is to be written; it must not exist, or be empty.
       to: the name of the format.
-      outtype: the type of a GGUF file's weights; None: it is not chosen. It must be None for formats other than GGUF.
+      outtype: the type of a GGUF file's weights, one of OUTTYPES; None: it is not chosen. It must be None for formats
+        other than GGUF, and None or "f32" for gguf-adapter.
     """
     if to not in FORMATS:
         raise ValueError(f"export: to = {to!r} is unknown; it can be {', '.join(FORMATS)}")
@@ -114,11 +119,17 @@ def _whole(model: Decoder) -> Weights:
 
 
 def _gguf(model: Decoder, job: _Job) -> Exported:
-    """Writes a model, with an adapter merged, as one GGUF file with its tokenizer; an entry of FORMATS. job: the
-    folder and the options of the export.
+    """Writes a model as one GGUF file with its tokenizer for llama.cpp, and verifies it by reading it back; the entry
+    "gguf" of FORMATS. If the model has an adapter, it is merged into the weights. llama.cpp treats a tokenizer as
+    Phi-3's if the model's name has phi-3 in it: such a name is changed where the tokenizer is of another kind, and "
+    (Phi-3)" is added where it is of that kind and the name does not say so; a note tells the user. job: the folder and
+    the options of the export.
 
     Raises:
-      ValueError: llama.cpp would compute another model, has no such tokenizer, or there is no tokenizer.
+      ValueError: llama.cpp would compute another model or does not support this kind of tokenizer; there is no
+        tokenizer; the disk has no room.
+      ArithmeticError: what was read back differs from what was written, or the merged weights do not compute what the
+        adapter does.
     """
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
@@ -152,11 +163,13 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
 
 
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
-    """Writes a model's LoRA adapter as a GGUF file for llama.cpp's --lora; an entry of FORMATS. job: the folder and the
-    options of the export.
+    """Writes a model's LoRA adapter as a GGUF file in float32 for llama.cpp's --lora, and verifies it by reading it
+    back; the entry "gguf-adapter" of FORMATS. job: the folder and the options of the export.
 
     Raises:
-      ValueError: an adapter that llama.cpp cannot apply.
+      ValueError: the model has no adapter, or one that llama.cpp cannot apply; llama.cpp would compute another base;
+        the disk has no room.
+      ArithmeticError: what was read back differs from what was written.
     """
     arch = architecture(model.config)
     sources, alpha = gguf_tensors.of_adapter(model, arch)
@@ -198,9 +211,11 @@ def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
     """Makes an entry of FORMATS for a format that is a Hugging Face folder.
 
     Args:
-      write: called with (model, empty folder, tokenizer, max_shard_bytes): writes the files and returns notes.
+      write: called with (model, an empty temporary folder, tokenizer, max_shard_bytes): writes the files and returns
+        notes.
     Returns:
-      the export function, which gives the folder its name when `write` has succeeded.
+      the export function (model, job) -> Exported. It has `write` fill a temporary folder, which is renamed to the
+        job's path at the end; if `write` raises, the temporary folder is removed.
     """
 
     def export(model: Decoder, job: _Job) -> Exported:
@@ -214,7 +229,8 @@ def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
 
 def _stored(to: Format) -> Callable[[Decoder, _Job], Exported]:
     """Makes the entry of FORMATS for a quantised format of safetensors files: a function (model, job) that quantises
-    the model and writes the folder. to: the format, such as bitsandbytes' NF4 or FP8."""
+    the model, with its adapter merged if it has one, and writes the folder. to: the format, such as bitsandbytes' NF4
+    or FP8."""
     return _folder(lambda model, *rest: folders.write_stored(to, _whole(model), *rest))
 
 

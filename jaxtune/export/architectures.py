@@ -1,9 +1,9 @@
 """Families that llama.cpp knows: its name for each, what it computes, and the metadata that it needs.
 
 llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute
-differently is refused here, with the key and the value. A model that it computes correctly in a shorter context only is
-written with that context. The rules are those of the oldest llama.cpp that reads the architecture, so that every later
-one reads it too.
+differently is refused here, with the reason. A model that it computes correctly in a shorter context only is written
+with that context, or with a note. A note also tells of yarn without truncation, whose logits differ slightly. The rules
+are those of the oldest llama.cpp that reads the architecture, so that every later one reads it too.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ ARCHITECTURES = {
 
 
 def architecture(config: DecoderConfig) -> Architecture:
-    """llama.cpp's architecture for a model.
+    """Returns llama.cpp's architecture for a model, if llama.cpp computes what the model does.
 
     Raises:
-      ValueError: llama.cpp has none, or would compute something other than the model does; every reason is a line.
+      ValueError: llama.cpp has no architecture for the model's family, or would compute something other than the model
+        does; every reason is a line of the message.
     """
     arch = ARCHITECTURES.get(config.family)
     if arch is None:
@@ -112,8 +113,9 @@ def architecture(config: DecoderConfig) -> Architecture:
 
 
 def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Everything that llama.cpp would compute differently from the model, a clause each for an error message; [] if it
-    computes the same. config: the model's. arch: llama.cpp's architecture for its family."""
+    """Returns everything for which the model cannot be exported, because llama.cpp would compute it differently, a
+    clause each for an error message; [] if there is nothing. config: the model's. arch: llama.cpp's architecture for
+    its family."""
     found = []
 
     def check(right: bool, what: str) -> None:
@@ -170,8 +172,9 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
 
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Clauses for an error message that say where the sliding windows or the position encodings of the model's layers
-    differ from the pattern that llama.cpp hard-codes for the architecture `arch`; [] if none differ."""
+    """Returns clauses for an error message that say where the model's layers differ from the pattern that llama.cpp
+    hard-codes for the architecture `arch`: which have a sliding window, of one length, which have which position
+    encoding, and in Gemma 3 the base of the local one. [] if nothing differs."""
     found = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}
@@ -208,8 +211,9 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
       config: the model's.
       arch: its architecture, as `architecture` returns it.
     Returns:
-      ({key: value}, notes for the user, a sentence each). In the file a key begins with the architecture's name and a
-        dot, which these keys do not have; ints are stored as uint32, floats as float32.
+      ({key: value}, notes for the user, a sentence each, where llama.cpp computes the model only within a shorter
+        context or slightly differently). In the file a key begins with the architecture's name and a dot, which these
+        keys do not have; ints are stored as uint32, floats as float32. A list (Gemma 4) has a value for each layer.
     """
     notes = []
     context = config.context_length
@@ -262,11 +266,13 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
 
 
 def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dict[str, Any]:
-    """The metadata of a rotary embedding, {key: value}; keys do not have the prefix with the architecture's name.
+    """The metadata of a rotary embedding, {key: value}; keys do not have the prefix with the architecture's name. It is
+    {} for kinds other than linear, yarn and longrope: their frequencies follow from the base, or from factors that are
+    tensors of the file (`rope_factors`).
 
     Args:
       config: the model's, which has its context length and head size.
-      rope: its rotary embedding.
+      rope: its rotary embedding, the first one if it has several.
       notes: sentences for the user; those on this rotary embedding are appended.
     """
     original = rope.original_max_position_embeddings or config.max_position_embeddings
@@ -297,8 +303,9 @@ def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dic
 
 def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray]:
     """The factors by which llama.cpp divides the rotary frequencies, which it reads as tensors of the file: {tensor's
-    name: float32[rotary dims / 2]}. They are one tensor for rotary embeddings of kind llama3, two for longrope (long
-    and short contexts), one for the proportional kind of Gemma 4's global layers, and {} for other kinds."""
+    name: float32[rotary dims / 2]}. They are one tensor for rotary embeddings of kind llama3, two for longrope (for
+    long and for short contexts), and one for the proportional kind of Gemma 4's global layers; {} for other kinds.
+    config: the model's, whose first rotary embedding is read."""
     rope = config.rotary[0]
     if rope.kind == "proportional":
         return {"rope_freqs.weight": gemma4.frequency_factors(rope, config.head_dim)}

@@ -1,7 +1,10 @@
-"""Export as Hugging Face folders for other programs: merged, or in a quantised format.
+"""Exports as Hugging Face folders (safetensors, config.json, tokenizer) for other programs.
 
-Each function that writes takes weights that are made one tensor at a time (models/files/weights.py), merged where the
-model has an adapter, and reads back and compares every byte that it wrote.
+`write_merged` decodes quantised weights and writes the model in its own dtype; `write_stored` writes linears and
+experts in a quantised format such as NF4 or FP8, and quantises those that are not in it yet; `write_mxfp4` writes
+gpt-oss as it is published. All end in `write_planned`, which writes the files and calls `verify`: it reads the folder
+back and compares every byte by checksum. Their caller (api.py) passes Weights (models/files/weights.py), which makes
+one tensor at a time and merges the model's adapter, if it has one, on the way.
 """
 
 from __future__ import annotations
@@ -28,9 +31,18 @@ from jaxtune.system import terminal
 
 
 def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes the model as a Hugging Face folder in its own dtype, to which quantised weights are decoded. folder: an
-    empty folder. tokenizer: written too; None: none is written. max_shard_bytes: weights above this size are divided
-    into several files. Returns [], as there are no notes for the user."""
+    """Writes the model as a Hugging Face folder in its own dtype, to which quantised weights are decoded, and verifies
+    it by reading it back. Returns [], as there are no notes for the user.
+
+    Args:
+      weights: the model's weights, with an adapter merged.
+      folder: an empty folder.
+      tokenizer: written too; None: none is written.
+      max_shard_bytes: weights above this size are divided into several files.
+    Raises:
+      ValueError: the disk has no room.
+      ArithmeticError: what was read back differs from what was written.
+    """
     return write_planned(weights.dequantized(), folder, tokenizer, max_shard_bytes)
 
 
@@ -42,13 +54,16 @@ def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max
     are not yet in the format are quantised twice: first for the header, then for the data.
 
     Args:
-      to: the format. Its field `export` names what its readers cannot load.
+      to: the format. Its field `export` says what its readers cannot load: experts (`without_experts`), or linears of
+        certain names (`keeps`), which are decoded and written in 16 bits.
       weights: the model's weights, which need not be quantised yet.
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
     Raises:
-      ValueError: the model has experts, and the format's readers do not support them.
+        ValueError: the model has experts, and the format's readers do not support them; weights that the model says QAT
+          rounded to the format were changed since; the disk has no room.
+      ArithmeticError: what was read back differs from what was written.
     """
     assert to.export is not None
     if to.export.without_experts is not None and weights.model.config.moe is not None:
@@ -69,7 +84,8 @@ def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes:
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
     Raises:
-      ValueError: a model of another family.
+        ValueError: a model of another family; the disk has no room.
+      ArithmeticError: what was read back differs from what was written.
     """
     model = weights.model
     if model.config.family != "gpt_oss":
@@ -114,7 +130,8 @@ def write_planned(
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
-      planned: the tensors of the files and how they are made; None: the model's weights as they are.
+      planned: the tensors of the files and how they are made, {name of a tensor of the model: Group}; None: the model's
+        weights as they are.
       extra: entries that are added to config.json; None: none.
       loads: True: jaxtune can load such a folder itself, and the check of the written files includes that. False: it
         cannot, and only config.json and the bytes are compared.
@@ -135,8 +152,8 @@ def write_planned(
 
 
 def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderConfig, loads: bool = True) -> None:
-    """Reads a folder back and compares config.json, and every byte of every tensor by checksum, with what was made of
-    the model. Equal files compute equal logits.
+    """Reads a folder back and compares it with what was written: the model's config that config.json describes, the
+    names of the tensors, and every byte of every tensor by checksum. Equal files compute equal logits.
 
     Args:
       folder: the folder.

@@ -1,7 +1,9 @@
-"""What a GGUF file says of a model of Gemma 4, whose layers differ: in its window, its heads and the width of its MLP.
+"""What a GGUF file says of a model of Gemma 4 (`hyperparameters`, `frequency_factors`), and what llama.cpp would
+compute differently in one (`problems`). The layers of these models differ in their windows, their heads and the width
+of their MLPs.
 
 llama.cpp reads these for each layer, in place of a pattern that it hard-codes. The keys are those of its architecture
-"gemma4", which both families have.
+"gemma4", which the families gemma4_text and gemma4_unified_text have.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _UNTURNED = 1e30  # llama.cpp divides a pair's angle by it, so that the pair is 
 
 
 def _attention(layer: LayerSpec) -> AttentionShape:
-    """The settings of a layer's attention that differ from the decoder's."""
+    """The settings in which a layer's attention differs from the decoder's, as an AttentionShape; one with the defaults
+    if it does not differ."""
     shape = layer.config_of("mixer")
     return shape if isinstance(shape, AttentionShape) else AttentionShape()
 
@@ -38,8 +41,8 @@ def _mlp_size(config: DecoderConfig, layer: LayerSpec) -> int:
 
 
 def problems(config: DecoderConfig) -> list[str]:
-    """What llama.cpp would compute differently in the layers of a model of Gemma 4, a clause each for an error message;
-    [] if nothing."""
+    """Returns what llama.cpp would compute differently in the layers of a model of Gemma 4 or in their rotary and
+    per-layer embeddings, a clause each for an error message; [] if there is nothing. config: the model's."""
     found, shapes = [], [_attention(layer) for layer in config.layers]
     windows = {layer.window for layer in config.layers if layer.window is not None}
     if len(windows) > 1:
@@ -66,7 +69,7 @@ def problems(config: DecoderConfig) -> list[str]:
 
 def hyperparameters(config: DecoderConfig) -> dict[str, Any]:
     """The metadata of a model of Gemma 4 beyond, or in place of, what all architectures have, as {key: value} without
-    the architecture's name and the dot before each key. Lists have a value for each layer."""
+    the architecture's name and the dot before each key. Lists have a value for each layer. config: the model's."""
     shapes = [_attention(layer) for layer in config.layers]
     wide = next(shape.head_dim for layer, shape in zip(config.layers, shapes, strict=True) if not _slides(layer))
     wide = wide or config.head_dim

@@ -30,7 +30,7 @@ class BlockType:
     numbers: int  # how many numbers of a row are one block
     encode: Callable[[jax.Array], jax.Array]  # float32[n, numbers] -> uint8[n, bytes of a block]
     decode: Callable[[jax.Array], jax.Array]  # uint8[n, bytes of a block] -> float32[n, numbers]
-    # (blocks float32[n, numbers], numpy or jax.numpy) -> the largest error of each that rounding explains, [n, 1]
+    # (blocks float32[n, numbers], numpy or jax.numpy) -> the largest error in each block that rounding explains, [n, 1]
     allowed: Callable[[Floats, ModuleType], Floats]
 
 
@@ -38,9 +38,9 @@ def _of_32(encode: Callable, decode: Callable, steps: int, worst: float) -> Bloc
     """Makes a BlockType with blocks of 32 numbers, for BLOCK_TYPES.
 
     Args:
-      encode, decode: its encoder and decoder, as in BlockType.
-      steps: the largest magnitude of a block is this many times the step between neighbouring codes.
-      worst: how many steps a number may be off by rounding.
+      encode, decode: its encoder, float32[n, 32] -> uint8[n, bytes of a block], and the decoder, which is the inverse.
+      steps, worst: a decoded number may differ from the original by `worst` steps, where a step is the largest
+        magnitude of its block divided by `steps`.
     """
     bound = functools.partial(gguf_codes.allowed, steps=steps, worst=worst)
     return BlockType(gguf_codes.NUMBERS, encode, decode, bound)
@@ -81,7 +81,8 @@ def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray
     """Encodes an array [..., columns] of floats in a type of GGUF files, in runs of at most 2^24 consecutive numbers,
     in the order of the file.
 
-    Every value is compared with what its bytes decode to; a sample of the blocks is also decoded by gguf's own reader.
+    Every value is compared with what its bytes decode to, by our decoder on the device; a sample of the blocks is also
+    decoded by gguf's own reader on the host.
 
     Args:
       name: the tensor's name, for messages.
@@ -144,11 +145,13 @@ def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> jax.Arra
 
 @jax.jit
 def _sampled(blocks: jax.Array, coded: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sample of a run that gguf's own reader checks: (blocks[places], coded[places]).
+    """Selects the rows of a run that the gguf package decodes on the host, as a check of the encoders that does not use
+    their code: returns (blocks[places], coded[places]). A run is up to 2^24 consecutive numbers of a tensor, which are
+    encoded at once.
 
     Args:
-      blocks: [rows, block], the run's numbers, a block a row.
-      coded: the run as _encoded returns it, a block a row.
+      blocks: floats [rows, block], the run's numbers, a block a row.
+      coded: the encoded run, a block a row.
       places: int32[n], the indices of the sampled rows.
     """
     return blocks[places], coded[places]
@@ -204,7 +207,8 @@ def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, 
     floats [rows, block], each row one block. coded: what `_encoded` made of it.
 
     Returns:
-      (all values are finite, all fit into the type, all decode to within the type's rounding), boolean scalars.
+      (all values are finite, all fit into the type, all decode to within the type's rounding), boolean scalars. Only
+        F16 can be too small for a value; for other types the second is True.
     """
     wide = array.astype(jnp.float32)
     found = BLOCK_TYPES[kind].decode(coded) if kind in BLOCK_TYPES else coded.astype(jnp.float32)
@@ -213,9 +217,13 @@ def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, 
 
 
 def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str) -> bool:
-    """Whether the gguf package decodes encoded values to the original ones, up to the type's rounding: an independent
-    check of the encoders. wide: float32[rows, block], the original values. coded: their encoded form, a block a row.
-    kind: gguf's name of the type."""
+    """Returns True if the gguf package decodes a sample of encoded blocks to the original values, each within the error
+    that rounding to the type explains (`_allowed`). `_fetched` calls it in every export, for up to 2^16 numbers of each
+    run of a tensor, as a check of our encoders by other code; False ends the export.
+
+    wide: float32[rows, block], the original values, a block a row. coded: the same rows encoded: uint8[rows, bytes of a
+    block], or for F32, F16 and BF16 an array of wide's shape in that type. kind: gguf's name of the type.
+    """
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

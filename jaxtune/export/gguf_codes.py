@@ -1,4 +1,5 @@
-"""Encoders of GGUF's types with blocks of 32 numbers: Q8_0, Q4_0, Q5_0 and Q5_1.
+"""Encoders and decoders of GGUF's types with blocks of 32 numbers, Q8_0, Q4_0, Q5_0 and Q5_1, and the error that
+rounding to them explains (`allowed`).
 
 The numbers of a block, which are neighbours in a row, share a scale d in f16; in Q5_1 also a least value m:
 
@@ -32,17 +33,19 @@ def _inverse(scales: jax.Array) -> jax.Array:
 
 
 def _bytes_of(scales: jax.Array) -> jax.Array:
-    """The bytes of scales [n, 1] as f16, uint8[n, 2]."""
+    """The bytes of scales float32[n, 1] rounded to f16, the lower byte first: uint8[n, 2]. A block begins with its
+    scale so."""
     return lax.bitcast_convert_type(scales[:, 0].astype(jnp.float16), jnp.uint8)
 
 
 def _f16_of(pair: jax.Array) -> jax.Array:
-    """float32[n, 1] of the f16 numbers whose bytes are uint8[n, 2]."""
+    """float32[n, 1] of the f16 numbers whose bytes, the lower one first, are uint8[n, 2]."""
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 
 def encode_q8_0(blocks: jax.Array) -> jax.Array:
-    """Encodes blocks float32[n, 32] in Q8_0: uint8[n, 34]. Codes are -127 to 127."""
+    """Encodes blocks float32[n, 32] in Q8_0: uint8[n, 34]. The bytes of a block are its scale d in f16, then 32 codes
+    int8 of -127 to 127; a number is d * code."""
     largest = jnp.abs(blocks).max(-1, keepdims=True)
     scales = divide(largest, jnp.full_like(largest, 127))
     numbers = blocks * _inverse(scales)
@@ -54,7 +57,8 @@ def encode_q8_0(blocks: jax.Array) -> jax.Array:
 
 
 def decode_q8_0(coded: jax.Array) -> jax.Array:
-    """Decodes blocks of Q8_0, uint8[n, 34], to float32[n, 32]."""
+    """Decodes blocks of Q8_0, uint8[n, 34], to float32[n, 32]: the scale, an f16 in the first two bytes, times the
+    codes, int8."""
     return _f16_of(coded[:, :2]) * lax.bitcast_convert_type(coded[:, 2:], jnp.int8).astype(jnp.float32)
 
 
@@ -83,37 +87,44 @@ def _fifth_bits(codes: jax.Array) -> jax.Array:
 
 
 def _five_bits(high: jax.Array, low: jax.Array) -> jax.Array:
-    """Unpacks codes of five bits: float32[n, 32]. high: uint8[n, 4], their fifth bits as `_fifth_bits` packs them. low:
-    uint8[n, 16], their low four bits as `_halves` packs them."""
+    """Unpacks codes of five bits, as numbers float32[n, 32]. high: uint8[n, 4], their fifth bits; bit j of byte i is
+    that of code 8 i + j. low: uint8[n, 16], their low four bits; byte i has those of code i in its low half and those
+    of code i + 16 in its high half."""
     fifth = (high[..., None] >> jnp.arange(8, dtype=jnp.uint8) & 1).reshape(-1, NUMBERS)
     return (jnp.concatenate([low & 15, low >> 4], -1) | (fifth << 4)).astype(jnp.float32)
 
 
 def encode_q4_0(blocks: jax.Array) -> jax.Array:
-    """Encodes blocks float32[n, 32] in Q4_0: uint8[n, 18]."""
+    """Encodes blocks float32[n, 32] in Q4_0: uint8[n, 18]. The bytes of a block are its scale d in f16, then 32 codes
+    of four bits, two in a byte; a number is d * (code - 8)."""
     scales, codes = _signed_codes(blocks, 8)
     return jnp.concatenate([_bytes_of(scales), _halves(codes)], -1)
 
 
 def decode_q4_0(coded: jax.Array) -> jax.Array:
-    """Decodes blocks of Q4_0, uint8[n, 18], to float32[n, 32]."""
+    """Decodes blocks of Q4_0, uint8[n, 18], to float32[n, 32]. A number is d * (code - 8), with d an f16 in the first
+    two bytes."""
     codes = jnp.concatenate([coded[:, 2:] & 15, coded[:, 2:] >> 4], -1)
     return _f16_of(coded[:, :2]) * (codes.astype(jnp.float32) - 8)
 
 
 def encode_q5_0(blocks: jax.Array) -> jax.Array:
-    """Encodes blocks float32[n, 32] in Q5_0: uint8[n, 22]."""
+    """Encodes blocks float32[n, 32] in Q5_0: uint8[n, 22]. The bytes of a block are its scale d in f16, four bytes with
+    the fifth bits of the codes, and 16 with their low four bits; a number is d * (code - 16)."""
     scales, codes = _signed_codes(blocks, 16)
     return jnp.concatenate([_bytes_of(scales), _fifth_bits(codes), _halves(codes)], -1)
 
 
 def decode_q5_0(coded: jax.Array) -> jax.Array:
-    """Decodes blocks of Q5_0, uint8[n, 22], to float32[n, 32]."""
+    """Decodes blocks of Q5_0, uint8[n, 22], to float32[n, 32]. A number is d * (code - 16), with d an f16 in the first
+    two bytes."""
     return _f16_of(coded[:, :2]) * (_five_bits(coded[:, 2:6], coded[:, 6:]) - 16)
 
 
 def encode_q5_1(blocks: jax.Array) -> jax.Array:
-    """Encodes blocks float32[n, 32] in Q5_1: uint8[n, 24]."""
+    """Encodes blocks float32[n, 32] in Q5_1: uint8[n, 24]. The bytes of a block are its scale d and its least number m,
+    both in f16, four bytes with the fifth bits of the codes, and 16 with their low four bits; a number is d * code +
+    m."""
     least, most = blocks.min(-1, keepdims=True), blocks.max(-1, keepdims=True)
     scales = divide(most - least, jnp.full_like(most, 31))
     numbers = lax.optimization_barrier((blocks - least) * _inverse(scales)) + jnp.float32(0.5)
@@ -122,7 +133,8 @@ def encode_q5_1(blocks: jax.Array) -> jax.Array:
 
 
 def decode_q5_1(coded: jax.Array) -> jax.Array:
-    """Decodes blocks of Q5_1, uint8[n, 24], to float32[n, 32]."""
+    """Decodes blocks of Q5_1, uint8[n, 24], to float32[n, 32]. A number is d * code + m, with d and m as f16 in the
+    first four bytes."""
     return _f16_of(coded[:, :2]) * _five_bits(coded[:, 4:8], coded[:, 8:]) + _f16_of(coded[:, 2:4])
 
 

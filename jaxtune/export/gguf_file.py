@@ -72,7 +72,8 @@ def write(
     Returns:
       {tensor's name: what was written of it}.
     Raises:
-      ArithmeticError: a value that is not finite or not represented, or an array of another shape than planned.
+        ArithmeticError: a value that is not finite or not represented, or an array of another shape than planned.
+      OSError: the disk is full; the message has the file and its size.
     """
     tensors = all_tensors(sources)
     kinds = stored_types(tensors, outtype, architecture, fields)

@@ -26,7 +26,8 @@ import numpy as np
 from jax import lax
 
 NUMBERS = 256  # numbers of a row in a block
-_IN_CACHE = 64  # blocks that are encoded at a time on a CPU, so that the candidates' sums stay in its cache: five times
+# Blocks that are encoded at a time on a CPU, so that the candidates' sums stay in its cache: it is five times as fast.
+_IN_CACHE = 64
 _PART, _SIGNED_PART = 32, 16  # numbers that share a scale: in Q4_K and Q5_K, and in Q6_K
 _SIX_BITS = 63  # largest scale of a part in Q4_K and Q5_K
 _LARGEST_SIGNED = 128  # the largest magnitude of a part's scale in Q6_K
@@ -57,8 +58,9 @@ def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, bits: int) -> 
     """The largest error that rounding to a type explains, for each block of float32[n, 256]: [n, 1]. A value that is
     further off after decoding is an error of the encoder.
 
-    It is one and a half steps of the part with the largest range: half a step by rounding to a code, and one because
-    the best scale may cut off what is largest, and scales and least values are rounded.
+    It is one and a half steps, where a step is the range of the part with the largest range, in which 0 is included,
+    divided by the largest code; in Q6_K, the largest magnitude divided by 32. Half a step is by rounding to a code, and
+    one because the best scale may cut off what is largest, and scales and least values are rounded.
 
     Args:
       blocks: the values.
@@ -91,7 +93,8 @@ def _in_f16(x: jax.Array) -> jax.Array:
 
 
 def _bytes_of(x: jax.Array) -> jax.Array:
-    """The two bytes of a float32 scalar as f16: uint8[2]."""
+    """The two bytes, the lower one first, of a float32 scalar rounded to f16: uint8[2]. GGUF stores a block's scale
+    so."""
     return lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint8)
 
 
@@ -170,7 +173,8 @@ def _best_with_least(parts: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _signed(block: jax.Array, *, bits: int) -> jax.Array:
-    """Encodes one block float32[256] in Q6_K: uint8[210]."""
+    """Encodes one block float32[256] in Q6_K: uint8[210]. A number is d * scale * (code - 32), with a scale int8 for
+    each 16 numbers and one d for the block. bits: the bits of a code, 6."""
     parts, middle = block.reshape(-1, _SIGNED_PART), 2 ** (bits - 1)
     scales = _best_signed(parts, middle)
     largest = jnp.take(scales, jnp.abs(scales).argmax())
@@ -211,12 +215,14 @@ def _best_signed(parts: jax.Array, middle: int) -> jax.Array:
 
 
 def _f16_of(pair: jax.Array) -> jax.Array:
-    """float32[n, 1] of the f16 numbers whose bytes are uint8[n, 2]."""
+    """float32[n, 1] of the f16 numbers whose bytes, the lower one first, are uint8[n, 2]."""
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 
 def _decoded_with_least(coded: jax.Array, *, bits: int) -> jax.Array:
-    """Decodes blocks of Q4_K or Q5_K, uint8[n, 144 or 176], to float32[n, 256]."""
+    """Decodes blocks of Q4_K, uint8[n, 144], or Q5_K, uint8[n, 176], to float32[n, 256]. A number is d * scale * code -
+    dmin * least, with a scale and a least value for each 32 numbers. bits: the bits of a code, 4 for Q4_K and 5 for
+    Q5_K. The export checks its own encoding with it."""
     count = len(coded)
     first, second, mixed = coded[:, 4:8], coded[:, 8:12], coded[:, 12:16]
     scales = jnp.concatenate([first & 63, (mixed & 15) | (first >> 6 << 4)], -1)
@@ -231,7 +237,8 @@ def _decoded_with_least(coded: jax.Array, *, bits: int) -> jax.Array:
 
 
 def _decoded_signed(coded: jax.Array) -> jax.Array:
-    """Decodes blocks of Q6_K, uint8[n, 210], to float32[n, 256]."""
+    """Decodes blocks of Q6_K, uint8[n, 210], to float32[n, 256]. Its numbers are signed: a code less 32, times a scale
+    of either sign, without the least value that Q4_K and Q5_K have. The export checks its own encoding with it."""
     count = len(coded)
     low, high = coded[:, :128].reshape(count, 2, 2, 32), coded[:, 128:192].reshape(count, 2, 1, 32)
     places = 2 * jnp.arange(4, dtype=jnp.uint8)[:, None]

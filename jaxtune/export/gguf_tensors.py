@@ -42,9 +42,11 @@ class Tensor:
 
     name: str  # llama.cpp's name
     shape: tuple[int, ...]  # in numpy's order; the file lists the dimensions in reverse
-    of: Callable[[Any], Any]  # computes the tensor, as an array of floats, from the value that Source.make returns
-    # True: it is stored in float32 whatever the outtype, which llama.cpp requires for vectors and for the matrices of
-    # _PLAIN. False: it is stored in the type that the outtype gives it
+    # computes the tensor, as an array of floats, from the value that its Source makes: a weight as an array, the Lora
+    # module for a tensor of an adapter, or None for a tensor that is known already
+    of: Callable[[Any], Any]
+    # True: it is stored in float32 whatever the outtype, as vectors and the matrices of _PLAIN (llama.cpp requires it),
+    # biases of experts, and the matrices of adapters are. False: it is stored in the type that the outtype gives it
     plain: bool
 
 
@@ -155,9 +157,9 @@ def _dense(make: Callable[[], Any], dtype: str) -> jax.Array:
 def _dense_tensor(
     name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: _Names
 ) -> Tensor:
-    """Describes the GGUF tensor for a weight [out, in] or a vector of the model. A norm's weight gets the model's
-    offset added (1 in Gemma), and the rows of q and k are reordered for llama.cpp's rotary embedding if the
-    architecture needs that.
+    """Describes the GGUF tensor for a weight [out, in] or a vector of the model: every tensor but those of experts,
+    which `_expert_tensors` describes. Nothing is computed yet. A norm's weight gets the model's offset added (1 in
+    Gemma), and the rows of q and k are reordered for llama.cpp's rotary embedding if the architecture needs that.
 
     Args:
       name: Hugging Face's name of the tensor.
@@ -181,7 +183,8 @@ def _expert_tensors(
     name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: _Names
 ) -> list[Tensor]:
     """Describes the GGUF tensors for a matrix or bias of all experts of a layer: one, or two for gate_up_proj, because
-    llama.cpp stores gate and up separately in all architectures but Gemma 4's.
+    llama.cpp stores gate and up separately in all architectures but Gemma 4's. Nothing is computed yet. Matrices are
+    stored as [E, out, in].
 
     Args:
       name: Hugging Face's name of the matrix or bias.
@@ -234,8 +237,8 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
     Returns:
       (a Source of lora_a and lora_b for every adapted tensor, alpha), where alpha is scale * rank of the first one.
     Raises:
-      ValueError: there is no adapter; or it has DoRA, or a trained embedding or head, which llama.cpp's adapters do not
-        have.
+      ValueError: there is no adapter; or it has DoRA, a trained embedding or head, or matrices for the projection to
+        the embeddings of each layer (Gemma 4), which llama.cpp's adapters do not have or do not use.
     """
     config, names = model.config, _Names(arch, model.config.num_layers)
     adapted = [(name, linear, linear.lora) for name, linear in (*linears(model), *experts(model)) if linear.lora]

@@ -32,7 +32,7 @@ def stored_types(
     In q4_0, embedding and head are stored in Q8_0: they are read once a token, and their errors reach the logits
     undamped. In q4_k_m and q6_k, the types are those that llama-quantize of llama.cpp gives to the same tensors. A
     tensor whose rows are not whole blocks gets a type of smaller blocks, or f16 if its rows are no multiple of 32
-    either.
+    either. A tensor that must stay in float32 (Tensor.plain) has F32.
 
     Args:
       tensors: all tensors of the file.
@@ -58,7 +58,8 @@ def is_short(tensor: Tensor, outtype: str) -> bool:
 
 def _of_rows(kind: str, columns: int) -> str:
     """The type in which rows of this many columns are stored where the type `kind` is wanted: `kind`, if the rows are
-    whole blocks of it, else a type with blocks of 32, else F16."""
+    whole blocks of it or it has no blocks; else, for types with blocks of 256, one with blocks of 32; else F16. Both
+    are gguf's names."""
     if kind in gguf_blocks.BLOCK_TYPES and columns % gguf_blocks.block_size(kind):
         return _of_rows(_SHORTER[kind], columns) if kind in _SHORTER else "F16"
     return kind

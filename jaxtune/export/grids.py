@@ -1,5 +1,6 @@
-"""Which formats represent the weights of quantisation-aware training exactly, on the grid that training rounded them
-to."""
+"""Keeps exports from losing quantisation-aware training (QAT), which rounded the model's weights to a grid:
+`require_held` refuses a format that would round them again, and `quantized` stores them exactly in a format that has
+this grid."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ def grid_of_export(model: Decoder) -> FakeQuant | None:
 
 
 def require_held(model: Decoder, to: str, outtype: str | None) -> None:
-    """Raises ValueError if a format would round the weights of quantisation-aware training again, which would lose what
-    was trained for.
+    """Raises ValueError if a format, or its dtype, cannot represent the weights of quantisation-aware training, so that
+    they would be rounded again, which would lose what was trained for. Nothing is raised for a model without such
+    training, or for formats of adapters.
 
     Args:
       model: the model to export.
@@ -73,8 +75,13 @@ def _served(grid: FakeQuant) -> str:
 
 
 def quantized(weights: Weights, format: str) -> Weights:
-    """The weights in a format of quantised weights (a key of FORMATS), each encoded when it is needed. Those that
-    quantisation-aware training rounded to this format are encoded exactly (`_exactly`); others are rounded here."""
+    """Returns the weights in a format of quantised weights (a key of FORMATS), each encoded when it is needed. If the
+    model was trained with quantisation-aware training, its matrices are encoded exactly; others are rounded here. The
+    new Weights' model has no `qat`, because the format itself says what its numbers are.
+
+    Raises:
+      ValueError: when such a matrix is encoded: it is not on the format's grid, so it was changed since.
+    """
     if weights.model.qat is None:
         return weights.quantized(format)
     plain = weights.dequantized()

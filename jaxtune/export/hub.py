@@ -17,7 +17,7 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
     Returns:
       the repository's address.
     Raises:
-      ValueError: nobody is logged in, or the hub refuses or cannot be reached.
+      ValueError: nobody is logged in, `repository` is no valid name, or the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError

@@ -35,9 +35,9 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, 
     """Writes a model into a folder in compressed-tensors' pack-quantized format, or its int-quantized one: the weights
     of linears and experts in int4, with a scale for each group of neighbouring weights of a row.
 
-    If the model was trained with QAT, its weights are stored exactly, in the groups of QAT; otherwise they are rounded
-    here, in groups of 128. Linears named in SERVED_IN_16_BITS stay in 16 bits, as do linears whose rows cannot be
-    divided into whole groups.
+    Quantised weights are decoded first. If the model was trained with QAT, its weights are stored exactly, in the
+    groups of QAT; otherwise they are rounded here, in groups of 128. The folder is verified by reading it back. Linears
+    named in SERVED_IN_16_BITS stay in 16 bits, as do linears whose rows cannot be divided into whole groups.
 
     Args:
       weights: the model's weights.
@@ -48,9 +48,10 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, 
     Returns:
       notes for the user: one sentence with the number of linears whose rows are not whole groups; [] if there are none.
     Raises:
-      ValueError: the format cannot represent the model, or the model says that QAT rounded its weights and they were
-        changed since.
-      ArithmeticError: what was packed does not decode to the model's weights.
+      ValueError: the format cannot represent the model (its experts are one tensor, or no linear has whole groups); the
+        model says that QAT rounded its weights, and they were changed since; the disk has no room.
+      ArithmeticError: what was packed does not decode to the model's weights, or what was read back differs from what
+        was written.
     """
     weights = weights.dequantized()
     model = weights.model

@@ -23,9 +23,10 @@ type Named = Linear | ExpertLinear | Router | RMSNorm | LayerNorm | Embedding  #
 
 
 def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
-    """Yields (its Component, the path of attributes and indices that leads to it, the module) of every module of
-    `model` that a precision map can name: linears, experts, routers, norms, the embedding and the head. The arrays of
-    `model` may be abstract."""
+    """Yields (Component, path, module) for every module of `model` that a precision map can name: linears, experts,
+    routers, norms, the embedding and the head, but none of a teacher. The Component is what patterns are compared with:
+    the module's name in checkpoints, its kind and aliases, and whether it can be quantised. The path of attributes and
+    indices leads to the module. The arrays of `model` may be abstract."""
     norms, config = family(model.config.family).norms, model.config
     for path, module in nnx.iter_modules(model):
         if path[:1] == ("teacher",) or not isinstance(

@@ -305,10 +305,8 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int:
-        """Positions that the model supports: max_position_embeddings, or more where a rotary base extends it.
-
-        For yarn this is `factor` times the original context.
-        """
+        """Positions that the model supports: max_position_embeddings, or `factor` times the original context of a
+        rotary base of kind yarn, if that is more."""
         stretched = (
             int(rope.factor * (rope.original_max_position_embeddings or self.max_position_embeddings))
             for rope in self.rotary

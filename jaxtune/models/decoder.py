@@ -103,9 +103,10 @@ def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
 
 
 class Decoder(nnx.Module):
-    """A causal language model. Calling it computes logits; training calls `run`, or `hidden_states`, and computes the
-    loss from the hidden states, because the logits of all tokens would need much memory. `embed`, `given` and `layout`
-    make what a pass through the layers needs; generation, which runs the layers itself, calls the first two.
+    """A causal language model, or with another head (config.head) a model that scores texts. Calling it computes logits
+    or scores; training calls `run`, or `hidden_states`, and computes the loss from the hidden states, because the
+    logits of all tokens would need much memory. `embed`, `given` and `layout` make what a pass through the layers
+    needs; generation, which runs the layers itself, calls the first two.
 
     Every weight starts as an `nnx.Param` (trainable); get_peft_model turns the base's weights into `Frozen`. Weights
     are cast to the compute dtype on use, so fp32 master weights of a bf16 compute need nothing else.
@@ -178,7 +179,8 @@ class Decoder(nnx.Module):
         return None if self.source is None else self.source.path
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """tokens int32[B, T] -> their embeddings [B, T, hidden] in the compute dtype."""
+        """tokens int32[B, T] -> their embeddings [B, T, hidden] in the compute dtype, multiplied by
+        config.embedding_scale."""
         with jax.named_scope("embed"):
             # Ids outside the vocabulary are refused where data is prepared; XLA would clamp them without an error.
             x = gathers.rows_of(self.embedding.weight, tokens, _rows).astype(self.dtype)
@@ -210,7 +212,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         max_documents: int | None = None,
     ) -> PackedLayout:
-        """Document boundaries and rotary tables of a batch, computed once for all layers.
+        """Returns the document boundaries and rotary tables of a batch, which are computed once for all layers.
 
         Args:
           shape: (rows, length) of the batch.
@@ -303,7 +305,8 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
-        """tokens int32[B, T] -> logits float32[B, T, vocab].
+        """tokens int32[B, T] -> logits float32[B, T, vocab], or the scores float32[B, T, 1] of a head that scores
+        texts.
 
         Args:
           segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document per

@@ -175,8 +175,8 @@ class FakeQuant:
 
     @classmethod
     def of_record(cls, where: str, record: Any) -> FakeQuant:
-        """The grid that a file records as an object with format, group_size and dtype. record: that object, as JSON
-        has it.
+        """Returns the grid that a file records as an object with format, group_size and dtype, as `record` writes it.
+        The loaders of model folders and of adapters call it. record: that object, as JSON has it.
 
         where: the file and key, for errors.
 

@@ -146,6 +146,7 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
     Adapters and modules_to_save are written in float32. The folder appears complete or not at all.
 
     Args:
+        model: the model with the adapter; its base is not written.
       path: a folder that does not exist or is empty.
       tokenizer: saved beside the adapter with its chat template, if given; after training pass Trainer.tokenizer.
     Raises:
@@ -209,7 +210,8 @@ def adapter_content(model: Decoder) -> AdapterContent:
 
 
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
-    """Adds the adapter of a PEFT folder to a model that has none.
+    """Adds the adapter of a PEFT folder to a model that has none, without copying the base. from_pretrained does so for
+    the folder of an adapter.
 
     Args:
       model: the base that the adapter was trained over; for an adapter that scores texts, the causal model is accepted
@@ -443,8 +445,9 @@ def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
 
 
 def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises ValueError for an adapter whose embedding and head differ although the model ties them, which PEFT can
-    write. arrays: {PEFT's key: array} of the adapter's file; folder: for the error."""
+    """Raises ValueError if the model ties embedding and head, and an adapter's file has only one of them, or two that
+    differ, which PEFT can write. Nothing is raised if it has neither. arrays: {PEFT's key: array} of the adapter's
+    file; folder: for the error."""
     if model.head is not None:
         return
     embedding, head = (arrays.get(f"{_PREFIX}{name}.weight") for name in ("model.embed_tokens", "lm_head"))

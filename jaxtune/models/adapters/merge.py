@@ -55,12 +55,13 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
 
     Args:
       weight: [out, in], decoded.
-      lora: its adapter.
+      lora: its adapter: A [r, in], B [out, r], the scale, and DoRA's factors of the rows.
       probe: float32[rows, in], random.
       dtype: of the merged weight.
       fake_quant: the merged weight is then rounded to this grid, which is no error and not part of the comparison.
     Returns:
-      (merged weight in dtype, whether it is finite, largest error over the error allowed)
+      (the merged weight [out, in] in dtype; whether it is finite; the largest error divided by the error allowed, at
+        most 1 if the merge is right)
     """
     wide = merged_weight(weight, lora)
     if fake_quant is None:
@@ -92,8 +93,9 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
 def _merge_experts(
     weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool, fake_quant: FakeQuant | None
 ):
-    """Merges the adapters of an experts' matrix into the weight of each expert, and compares products, each as
-    `_merge_and_check` does: (merged weights, whether all are finite, the largest error over the error allowed).
+    """Merges the adapters of an experts' matrix into the weight of each expert, and compares each expert's product of
+    random rows with its adapter's, within the error that rounding explains: (merged weights, whether all are finite,
+    the largest error divided by the error allowed).
 
     weight: [E, out, in], or [E, in, out] if `transposed`, decoded; the merged weights have its shape and dtype. lora:
     the adapters. probe: float32[rows, in], random. fake_quant: the grid to which merged weights are rounded, or None.
@@ -174,7 +176,9 @@ def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
 
 
 def merged_weights(model: Decoder) -> Weights:
-    """The model with its adapter merged in as by merge_adapter, each tensor computed when it is asked for.
+    """Returns the weights of the model with its adapter merged in, each tensor computed when it is asked for. Quantised
+    weights are decoded, weights are rounded to the grid of QAT, if there is one, and a trained embedding or head
+    replaces the base's.
 
     The logits are verified here, each matrix when it is computed, so that whoever writes the tensors writes a verified
     merge or gets an error. The device has, beside the model, one merged matrix and what its computation and
@@ -367,8 +371,8 @@ class _Merged(Stored):
 
 @dispatch.unsaid()
 def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], changed: int) -> None:
-    """Compares the logits of a random batch of both models, computed in fp32, where only the rounding of weights
-    differs.
+    """Compares the logits of a random batch of the model with its adapter and of the merged model, computed in fp32,
+    where only the rounding of weights differs.
 
     The merged model's matrices are merged when they multiply, so that the merged model is never in memory as a whole.
 
@@ -422,8 +426,9 @@ def _pairs(copy: Decoder, model: Decoder) -> dict[str, tuple[nnx.Variable, nnx.V
 
 
 def _logits(model: Decoder) -> np.ndarray:
-    """float32[rows, tokens, vocab] in host memory: the logits of a random batch, which is the same for every model of
-    this vocabulary, computed in float32 with some rows of the head at a time.
+    """float32[rows, tokens, rows of the head] in host memory: the logits, or the scores of a model that scores texts,
+    of a random batch, which is the same for every model of this vocabulary. They are computed in float32, with some
+    rows of the head at a time.
 
     The model's dtype is set to float32, and no module keeps one of its own, so the caller passes a copy.
     """

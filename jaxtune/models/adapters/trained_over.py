@@ -52,9 +52,10 @@ class TrainedOver:
         return json.dumps(record, sort_keys=True)
 
     def words(self, dtype: str, load_in: str | None) -> dict[str, str]:
-        """The precision map for loading the base in `dtype`, a name such as "bfloat16", and in the format `load_in`
-        (None: none). If the format is another one than in training, modules that were in a further format, or in the
-        model's dtype beside it, are as `dtype` and `load_in` say."""
+        """Returns the precision map {module's name: word} for loading the adapter's base in `dtype`, a name such as
+        "bfloat16", and in the format `load_in` (None: none), so that single modules are as in training. If the format
+        is another one than in training, modules that were in a further format, or in the model's dtype beside it, are
+        as `dtype` and `load_in` say."""
         own, found = WORDS.get(self.dtype or ""), {}
         for name, word in self.precision.items():
             if word in DTYPES and word != own:
@@ -77,15 +78,17 @@ def of_model(model: Decoder) -> TrainedOver:
 
 
 def _stored_so(model: Decoder) -> bool:
-    """Whether the weights are quantised in the files that the model was loaded from."""
+    """Whether the weights are quantised in the files that the model was loaded from, by their config.json; False for a
+    model that was not loaded."""
     return model.source is not None and "quantization_config" in json.loads(model.source.config)
 
 
 def read(folder: Path) -> TrainedOver | None:
-    """The record in an adapter's folder; None if it has none.
+    """Returns the record in the metadata of an adapter's file, or, for folders of runs of older versions, the same
+    facts from the folder's jaxtune_run.json; None if the folder has neither.
 
     Raises:
-      ValueError: a record that is not supported, with file and key.
+      ValueError: a record that is not supported, with file and key; a file that is not safetensors.
     """
     weights = folder / WEIGHTS_NAME
     if weights.is_file():
@@ -103,8 +106,9 @@ def read(folder: Path) -> TrainedOver | None:
 
 
 def _from_record(where: str, record: Any) -> TrainedOver:
-    """Makes a TrainedOver from the JSON object `record` in an adapter's file; a key that is missing or null gets the
-    field's default. where: the file and key, for errors.
+    """Makes a TrainedOver (how the base's weights were stored and computed in training) from the JSON object `record`
+    in the metadata of an adapter's file. A key that is missing or null gets the field's default; `skip_modules` of
+    older versions becomes entries of `precision`. where: the file and key, for errors.
 
     Raises:
       ValueError: `record` is no object, has a key that this version does not know, or a value that is not supported.

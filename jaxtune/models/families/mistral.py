@@ -1,4 +1,4 @@
-"""Mistral 7B and similar models: Llama with a sliding window in every layer.
+"""Mistral 7B and similar models: Llama with a sliding window in every layer, or in none if the file has null for it.
 
 FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
 """

@@ -37,7 +37,8 @@ class Sums:
 
 
 class Writer:
-    """A new file to which threads append data. Leaving the context waits for all writes and raises the first error.
+    """A new file to which threads append data, used as a context manager. Leaving the context waits for all writes and
+    raises the first error. `size_bytes` is the number of bytes that were appended so far.
 
     Args:
       file: is created or overwritten.
@@ -71,7 +72,7 @@ class Writer:
         """Writes the bytes (uint8[n]) at the end of the file, in the background, and returns their checksums.
 
         The caller must not change `data` afterwards; the reference to it is dropped once it is written. Waits while
-        more than IN_FLIGHT_BYTES are not written yet.
+        more than IN_FLIGHT_BYTES are not written yet; if such a write failed, its OSError is raised.
         """
         while self._waiting and sum(self._sizes) + len(data) > IN_FLIGHT_BYTES:
             self._collect()

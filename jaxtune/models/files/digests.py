@@ -197,8 +197,9 @@ class DigestCache:
         self._known[name] = whole.hex()
 
     def save(self) -> None:
-        """Writes the cache if digests were added and the files did not change meanwhile; a failure to write is
-        ignored."""
+        """Writes the cache if digests were added. It writes nothing if the files changed meanwhile, or were written
+        less than two seconds before the load, when a further change might not show in their times. A failure to write
+        is ignored."""
         if self._known == self._before:
             return
         newest = max((max(mtime, ctime) for _, _, mtime, ctime, *_ in self._states), default=0) / 1e9

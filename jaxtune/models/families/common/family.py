@@ -74,7 +74,8 @@ class Family:
         """The DecoderConfig of a parsed config.json, as transformers 4 or 5 writes it. hf: the config.json.
 
         Raises:
-          ValueError: a value that its key does not allow, a missing key, or an unsupported feature.
+          ValueError: a value that its key does not allow, a missing key, or an unsupported feature, which is one whose
+            key has a value that is not null, false, zero or empty.
         """
         checked(hf, self.declared)
         experts = any("moe" in entry.gives for entry in self.entries)

@@ -199,11 +199,13 @@ class _Sharing:
     )
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"layers": the LayerSpecs of `fields`, of which the last ones take keys and values and earlier ones give
-        them, by the config.json `hf`}
+        """Reads which layers share keys and values from the config.json `hf`. Returns {"layers": the LayerSpecs of
+        `fields`, changed}: each of the last num_kv_shared_layers layers takes the keys and values of the last layer of
+        its type (sliding or full attention) before all of these, which is marked as giving them. The layers that take
+        them get an MLP of twice the width if use_double_wide_mlp is true.
 
         Raises:
-          ValueError: a type of layer of which no layer has keys and values of its own.
+          ValueError: a layer that shares has no layer of its type before the sharing ones.
         """
         layers, count = list(fields["layers"]), hf["num_kv_shared_layers"]
         first = len(layers) - count

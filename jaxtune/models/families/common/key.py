@@ -132,7 +132,8 @@ class Record:
         return () if self.field is None else (self.field,)
 
     def made(self, hf: Config) -> Any:
-        """The object, of the class `make`, that a config.json (`hf`) describes."""
+        """Makes the object that a config.json describes: calls the class `make` with the fields of `keys` and with
+        `fixed`. hf: a config.json in which every key has a value (`completed`); one that is missing is a KeyError."""
         arguments = dict(self.fixed)
         for key in self.keys:
             arguments |= key.read(hf, {})

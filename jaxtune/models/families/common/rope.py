@@ -51,7 +51,8 @@ def check_parameters(key: str, value: Any) -> None:
 
 
 def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
-    """The rotary parameters of a config.json as one flat dict, from either version's keys. hf: the config.json.
+    """Returns the rotary parameters of a config.json as one flat dict, such as {"rope_type": "linear", "rope_theta":
+    1e4, "factor": 2.0}, from the keys of transformers 4 or 5. hf: the config.json.
 
     If both are there, rope_scaling takes precedence, as in transformers.
 

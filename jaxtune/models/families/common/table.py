@@ -167,7 +167,8 @@ def _every_fourth_full(hf) -> list[str]:
 
 
 def delta_net(fused: bool = False) -> tuple[Entry, ...]:
-    """The entries of Qwen3-Next and Qwen3.5: gated delta nets, and gated attention in every fourth layer.
+    """Returns the entries of Qwen3-Next and Qwen3.5: gated delta nets, and gated attention in every
+    full_attention_interval-th layer (every fourth one, if the file does not say).
 
     fused: whether one matrix gives queries, keys, values and gates, and another the rates, as in Qwen3-Next; otherwise
     each kind has its own matrix, as in Qwen3.5.
