@@ -18,8 +18,8 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 
 class Parted(Protocol):
     """The interface of a quantised weight that consists of several arrays (formats.Stored has it), as far as the checks
-    here use it: they call `problem`, and refuse a weight that returns a reason. This file imports no formats, because
-    they import it."""
+    here use it: they call `problem`, and refuse a weight that returns a reason; they also read its shape. This file
+    imports no formats, because they import it."""
 
     def problem(self) -> str | None:
         """Returns the reason, in words, why the weight's arrays do not belong to one tensor, such as sizes that do not
@@ -41,7 +41,8 @@ class Arguments:
     """
 
     def __init__(self, op: str, **sizes: int):
-        """A checker for one call; the arguments are described at the class."""
+        """Makes the checker for one call of the operation named `op`. sizes: {word of shapes, such as "heads": its size}
+        of words that are known before any array is checked."""
         self.op = op
         self.sizes: dict[str, tuple[int, str]] = {word: (size, "") for word, size in sizes.items()}
 
@@ -51,7 +52,8 @@ class Arguments:
         Args:
           name: the argument's name, for messages.
           value: the argument.
-          shape: its axes in words, such as "B T heads D"; the class explains them.
+          shape: a word for each axis, such as "B T heads D": a number is a size, a name is a size that all arrays of the
+            call share and that the first one sets, and a leading "..." stands for any number of axes.
           dtypes: the only allowed dtype, or a tuple of the names of all allowed ones.
           stored: classes of quantised weights that are allowed in place of an array. For such a weight the shape is
             checked, and that its arrays fit each other, but no dtype.
@@ -73,11 +75,12 @@ class Arguments:
         self._fit(name, value, shape.split())
 
     def _fit(self, name: str, value: Any, words: list[str]) -> None:
-        """Checks the shape of the argument `name`, `value`, against the words of a shape (see the class), and binds
-        words that have no size yet.
+        """Checks the shape of the argument `name`, `value`, against `words`, one for each axis: a number is a size, a
+        name is a size that all arrays of the call share, and a leading "..." stands for any number of axes. Names that
+        have no size yet get theirs from this array.
 
         Raises:
-          ValueError: the shape differs; the message names the sizes of the words, and the argument each is from.
+          ValueError: the shape differs; the message has the sizes of the names, and the argument each is from.
         """
         sizes = tuple(value.shape)
         if words[:1] == ["..."]:
@@ -106,11 +109,11 @@ class Arguments:
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {hint}")
 
     def sequence(self, name: str, value: Any, of: str, count: int | None = None) -> None:
-        """Checks that the argument `name`, `value`, is a list or tuple of `count` entries (None: at least one); `of`
-        says in words what the entries are, which are not checked.
+        """Checks that the argument `name`, `value`, is a list, a tuple or another sequence, but not a string, of `count`
+        entries (None: at least one); `of` says in words what the entries are, which are not checked.
 
         Raises:
-          TypeError: it is neither a list nor a tuple.
+          TypeError: it is no such sequence.
           ValueError: it has another number of entries.
         """
         if not isinstance(value, Sequence) or isinstance(value, str):

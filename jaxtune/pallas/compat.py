@@ -1,5 +1,5 @@
-"""Differences between versions of packages that kernels use, in one place: jax-triton 0.3 (triton 3.6) and 0.4 (triton
-3.7)."""
+"""How Triton kernels are called from JAX, and why this machine cannot run them. This is the one place that knows how
+jax-triton 0.3 (triton 3.6) and 0.4 (triton 3.7) differ."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from jaxtune.pallas import dispatch, meshes
 
 
 def triton_refusal() -> str | None:
-    """The reason why Triton kernels cannot run here (no NVIDIA GPU, an old one, or no jax-triton); None if they can.
-    The refusal of every Triton implementation begins with it."""
+    """The reason why Triton kernels cannot run on the GPU that is compiled for (no NVIDIA GPU, one of a compute
+    capability below 8.0, or jax-triton is not installed); None if they can. The refusal of every Triton implementation
+    begins with it."""
     capability = dispatch.compute_capability()
     if capability is None:
         return "no NVIDIA GPU"
@@ -108,11 +109,12 @@ def triton_graph_call(
 ) -> list[jax.Array]:
     """Calls a Triton kernel as XLA launches its own kernels: the call becomes a node of a CUDA graph beside the kernels
     around it, and costs no time between kernels. The calls of jax-triton, which `triton_call` makes, are no nodes of
-    graphs. The kernel must be one of a few in a program, because each call has the kernel's whole assembly with it.
+    graphs. The kernel must be one of a few in a program, because each call has the kernel's whole assembly with it. On
+    a mesh of several devices each device calls it on plain local arrays.
 
     Args:
       kernel: a function under triton.jit that takes pointers to `arguments` and to the outputs, and `constants`.
-      arguments: its input arrays.
+      arguments: its input arrays; they and the outputs are bfloat16, float16, float32, int32 or float8_e4m3fn.
       out_types: shapes and dtypes of its outputs.
       grid: number of programs along each axis.
       warps, stages: Triton's num_warps and num_stages.

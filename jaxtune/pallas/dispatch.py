@@ -4,7 +4,8 @@ plain JAX, which is called the reference. It also says why faster implementation
 `choose` reads an ordered table {name: a function that returns why the implementation refuses the call, or None}, the
 fastest first and "reference" last. A name that the caller requests (`implementation=`) never falls back; None takes the
 first that supports the call. A hand-written kernel is compared with the reference at its first use on a GPU
-(`first_use`), and a kernel whose result is wrong there is refused from then on.
+(`first_use`), and a kernel whose result is wrong there is refused from then on. `compute_capability`, `device_kind` and
+`multiprocessors` say which GPU programs are compiled for; `compile_for` sets another one than this machine's.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def begin_checks() -> None:
     """Starts, in background threads, the kernel checks that `first_use` has queued. Each check compares a hand-written
     kernel with the reference implementation on a small case, before the kernel is used on this GPU for the first time.
 
-    It is called once a program is lowered and XLA, which needs no Python, has started to compile it. The checks do not
-    run while JAX lowers, because they trace in Python threads and would slow lowering down through the GIL: lowering a
+    A start of training calls it once a program is lowered, and XLA, which needs no Python, then compiles at the same
+    time; waiting for a check starts the queued ones too. The checks do not run while JAX lowers, because they trace in Python threads and would slow lowering down through the GIL: lowering a
     step of Qwen3-30B-A3B took 7 s in place of 4 with checks beside it, and XLA waited all that time. The checks
     themselves take less time than XLA.
     """
@@ -278,8 +279,9 @@ def multiprocessors() -> int:
 
 @contextlib.contextmanager
 def compile_for(capability: tuple[int, int]):
-    """A context in which implementations are chosen as if the machine had a GPU of this compute capability, (major,
-    minor). It serves to compile programs on a machine without a GPU; kernels are not checked in it."""
+    """A context in which implementations are chosen, in all threads, as if the machine had a GPU of this compute
+    capability, (major, minor). It serves to compile programs on a machine without a GPU; kernels are not checked in
+    it."""
     global _target
     before, _target = _target, capability
     try:
@@ -290,8 +292,8 @@ def compile_for(capability: tuple[int, int]):
 
 @contextlib.contextmanager
 def unsaid():
-    """A context in which `choose` logs no warning that faster implementations refuse a call, for computations that do
-    not need speed, such as a check in float32."""
+    """A context in which `choose` logs no warning, in any thread, that faster implementations refuse a call. It is for
+    computations that run once, in float32, and do not need speed, such as merging adapters into weights."""
     global _unsaid
     before, _unsaid = _unsaid, True
     try:

@@ -2,7 +2,8 @@
 rows have in the whole array, so the numbers do not depend on how many devices there are.
 
 A number is a hash (threefry2x32, as in jax.random) of its position in the whole array and the key, so any rows can be
-drawn alone, and drawn again in the backward.
+drawn alone, and drawn again in the backward. `mask` draws dropout masks, `uniform` numbers in [0, 1), and
+`hashes_of_rows` the hashes of single rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _CHOICES = 1 << 16  # values of a mask's random number: a hash has 64 bits, enou
 def uniform(key: jax.Array, shape: tuple[int, int], part: jax.Array | int = 0) -> jax.Array:
     """Draws uniform random numbers in [0, 1) for a block of consecutive rows of a larger array: float32[shape]. The
     array consists of blocks of this shape, one below the other. For a threefry2x32 key the block 0 is what
-    jax.random.uniform draws.
+    jax.random.uniform draws. The noise on embeddings (NEFTune) is drawn so.
 
     Args:
       key: a key of jax.random, typed or uint32[2].

@@ -146,10 +146,10 @@ def _entries(table: bytes, word):
 
 
 def _shuffled_entries(lane_entry, word):
-    """Like `_entries`, returns a list of eight MLIR float32 values, the table's entries for the eight 4-bit codes in
-    `word`, but by warp shuffles, which all lanes of the warp must execute. lane_entry: the entry that this lane
-    provides; lanes i and i + 16 have entry i. A shuffle within 16 lanes reads only the low four bits of an index, so
-    codes need no mask."""
+    """Looks up the eight 4-bit codes in `word` (an MLIR int32) in a table of 16 float32 values by warp shuffles, which
+    all lanes of the warp must execute. It returns a list of eight MLIR float32 values, that of the lowest four bits
+    first. lane_entry: the entry that this lane provides, an MLIR float32; lanes i and i + 16 have entry i. A shuffle
+    within 16 lanes reads only the low four bits of an index, so codes need no mask."""
     shuffle = nvvm.ShflKind.idx
     return [
         nvvm.shfl_sync(ir_const(-1), lane_entry, ir_shift_right(word, 4 * n), ir_const(0x101F), shuffle)

@@ -1,5 +1,5 @@
-"""Lists which implementation of each operation (attention, quant_matmul, ...) this machine uses for typical calls, and
-why the others refuse them. `jaxtune info` prints it."""
+"""Lists which implementation of the operations of a training step (attention, quant_matmul, ...) this machine uses for
+typical calls, and why the others refuse them. `jaxtune info` prints it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ class KernelChoice:
 
 
 def kernel_choices() -> list[KernelChoice]:
-    """For typical calls of every operation, in bfloat16 on this machine's GPU (or that of dispatch.compile_for): which
-    implementation runs, and why each of the others refuses the call. An operation has one entry for each of its typical
-    calls, such as packed and unpacked attention. `jaxtune info` prints them."""
+    """For typical calls of the operations of a training step, in bfloat16 on this machine's GPU (or that of
+    dispatch.compile_for): which implementation runs, and why each of the others refuses the call. An operation has one
+    entry for each of its typical calls, such as packed and unpacked attention. No call is computed, but kernels that
+    this GPU has not run before are compared with the reference. `jaxtune info` prints the entries."""
     query = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _HEAD_DIM), jnp.bfloat16)
     wide = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _WIDE_HEAD_DIM), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)

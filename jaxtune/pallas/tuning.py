@@ -206,8 +206,8 @@ def _entries(kind: str, cache: str) -> dict[str, Any]:
 
 def _own(path: Path) -> dict[str, Any]:
     """{key: entry} of the user's file of measurements at `path`. Empty if the file does not exist, if its entries were
-    made with another jaxlib, or if it cannot be read or is not one of jaxtune's; the last two cause a warning. Entries
-    without block sizes are left out."""
+    made with another jaxlib, or if it cannot be read or is not one of jaxtune's. Entries without block sizes are left
+    out. Of these, all but a missing file and another jaxlib cause a warning."""
     try:
         record = json.loads(read_plain(path))
     except FileNotFoundError:
@@ -235,7 +235,7 @@ def _is_entry(entry: Any) -> bool:
 
 @functools.cache
 def _say_once(text: str) -> None:
-    """Logs a warning, once for each text, because a damaged file is read at every look-up."""
+    """Logs a warning, once for each text, because every look-up of the same entry would repeat it."""
     logger.warning(text)
 
 

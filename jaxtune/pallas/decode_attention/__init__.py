@@ -1,4 +1,5 @@
-"""Attention of one new token per row over a key/value cache, and the layout of that cache."""
+"""Attention over a key/value cache, in sampling: of one new token of each row (decode_attention), or of a chunk of a
+prompt (chunk_attention); and the cache itself, how it is made and written."""
 
 from jaxtune.pallas.decode_attention.api import decode_attention
 from jaxtune.pallas.decode_attention.cache import cache_capacity, cache_of, written

@@ -15,8 +15,8 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
 
 def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
-    """Returns {name: a function that returns the reason why the implementation refuses this call, or None}, in the
-    order of preference; dispatch.choose takes the first that does not refuse.
+    """Returns the implementations of decode_attention, {name: a function that returns the reason why it refuses this
+    call, or None}, in the order of preference; dispatch.choose takes the first that does not refuse.
 
     Args:
       query, keys: of the call, [B, heads, D] and [B, kv_heads, capacity, D]; only shapes and dtypes matter.

@@ -28,14 +28,16 @@ def chunk_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of the next N tokens of each row over each other and over the row's cache.
+    """Causal attention of the next N tokens of each row over each other and over the row's cache, for prompts that are
+    prefilled in chunks.
 
     It is computed by XLA, one block of queries at a time over the whole capacity.
 
     Args:
       query: [B, N, heads, D] bfloat16, float16 or float32.
       new_keys, new_values: [B, N, kv_heads, D], of the new tokens, which are not in the cache yet.
-      keys, values: [B, kv_heads, capacity, D], the cache of the tokens before them, see cache.py.
+      keys, values: [B, kv_heads, capacity, D], the cache of the tokens before them, in query's dtype or float8_e4m3fn
+        (without scales). The token at position p is at index p % capacity.
       before: int32[B], tokens of each row before the new ones.
       scale: factor on query . key.
       window: a token sees itself and the window - 1 tokens before it; None: all tokens before it.

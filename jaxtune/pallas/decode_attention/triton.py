@@ -1,8 +1,9 @@
 """Decode attention as Triton kernels, for NVIDIA GPUs of compute capability 8.0 (Ampere) and higher.
 
-As in mosaic.py, one kernel runs over splits of the keys (flash-decoding) and one combines them. A program has one split
-of one KV head of one row; a program whose split the row does not see ends at once. The bodies are in triton_kernels.py,
-which imports triton and is imported when it is used.
+A cache of at most WHOLE keys takes one kernel, in which a program has one KV head of one row. For a longer cache one
+kernel runs over splits of the keys (flash-decoding) and one combines them: a program has one split of one KV head of
+one row, and ends at once if the row does not see the split. The bodies are in triton_kernels.py, which imports triton
+and is imported when it is used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from jaxtune.pallas.decode_attention.splits import live_tiles, log2_sinks, order
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The tile sizes of the kernel over splits for one head dim."""
+    """The tile sizes for one head dim, of the kernel over splits (TILES) or of the one over whole caches
+    (WHOLE_TILES)."""
 
     step: int  # keys of a tile
     warps: int  # warps of a program
@@ -42,8 +44,10 @@ def width(dim: int) -> int:
 
 
 def refusal(query, keys) -> str | None:
-    """Returns the reason, in words, why these kernels cannot compute a call with such arrays, or None if they can.
-    query is [B, heads, D], keys [B, kv_heads, capacity, D]; only shapes and dtypes are used."""
+    """Returns the reason, in words, why these kernels cannot compute a call with such arrays, or None if they can: no
+    GPU that runs Triton kernels, another dtype than 16-bit floats, an FP8 cache on a GPU below compute capability 8.9,
+    a head dim that is no multiple of 16 or above 512, or a capacity that is no whole number of tiles. query is [B,
+    heads, D], keys [B, kv_heads, capacity, D]; only shapes and dtypes are used."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -61,9 +65,9 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """Returns a phrase that names the tile sizes with which the kernels are compiled for such a query. It becomes a
-    part of the name of the check at first use, so that kernels with other tiles are checked separately. Of query [B,
-    heads, D], only the head dim matters."""
+    """Returns the tile sizes of the kernel over splits for such a query, as a string. It becomes a part of the name of
+    the check at first use, so that kernels with other tiles are checked separately. Of query [B, heads, D], only the
+    head dim matters."""
     return str(TILES[width(query.shape[-1])])
 
 

@@ -178,9 +178,10 @@ def _spread(x, routing, implementation):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _permute(x, routing, implementation):
-    """What `permute` computes, [rows, H], from the same arguments without checks. It has a custom derivative, which
-    sums each token's rows in a fixed order; the derivative of a gather would be a scatter, which adds in no fixed
-    order."""
+    """Copies each token of x [T, H] to the rows of its pairs in the buffer that is sorted by expert, [rows, H], as
+    `permute` does, without its checks. It has a custom derivative, which sums each token's rows in a fixed order; the
+    derivative of a gather would be a scatter, which adds in no fixed order. routing: which rows each token has;
+    implementation: the name of the one that copies, or None."""
     return _spread(x, routing, implementation)
 
 
@@ -219,8 +220,9 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _unpermute(rows, routing, implementation):
-    """What `unpermute` computes, [T, H], from the same arguments without checks. It has a custom derivative, which
-    copies each token's gradient to its rows."""
+    """Sums each token's rows, rows [rows, H] -> [T, H], as `unpermute` does, without its checks. It has a custom
+    derivative, which copies each token's gradient to its rows. routing: which rows each token has; implementation:
+    which one makes this copy, a name or None."""
     del implementation
     return reference.summed(rows, routing.slots)
 
@@ -281,9 +283,9 @@ def _as_rows(x, routing, static):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _of_tokens(x, weight, lora, routing, static):
-    """What `matmul_of_tokens` computes, [rows, out], with a custom derivative. weight: in the form that
-    grouped_matmul.api.prepared returns; lora: the adapter's (a, b), or None; static: the settings of the product
-    (grouped_matmul.api.Static)."""
+    """Multiplies each token of x [T, in] by the weights of its experts, [rows, out], as `matmul_of_tokens` does, with a
+    custom derivative. weight: in the form that grouped_matmul.api.prepared returns; lora: the adapter's (a, b), or
+    None; routing: which rows each token has; static: the settings of the product (grouped_matmul.api.Static)."""
     return _of_tokens_fwd(x, weight, lora, routing, static)[0]
 
 
@@ -331,7 +333,11 @@ def matmul_of_tokens(
       routing: from route.
       lora: the adapter, or None.
       transposed: whether the last axis of the weight is `out` (True) or `in` (False).
-      derivative_follows, fp8, implementation: options of the product, which grouped_matmul explains.
+      derivative_follows: True: the derivative is computed soon, and x has no other use. A weight that has to be decoded
+        is then decoded once for both. False: it is decoded again for the gradient of x.
+      fp8: whether a weight in FP8 is multiplied without decoding, by tokens that are rounded to FP8.
+      implementation: of the product: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX), or None for the first
+        that supports the call.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -345,8 +351,9 @@ def matmul_of_tokens(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _to_tokens(rows, weight, lora, routing, static):
-    """What `matmul_to_tokens` computes, [T, out], with a custom derivative. weight: in the form that
-    grouped_matmul.api.prepared returns; lora: the adapter's (a, b), or None; static: the settings of the product
+    """Multiplies each of rows [rows, in] by the weight of its expert and sums the rows of each token, [T, out], as
+    `matmul_to_tokens` does, with a custom derivative. weight: in the form that grouped_matmul.api.prepared returns;
+    lora: the adapter's (a, b), or None; routing: which rows each token has; static: the settings of the product
     (grouped_matmul.api.Static)."""
     return _to_tokens_fwd(rows, weight, lora, routing, static)[0]
 
@@ -391,7 +398,9 @@ def matmul_to_tokens(
       routing: from route.
       lora: the adapter, or None.
       transposed: whether the last axis of the weight is `out` (True) or `in` (False).
-      fp8, implementation: options of the product, which grouped_matmul explains.
+      fp8: whether a weight in FP8 is multiplied without decoding, by rows that are rounded to FP8.
+      implementation: of the product: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX), or None for the first
+        that supports the call.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -427,8 +436,9 @@ def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.
 
 @jax.custom_vjp
 def _with_bias(out, weights, bias, choice):
-    """What `token_bias` computes, [T, n] in out's dtype, with a custom derivative, whose sums over tokens have a fixed
-    order."""
+    """Adds to out [T, n] the sum of bias[e] times the token's weight over its experts e, as `token_bias` does, with a
+    custom derivative, whose sums over tokens have a fixed order. weights: float32[T, k]; bias: [E, n]; choice: int32[T,
+    k]. Returns [T, n] in out's dtype."""
     total = out.astype(jnp.float32)
     for weight, expert in zip(weights.T, choice.T, strict=True):
         total += weight[:, None] * bias.at[expert].get(mode="clip").astype(jnp.float32)
@@ -457,8 +467,9 @@ _with_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
 
 @meshes.on_any_mesh
 def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
-    """The weight of each row: weights [T, k], from expert_weights, -> [rows], the weight of the pair in each row; 0 in
-    empty rows. Experts multiply their rows by it before the rows of each token are summed.
+    """The weight of each row: weights [T, k], from expert_weights, -> [rows] in the same dtype, the weight of the pair
+    (a token with one of its experts) in each row; 0 in empty rows. Experts multiply their rows by it before the rows of
+    each token are summed. routing: from route.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -469,8 +480,9 @@ def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
 
 @jax.custom_vjp
 def _row_weights(weights, routing):
-    """What `row_weights` computes, [rows], with a custom derivative, which is a gather; the derivative of a gather
-    would be a scatter."""
+    """The weight of each row, [rows], from the weights [T, k] of pairs of a token and an expert, as `row_weights`
+    computes it, with a custom derivative, which is a gather; the derivative of a gather would be a scatter. routing:
+    which pair each row has."""
     return reference.rows_of(weights.reshape(-1), routing.source)
 
 

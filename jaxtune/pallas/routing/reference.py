@@ -1,6 +1,7 @@
-"""Routing in plain jnp: the sort of pairs (a token with one of its experts) by expert, and gathers.
+"""Routing in plain jnp: the sort of pairs (a token with one of its experts) by expert, the copy of tokens to their rows
+and the sum of a token's rows, and the choice of a token's values among those of all experts.
 
-It is a counting sort by blocks of pairs. The first pass counts the pairs of each expert in each block; the second
+The sort is a counting sort by blocks of pairs. The first pass counts the pairs of each expert in each block; the second
 computes for each pair its row, from the number of earlier pairs of its expert in its block. Both are sums of
 comparisons; no array of size pairs x experts is stored.
 """
@@ -47,9 +48,12 @@ def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Arr
 
 
 def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.Array:
-    """Counts the pairs that go to each expert: float32[E] for E = num_experts. choice: int32[N, k], each token's
-    experts; numbers of E or more are not counted. mask: float32[N], the number for which each of a token's pairs
-    counts, 1 or, for a token that is left out, 0."""
+    """Counts the pairs of a token and one of its experts that go to each expert: float32[E] for E = num_experts.
+    router_sums calls it on every device, because no kernel does it; the load-balancing loss is computed from the
+    counts.
+
+    choice: int32[N, k], each token's experts; a number of E or more is no expert and is not counted. mask: float32[N],
+    what each pair of a token adds to the count: 1, or 0 for a token that is left out."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     columns = [jnp.where(column[:, None] == index, mask[:, None], 0.0).sum(0) for column in choice.T]
     return jnp.stack(columns).sum(0)
