@@ -5,6 +5,8 @@ what they mean. `objective.py` defines the interface, and `sft.py` is the smalle
 ORPO and SimPO, `kto.py` KTO, and `reward.py` reward models; `references.py` computes the log-probabilities of a
 reference model before training. `policy.py` has GRPO and RLOO, with the losses of `grpo.py`, the prompts of
 `prompts.py`, the batch source of `rollouts.py`, the packing of `packed_answers.py`, the rewards of
-`reward_functions.py` and the metrics of `answer_report.py`. `distillation.py` has distillation, `teachers.py` the
-model that it learns from, and `own_samples.py` its batch source. `named.py` makes the objective that a config names.
+`reward_functions.py` and the metrics of `answer_report.py`. `answering.py` samples their answers, which may call
+`tools.py` in the form of `tool_formats.py`, or come from a function of the user's (`rollout_function.py`);
+`user_functions.py` loads and calls such functions. `distillation.py` has distillation, `teachers.py` the model that it
+learns from, and `own_samples.py` its batch source. `named.py` makes the objective that a config names.
 """

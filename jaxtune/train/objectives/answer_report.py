@@ -50,7 +50,8 @@ def screen_lines(
     sampled: Sampled, table: np.ndarray, answers: Sequence[Answer], rewards: RewardFunctions, settings: Settings
 ) -> list[str]:
     """Lines for the screen about a generation of answers: the one with the largest reward, and warnings if more than
-    half are cut off, or if in most groups (the answers to one prompt) all rewards are equal, which teaches nothing.
+    half are cut off, or if in more than 80% of groups (the answers to one prompt) all rewards are equal, which teaches
+    nothing.
 
     Args:
       sampled: the prompts and answers as reward functions got them.
@@ -89,8 +90,8 @@ def _equal_groups(total: np.ndarray) -> np.ndarray:
 
 
 def _line(value: Turns) -> str:
-    """`value`, a prompt or an answer, as text on one line, cut after `_SHOWN` characters. Of a list of messages only
-    the last one is shown."""
+    """`value`, a prompt or an answer, as text on one line, for the screen; a longer one is cut after 160 characters,
+    and "..." is added. Of a list of messages only the content of the last one is shown."""
     text = value if isinstance(value, str) else value[-1].get("content", "")
     text = " ".join(str(text).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,4 +1,5 @@
-"""Distillation: a student learns the next-token distributions of a teacher.
+"""Distillation: a student learns the next-token distributions of a teacher. `Distill` is the objective, `Drawing` has
+its options of sampling answers, and `generalized_jsd` computes the divergence of two arrays of logits.
 
 The loss is the generalised Jensen-Shannon divergence of arXiv 2306.13649 at each trained token, with TRL's names and
 conventions (GKDTrainer and DistillationTrainer): `beta` chooses the divergence, and the temperature divides the logits
@@ -64,7 +65,11 @@ def generalized_jsd(
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """How a student's answers are sampled for on-policy distillation; names and defaults are TRL's."""
+    """How a student's answers are sampled for on-policy distillation. The names are TRL's, but for `slots`.
+
+    Raises:
+      ValueError: max_completion_length or slots is below 1.
+    """
 
     max_completion_length: int = 512
     """The most tokens of an answer."""
@@ -95,6 +100,9 @@ class Distill(SFT):
 
     The teacher is attached to the model that trains (teachers.with_teacher); without one, the model with its adapter
     off is the teacher.
+
+    Raises:
+      ValueError: beta or on_policy is not from 0 to 1, or a temperature is not above 0.
     """
 
     teacher: str | None = None
@@ -130,8 +138,9 @@ class Distill(SFT):
     @classmethod
     def of(cls, sampling_temperature: float | None = None, **options: object) -> Distill:
         """Makes the objective from options with the names that a config's section `objective` has: those of sampling
-        are put into `drawing`, the others into this class. sampling_temperature: `drawing.temperature`. Options that
-        are not given have the defaults."""
+        are put into `drawing`, the others into this class. sampling_temperature: `drawing.temperature`; None is the
+        temperature of the loss. Options that are not given have the defaults. Raises ValueError for an option out of
+        its range, and TypeError for an unknown name."""
         own = {field.name for field in dataclasses.fields(Drawing)} - {"temperature"}
         drawn = {key: value for key, value in options.items() if key in own}
         others = {key: value for key, value in options.items() if key not in own}
@@ -145,7 +154,8 @@ class Distill(SFT):
 
     @property
     def reference_runs(self) -> int:
-        """The number of forward passes of a frozen model in the computation of each loss: 1, the teacher's."""
+        """The number of forward passes of a frozen model in the computation of each loss: 1, the teacher's. The planner
+        adds its time to the forecast of a step."""
         return 1
 
     def check(self, model: Decoder) -> None:
@@ -167,8 +177,9 @@ class Distill(SFT):
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """The loss of `batch`, a micro-batch: (the sum of the divergences at trained targets, in nats; their number;
-        {"entropy": the sum of the student's entropies there}), float32 scalars. forward: runs `model`, the student,
-        and its teacher."""
+        {"entropy": the sum of the student's entropies there}), float32 scalars that are added up over micro-batches and
+        devices. forward: runs `model`, the student, and its teacher: `model.teacher`, or, if that is None, the model
+        with its adapter off."""
         teacher = without_adapter(model) if model.teacher is None else model.teacher
         hidden, of_teacher = forward(model, batch), forward.frozen(teacher, batch)
         loss, entropy = forward.divergence(

@@ -67,7 +67,8 @@ def group_advantages(
         rewards of each function within its group, adds them up, and normalises the sums over the batch (GDPO, arXiv
         2601.05242).
     Raises:
-      ValueError: the answers do not divide into groups, or an option is not one of those above.
+      ValueError: the answers do not divide into groups, `rewards` is not two-dimensional, or an option is not one of
+        those above.
     """
     rewards = _in_groups("group_advantages", rewards, num_generations)
     if scale_rewards not in get_args(Scale):
@@ -111,7 +112,7 @@ def rloo_advantages(
       normalize: True: the advantages are normalised to mean 0 and standard deviation 1 over the batch. False: they are
         not.
     Raises:
-      ValueError: the answers do not divide into groups.
+      ValueError: the answers do not divide into groups, or `rewards` is not two-dimensional.
     """
     rewards = _in_groups("rloo_advantages", rewards, num_generations)
     total = total_rewards(rewards, weights)
@@ -210,29 +211,33 @@ class PolicyLoss:
     """The options of `grpo_loss`, with TRL's names and defaults.
 
     Raises:
-      ValueError: an option is out of its range; the message names it.
+      ValueError: an option is out of its range; the message names it. entropy_coef and the temperatures of "sapo" are
+        not checked.
     """
 
     loss_type: LossType = "dapo"
     """The kind of loss, and how the losses of tokens become one number. "dapo" and "bnpo": clipped ratios, the mean
     over all tokens of a batch. "grpo": clipped ratios, the mean of the answers' means. "dr_grpo": clipped ratios, the
     sum divided by the number of answers times max_completion_length. "cispo": the log-probability times the capped
-    ratio, the mean over all tokens. "sapo": ratios with a soft clipping, the mean of the answers' means. In a run, the
-    mean of "dapo" and "cispo" is that over the tokens of a generation (GRPO.over_generation)."""
+    ratio, the mean over all tokens. "sapo": ratios with a soft clipping, the mean of the answers' means. In a run,
+    "dapo" and "cispo" divide the sum over a step's tokens by the mean number of tokens of the steps that share a
+    generation, the answers that are sampled at once (GRPO.over_generation)."""
 
     importance_sampling_level: Level = "token"
     """With "token", each token has its own ratio of new to old probability; with "sequence", all tokens of an answer
     have the geometric mean of their ratios (GSPO)."""
 
     epsilon: float = 0.2
-    """The ratio is clipped below at 1 - epsilon."""
+    """The ratio is clipped below at 1 - epsilon; "cispo" and "sapo" have no such bound."""
 
     epsilon_high: float | None = None
-    """The ratio is clipped above at 1 + epsilon_high; with "cispo", at epsilon_high itself. None: epsilon."""
+    """The ratio is clipped above at 1 + epsilon_high; with "cispo", at epsilon_high itself, so "cispo" needs a value
+    above 1. None: the value of epsilon, also with "cispo". "sapo" does not use it."""
 
     delta: float | None = None
-    """An upper bound of the unclipped ratio for answers with a negative advantage (two-sided clipping). None: no
-    bound."""
+    """An upper bound of the ratio in the term without clipping, which takes effect for negative advantages (two-sided
+    clipping). It should be above 1 + epsilon_high, or it bounds positive ones too. None: no bound. "cispo" and "sapo"
+    do not use it."""
 
     beta: float = 0.0
     """The factor of the KL divergence from the reference model, which is added to the loss; 0: there is none."""
@@ -248,10 +253,11 @@ class PolicyLoss:
     """The factor of the mean entropy, which is subtracted from the loss."""
 
     sapo_temperature_pos: float = 1.0
-    """The slope of "sapo"'s soft clipping for positive advantages."""
+    """The factor t, above 0, in "sapo"'s soft clipping of a ratio r for positive advantages, 4 / t * sigmoid(t * (r -
+    1)): a larger t clips closer to 1."""
 
     sapo_temperature_neg: float = 1.05
-    """The slope of "sapo"'s soft clipping for advantages that are not positive."""
+    """The same factor of "sapo", above 0, for advantages that are not positive."""
 
     max_completion_length: int = 512
     """The number of tokens for each answer by which "dr_grpo" divides."""
@@ -269,7 +275,8 @@ class PolicyLoss:
 
     @property
     def bound_above(self) -> float:
-        """epsilon_high, or epsilon if that is None: what bounds the ratio above (1 + it; with "cispo" it itself)."""
+        """epsilon_high, or epsilon if that is None: the number that sets the upper bound of the ratio, which is at most
+        1 + this number, and with "cispo" at most this number. "sapo" does not use it."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 

@@ -55,7 +55,9 @@ class KTO(Referenced):
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
         """Reads and tokenises labelled rows into pairs of documents: each row's own answer, and after the same prompt
-        the answer of the row before, which is mismatched. Raises ValueError if the rows cannot be trained on.
+        the answer of the row before, which is mismatched. With precompute_ref_log_probs the data set has an array for
+        the reference's log-probabilities, NaN until the Trainer fills it. Raises ValueError if the rows cannot be
+        trained on, and ConfigError for options of `data` that pairs cannot have.
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
@@ -94,9 +96,9 @@ class KTO(Referenced):
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         """{name: number}: "rewards/..." and "logps/...", the means of rewards and log-probabilities over desirable
-        ("chosen") and undesirable ("rejected") answers, 0 for a kind of which there is none; "rewards/margins", their
-        difference; and "kl", the estimated divergence. sums: the totals of what `loss` returns, by name, with "loss"
-        and "count"."""
+        ("chosen") and undesirable ("rejected") answers, 0 for a kind of which there is none; "rewards/margins", the
+        difference of the two mean rewards, 0 if a kind is missing; and "kl", the estimated divergence. sums: the totals
+        of what `loss` returns, by name, with "loss" and "count"."""
         chosen = sums["examples/chosen"]
         counts = {"chosen": chosen, "rejected": sums["count"] - chosen}
 

@@ -65,7 +65,7 @@ class OwnSamples(BatchSource):
       decode: a function that makes text of token ids, to show a sample on the screen.
       ends: the token ids that end an answer.
     Raises:
-      ConfigError: the longest prompt with the longest answer is longer than a packed row.
+      ConfigError: the longest prompt and max_completion_length together are longer than a packed row.
     """
 
     sees_model = True
@@ -116,7 +116,7 @@ class OwnSamples(BatchSource):
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """The batch of `step` (from 0). It is made at the first call, which samples its answers; a second call for the
         same step returns the same batch. model: a function that returns the model as it is before that step, which
-        samples."""
+        samples; None is enough if the batch was made before."""
         if self._made is None or self._made[0] != step:
             assert model is not None, "sees_model is True, so the model is given"
             batch = self._rows.packed(self._answers(step, model), 0.0)
@@ -152,8 +152,9 @@ class OwnSamples(BatchSource):
         return news
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """The metrics of the answers of `step`, {TRL's name: value}: the share that was sampled, the lengths of these,
-        the share that was cut off, and the seconds that sampling took. They are returned once; {} at a second call."""
+        """The metrics of the answers of `step`, {name: value}: "on_policy", the share of answers that was sampled, and,
+        if any was, TRL's completions/* (the lengths of these, in tokens, and the share that was cut off) and
+        "sampling_seconds". They are returned once; {} at a second call, or if the step's batch was not made."""
         return self._metrics.pop(step, {})
 
     # ---- a step
@@ -167,8 +168,8 @@ class OwnSamples(BatchSource):
 
     def _answers(self, step: int, model: Callable[[], Decoder]) -> list[Answer]:
         """The data rows of `step` with their answers, in the order of the step. Which answers are sampled is drawn by
-        the seed and the step; the others are those of the data set. model: a function that returns the model that
-        samples."""
+        the seed and the step; the others are those of the data set. The share of sampled ones is kept for `metrics_at`.
+        model: a function that returns the model that samples; it is not called if no answer is sampled."""
         chosen = self._chosen(step)
         draws = [_draws(self.seed, step, place) for place in range(len(chosen))]
         places = [place for place, (_, draw) in enumerate(draws) if draw < self.objective.on_policy]
@@ -182,7 +183,7 @@ class OwnSamples(BatchSource):
 
     def _sampled(self, model: Decoder, step: int, chosen: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
         """Samples answers to the prompts of some data rows of a step, and returns them in the order of `chosen`. Their
-        metrics are kept for `metrics_at`.
+        metrics are kept for `metrics_at`, and in every tenth step one of them is kept for the screen.
 
         Args:
           model: the student, as it is before the step.

@@ -1,5 +1,9 @@
-"""Sampled answers (Answer), how they are sampled (Settings), and their packing with their prompts into the rows of a
-batch (AnswerRows), for objectives that learn from rewards."""
+"""Data of objectives that train on sampled answers, to learn from rewards or by on-policy distillation.
+
+`Prompt` is a data row's prompt with the row's other columns, which functions that score answers read. `Answer` is an
+answer with its prompt's token ids, and `AnswerRows` packs answers, each after its prompt, into the rows of a batch.
+`Settings` say how the answers of a run that learns from rewards are sampled, and in how many steps each is trained on.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +40,12 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How answers are sampled, and how often they are trained on; names and defaults are TRL's. The answers of one
-    generation are sampled at once, by one state of the weights."""
+    """How the answers of a run that learns from rewards are sampled, and how often they are trained on. The names are
+    TRL's, but for `slots`. The answers of one generation are sampled at once, by one state of the weights.
+
+    Raises:
+      ValueError: a number of answers, steps, tokens or slots is too small, or the temperature is not above 0.
+    """
 
     num_generations: int = 8
     """The number of answers to each prompt, at least 2; they are a group, within which rewards are compared."""
@@ -84,30 +92,32 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """An answer to a prompt, sampled and scored, as it is packed into a batch and saved in checkpoints."""
+    """An answer to a prompt, as it is packed into a batch: one that was sampled, or, in on-policy distillation, perhaps
+    the answer that the data set has. Runs that learn from rewards save it in checkpoints."""
 
     prompt: int
-    """The index of its prompt in the batch source's list of all prompts (`SampledAnswers.prompts`)."""
+    """The index of its prompt in the batch source's list of all prompts or data rows (`SampledAnswers.prompts`,
+    `OwnSamples.asked`)."""
     prompt_ids: tuple[int, ...]
     """The token ids of its prompt, with what an environment may have added to it."""
     ids: tuple[int, ...]
     """The token ids of the answer, with those of what tools returned, and with the token that ended it, if one did."""
     logps: tuple[float, ...]
     """The log-probability of each token that the sampler reported, at the sampling temperature; 0 for tokens that were
-    not sampled."""
+    not sampled, and for all tokens in distillation, which does not need them."""
     finish_reason: str
     """Why the answer ended: "length" if it reached the most tokens, "stop" if a token ended it."""
     sampled: tuple[bool, ...] | None = None
-    """For each token of `ids`: True if the model sampled it; False if a tool returned it, and it is left out of the
-    loss. None: all were sampled."""
+    """For each token of `ids`: True if it is trained on; False if it is left out of the loss, because a tool returned
+    it, or because it is not a trained token of the data set's own answer. None: all are trained on."""
     advantage: float = 0.0
     """How much better its reward is than those of its group, the answers to the same prompt; 0 until the rewards are
     known."""
 
     @property
     def mask(self) -> np.ndarray:
-        """bool[tokens], with an entry for each of `ids`: True where the token was sampled. It is `sampled`, or all True
-        if that is None."""
+        """bool[tokens], with an entry for each of `ids`: True where the token is trained on, because the model sampled
+        it. It is `sampled`, or all True if that is None."""
         return np.ones(len(self.ids), bool) if self.sampled is None else np.asarray(self.sampled, bool)
 
     @property
@@ -143,7 +153,7 @@ class AnswerRows:
     places: int
     """The most answers in a row; the arrays for each answer have the shape [rows, places]."""
     masks_truncated: bool = False
-    """Whether answers that reached the most tokens without an end are left out of the loss (True) or count (False)."""
+    """True: answers that reached the most tokens without an end are left out of the loss. False: they count."""
     has_old: bool = False
     """Whether batches have an array for the log-probabilities under the model that sampled, filled later
     (OLD_LOGPS)."""
@@ -175,7 +185,8 @@ class AnswerRows:
         return 0 if self.masks_truncated and answer.finish_reason == "length" else answer.length
 
     def packed(self, answers: Sequence[Answer], tokens: float) -> Batch:
-        """Packs `answers`, those of one step, into a batch. tokens: a number by which the loss of the step may be
+        """Packs `answers`, those of one step, into a batch. The places for log-probabilities under other models, if
+        batches have them, are zeros that the caller fills. tokens: a number by which the loss of the step may be
         divided, that of the counted tokens of the whole generation divided by steps_per_generation. The array SHARE
         divides it equally over the rows, so that devices that have some of the rows can add it up."""
         batch = self.empty(self.rows)
@@ -187,7 +198,7 @@ class AnswerRows:
     def places_of(self, answers: Sequence[Answer]) -> list[tuple[int, int, int]]:
         """Where each of `answers` is written: a list of (row, index in the row of the prompt's first token, number of
         the answer within the row, from 0). The longest answer is placed first, each in the first row with room. All of
-        them must fit."""
+        them must fit, which is not checked."""
         used, filled = np.zeros(self.rows, np.int64), np.zeros(self.rows, np.int64)
         sizes = [len(answer.prompt_ids) + len(answer.ids) for answer in answers]
         found = [(0, 0, 0)] * len(answers)

@@ -39,6 +39,9 @@ class GRPO:
 
     The reference of the KL divergence is the model with its adapter off, unless the batches have the reference's
     log-probabilities (packed_answers.REFERENCE_LOGPS).
+
+    Raises:
+      ValueError: importance_sampling_mode is not known.
     """
 
     settings: packed_answers.Settings = dataclasses.field(default_factory=packed_answers.Settings)
@@ -49,11 +52,13 @@ class GRPO:
 
     scale_rewards: grpo.Scale = "group"
     """The standard deviation of rewards by which advantages are divided: that over the answers to one prompt ("group"),
-    that over all answers of a generation ("batch"), or "none": they are not divided."""
+    that over all answers of a generation ("batch"), or "none": they are not divided. It is not used if
+    multi_objective_aggregation is "normalize_then_sum"."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With "sum_then_normalize", the rewards of several functions are added up, and the sum is normalised. With
-    "normalize_then_sum", those of each function are normalised first, and then added up."""
+    "normalize_then_sum", those of each function are normalised first, then added up, and the sums are normalised over
+    all answers of the generation."""
 
     importance_sampling_correction: bool = True
     """Whether the loss is corrected for the difference between the sampler's and the trainer's probabilities."""
@@ -79,8 +84,9 @@ class GRPO:
     @classmethod
     def of(cls, **options: Any) -> GRPO:
         """Makes the objective from options with TRL's names, in one flat set: each is put into `settings`, `losses` or
-        this class, whichever has a field of that name (max_completion_length into both). Options that are not given
-        have the defaults of this class."""
+        this class, whichever has a field of that name (max_completion_length into both of the first two). Options that
+        are not given have the defaults of this class. Raises ValueError for an option out of its range, and TypeError
+        for an unknown name."""
         parts: dict[str, Any] = {}
         defaults = cls()
         for name, default in (("settings", defaults.settings), ("losses", defaults.losses)):
@@ -233,9 +239,9 @@ class GRPO:
         )
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """The metrics of a step, {TRL's name: number}: means over tokens (such as the entropy) or over importance
-        ratios (such as the share that was clipped), and "answers", the number of answers. sums: the totals of what
-        `loss` returns, by name."""
+        """The metrics of a step, {name: number}: means over tokens (such as the entropy) or over the ratios of new to
+        old probabilities (such as the share that was clipped), with TRL's names, and "answers", the number of answers.
+        sums: the totals of what `loss` returns, by name."""
         found = {name: sums[name] for name in (*self._measured, _MISMATCH)}
         if self.importance_sampling_correction:
             found[_RATIO] = sums[_RATIO]
@@ -291,7 +297,8 @@ class RLOO(GRPO):
         return self.losses.beta > 0
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
-        """RLOO's advantages, float32[answers]: an answer's reward minus the mean of the other answers to its prompt.
+        """RLOO's advantages, float32[answers]: an answer's reward minus the mean of the other answers to its prompt. If
+        normalize_advantages is True, they then get mean 0 and standard deviation 1 over all answers.
 
         Args:
           rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are

@@ -204,13 +204,15 @@ class Preference(Pairs):
 
 
 def require_fixed_base(name: str, model: Decoder) -> None:
-    """Checks that the model with its adapter off can be the reference: it has an adapter, and only the adapter trains.
+    """Checks that the model with its adapter off can be the reference of an objective, or the teacher of a
+    distillation: it has an adapter, and nothing else trains that has no copy of its original values.
 
     Args:
       name: the objective's name, for the message.
       model: the model; its arrays may be jax.ShapeDtypeStruct.
     Raises:
-      ValueError: the model has no adapter, or its base trains too; the message says what to change.
+      ValueError: the model has no adapter, or its base trains too; the message says what to change. An embedding or a
+        head that trains whole beside the adapter is accepted if its original is kept, which the reference then uses.
     """
     if not has_adapter(model):
         raise ValueError(
@@ -251,7 +253,8 @@ class Referenced(Preference):
     ) -> PairDataset:
         """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers. With
         precompute_ref_log_probs the data set has an array for the reference's log-probabilities, NaN until the Trainer
-        fills it (`references.fill_reference`). Raises ValueError if the rows cannot be trained on.
+        fills it (`references.fill_reference`), unless the given PairDataset has them already. Raises ValueError if the
+        rows cannot be trained on, and ConfigError for options of `data` that pairs cannot have.
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
@@ -295,7 +298,7 @@ class Referenced(Preference):
 class DPO(Referenced):
     """Direct preference optimisation (arXiv 2305.18290): the loss compares the log-ratios, log p - log p_ref under a
     reference model, of a pair's chosen and rejected answer. beta: the larger it is, the less the model moves away from
-    the reference."""
+    the reference. Values are not checked here; the config's section `objective` checks its own."""
 
     name: ClassVar[str] = "dpo"
 

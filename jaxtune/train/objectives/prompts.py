@@ -153,8 +153,8 @@ def sampled_answers(
 
 
 def _devices(mesh: MeshConfig) -> int:
-    """The number of devices of the mesh that the config's section `mesh` describes; the rows of a step are a multiple
-    of it."""
+    """The number of devices of the mesh that the config's section `mesh` describes. The rows of a step are a multiple
+    of it times the micro-batches."""
     return partition.make_mesh(*mesh.sizes).size
 
 
@@ -214,6 +214,8 @@ def _answering(
       config: the config of the run, for its chat template.
       ends: the token ids that end an answer; with tools, the token that ends a turn in the chat template is added.
       length: the most tokens of a prompt with its answer.
+    Raises:
+      ConfigError: there are tools, and the chat template cannot write their calls or answers.
     """
     encoder = RowEncoder(tokenizer, template=config.data.template)
     if own.tools is not None:  # a turn that calls tools ends as the template ends it, whatever the model's files say
@@ -255,8 +257,9 @@ def prompt_of(
       beside: words for the error about a prompt that is too long, which reads "beside {beside} room for N".
       tools: the tools that the chat template describes in the prompt, or None.
     Raises:
-      RowError: the row has no prompt, or it is empty or too long; or there are tools and the prompt is a text, in which
-        the template cannot describe them.
+      RowError: the row has no prompt, or it is empty or too long; the row has an image, video or audio column; or there
+        are tools and the prompt is a text, in which the template cannot describe them.
+      ConfigError: the row's column `environment` names none of the run's environments.
     """
     refuse_media(value)
     given = value.get("prompt")

@@ -1,9 +1,10 @@
 """Log-probabilities of the reference model, which preference objectives compare answers with. They are computed once
 for all rows, and stored beside the token cache for later runs.
 
-The name of a stored file is a hash of the rows and of every byte of the base model, and the file ends with a checksum.
-In the first step they are checked, read or computed: a new adapter changes nothing yet, so the model must give the
-answers the same log-probabilities as the reference.
+`fill_reference` reads or computes them. The name of a stored file is a hash of the rows and of every byte of the base
+model, and the file ends with a checksum. `first_check` checks them by the metrics of the first step, also if they are
+computed in each step: a new adapter changes nothing yet, so the model must give the answers the same log-probabilities
+as the reference.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def fill_reference(
     say: Callable[[str], None],
 ) -> None:
     """Fills `rows.reference` in place if it is not computed yet (NaN): from a file beside the token cache, or by a pass
-    of the reference over the rows, whose result is then stored in such a file.
+    of the reference over the rows, whose result is then stored in such a file. If it cannot be stored, the user is told
+    and the run goes on. In a run of several processes all of them call this; unless each can read the file, all compute
+    together, and the first process stores the result.
 
     Args:
       rows: the packed pairs.
@@ -134,7 +137,7 @@ def _checksum(path: Path, content: bytes) -> bytes:
 def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.ndarray | None:
     """Reads the float32 array of the stored file `path`. None, and the array is computed anew, if there is no such
     file, or if it is damaged, has another shape than `shape`, or has values that are not finite. say: a function that
-    shows a line to the user, called if the file is damaged."""
+    shows a line to the user, called if the file is damaged or cannot be read."""
     try:
         content = path.read_bytes()
         if content[-16:] != _checksum(path, content[:-16]):

@@ -48,7 +48,8 @@ def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
 class Reward(Pairs):
     """The objective of reward models, the Bradley-Terry model of preferences (arXiv 2203.02155, equation 1). The loss
     of a pair is -log sigmoid(score of chosen - score of rejected); for rows with a column `margin`, the margin is
-    subtracted from the difference (arXiv 2307.09288, equation 2)."""
+    subtracted from the difference (arXiv 2307.09288, equation 2). Its metrics are means over pairs; those of the lowest
+    and the highest score, min_reward and max_reward, are first taken over each micro-batch."""
 
     center_rewards_coefficient: float | None = None
     """The factor of a further loss, the square of the sum of a pair's two scores (arXiv 2312.09244, eq. 2), which keeps
@@ -63,7 +64,8 @@ class Reward(Pairs):
     ) -> PairDataset:
         """Reads and tokenises rows into pairs of documents, with the numbers in the rows' column `margin`, if they have
         one. Pairs that are longer than data.length are left out, because a text that is cut has no last token to score.
-        Raises ValueError if the rows cannot be trained on, or a margin is wrong.
+        Raises ValueError if the rows cannot be trained on, or a margin is no finite number or is missing in some rows
+        only, and ConfigError for options of `data` that pairs cannot have.
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.

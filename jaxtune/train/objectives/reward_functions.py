@@ -233,8 +233,9 @@ class RewardFunctions:
 
     def _one_by_one(self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled) -> np.ndarray:
         """The rewards of a function that failed with all answers at once: float32[answers]. It is called with one
-        answer at a time to find those that it fails for. With errors = "skip" these are NaN; with "stop" RewardError is
-        raised for the first one.
+        answer at a time to find those that it fails for, or for which it takes too long or returns no number. With
+        errors = "skip" these are NaN, and a warning is logged. With "stop" RewardError is always raised: for the first
+        such answer, or, if there is none, for the call with all answers.
 
         Args:
           loop: the event loop in which the function runs.

@@ -132,7 +132,8 @@ class RolloutFunction:
           prompts: the prompts, each once for each of its answers.
           seeds: the sampling seed of each answer; only the first is used, for all that the function samples.
         Raises:
-          ConfigError: the function returned something else than the module's docstring asks for.
+          ConfigError: the function returned no mapping with prompt_ids, completion_ids and logprobs; a list has not one
+            entry for each prompt; or an answer is empty, too long, or has another number of log-probabilities.
         """
         sampler = RolloutModel(model, self.sampling, self.length, self.encode, seeds[0])
         shown = [prompt.given for prompt in prompts]

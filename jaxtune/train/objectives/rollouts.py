@@ -261,8 +261,8 @@ class SampledAnswers(BatchSource):
 
     def _sampled(self, number: int, step: int, model: Decoder) -> list[Answer]:
         """Makes generation `number` before `step`: samples answers from `model`, calls the reward functions, stores the
-        metrics for `metrics_at(step)`, and returns the answers with their advantages; all answers to one prompt are
-        consecutive."""
+        metrics for `metrics_at(step)`, in every tenth generation also lines for the screen, and returns the answers
+        with their advantages; all answers to one prompt are consecutive."""
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         settings, started = self.settings, time.monotonic()

@@ -1,7 +1,9 @@
 """The teacher of a distillation: a second, frozen model that is attached to the one that trains.
 
 A `Decoder` with a teacher has it as its attribute `teacher`. So its weights are loaded, placed on the devices, counted
-by the planner and given to the step's programs as the frozen weights of the model itself are.
+by the planner and given to the step's programs as the frozen weights of the model itself are. `with_teacher` attaches
+one. A run opens and loads the teacher that its config names (`open_teacher`, `load_teacher`), and `teacher_shapes`
+gives the planner its shapes before that.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def teacher_of(config: TrainConfig) -> str | None:
     teacher, or the teacher is the trained model itself with its adapter off.
 
     Raises:
-      ConfigError: the folder is that of an adapter.
+      ConfigError: the folder is that of an adapter, which must be merged with its base first.
     """
     path = config.objective.teacher
     if path is None or path == BASE:
@@ -85,7 +87,7 @@ def teacher_of(config: TrainConfig) -> str | None:
 def teacher_shapes(config: TrainConfig) -> Decoder | None:
     """The teacher that a config asks for, with shapes (jax.ShapeDtypeStruct) in place of its arrays, from its
     config.json alone; None if the config asks for none. With it the planner counts the teacher's memory before weights
-    are loaded."""
+    are loaded. Raises ConfigError if the teacher's folder is that of an adapter."""
     path = teacher_of(config)
     return None if path is None else _shapes(path, config.dtype, config.objective.teacher_load_in)
 
@@ -113,7 +115,8 @@ def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
 
 def open_teacher(config: TrainConfig) -> Pretrained | None:
     """Opens the checkpoint of the teacher that a config asks for, from which load_teacher reads the weights later: a
-    wrong folder is found at once. None if the config asks for no teacher."""
+    wrong folder is found at once. None if the config asks for no teacher. Raises ConfigError if the folder is that of
+    an adapter, and another ValueError or OSError if it is no model."""
     path = teacher_of(config)
     if path is None:
         return None

@@ -114,9 +114,9 @@ def _json_or_text(value: str) -> object:
 
 
 def parse_llama(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
-    """Parses an answer in the form of Llama 3: (the text, []) if it does not begin with `{`, else ("", the calls). The
-    whole answer is then `{"name": ..., "parameters": {...}}`; several are separated by semicolons. Raises ValueError
-    for a malformed call.
+    """Parses an answer in the form of Llama 3: (the text, []) if it does not begin with `{` (after a `<|python_tag|>`,
+    if it has one), else ("", the calls). The whole answer is then `{"name": ..., "parameters": {...}}`; several are
+    separated by semicolons. Raises ValueError for a malformed call.
 
     Args:
       text: the answer, with special tokens except the one that ended it.

@@ -137,7 +137,8 @@ class Tools:
 
     def parameters(self, columns: Mapping[str, object]) -> Schemas:
         """{tool's name: JSON schema of its parameters} for the tools of a row, by which calls are parsed. columns: the
-        row's columns, {name: value}."""
+        row's columns, {name: value}, of which `environment` may name its environment. Raises ConfigError if the run has
+        no environment of that name."""
         return _parameters(self.schemas(columns))
 
     def rewards(self, functions: RewardFunctions | None) -> RewardFunctions:
@@ -158,14 +159,14 @@ class Tools:
 
         Args:
           prompts: for each answer, its prompt as messages.
-          columns: for each answer, the other columns of its data row, {name: value}; they and `prompt` are the keyword
-            arguments of `reset`.
+          columns: for each answer, the other columns of its data row, {name: value}. `reset` gets those of them and of
+            `prompt` that its parameters name, or all if it has **parameters.
         Returns:
           for each answer (its environment, its prompt); a text that `reset` returned is added to the prompt's last
             message.
         Raises:
           ConfigError: `reset` returned something else than None or a text, or a text for a prompt that is no list of
-            messages.
+            messages; or a row names an environment that the run does not have.
         """
         used: dict[str | None, int] = {}
         found = []

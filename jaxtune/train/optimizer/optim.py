@@ -1,4 +1,5 @@
-"""The optimizers, all of them optax transformations, and the dtypes in which trained weights are stored."""
+"""The optimizers, all of them optax transformations, which `make_optimizer` makes; the dtypes in which trained weights
+are stored; and a bound on what one update can change (`UpdateBound`)."""
 
 from __future__ import annotations
 
@@ -77,9 +78,9 @@ def embedding_tensors(parameters) -> list[bool]:
 
 def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
     """An optax transformation that multiplies the updates of embeddings and output head by `share`, so that they have a
-    learning rate of their own. Its update takes `embeddings`, one bool for each tensor (see embedding_tensors); it is
-    needed if the parameters are a list, which has no names by which embeddings can be found. None: they are found by
-    name."""
+    learning rate of their own. Its update takes `embeddings`, one bool for each tensor, True for those to multiply;
+    None: they are found by name. It must be given if the parameters are a list, as when tensors are updated one by one,
+    because a list has no names."""
 
     def update(updates, state, params=None, *, embeddings: list[bool] | None = None, **others):
         del others
@@ -92,9 +93,10 @@ def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
 
 
 def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
-    """Weight decay as an optax transformation: it adds `rate` times the parameter to the update. Its update takes
-    `decayed`, one bool for each tensor (see decayed_tensors); it is needed if the parameters are a list, as when
-    tensors are updated one by one, which has no names. None: biases are recognised by name."""
+    """Weight decay as an optax transformation: it adds `rate` times the parameter to the update of each decayed tensor,
+    before the update is multiplied by minus the learning rate. Its update takes `decayed`, one bool for each tensor;
+    None: `decayed_tensors` decides, which knows biases by their names. If tensors are updated one by one, the
+    parameters are a list without names, and `decayed` must be given."""
 
     def decay(decayed: list[bool] | None = None) -> optax.GradientTransformation:
         def mask(tree):
@@ -121,8 +123,8 @@ class StepOptimizer(optax.GradientTransformationExtraArgs):
 
 def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
     """Returns `optimizer` as a StepOptimizer, so that a train step can treat all optimizers alike: itself if it is one,
-    else an optimizer that multiplies gradients by `scale` before the update, and takes the old states instead of the
-    new ones if `finite` is false."""
+    else an optimizer whose update multiplies gradients by its argument `scale` before, and returns the old states
+    instead of the new ones if its argument `finite` is false. Further arguments are passed on."""
     if isinstance(optimizer, StepOptimizer):
         return optimizer
 
@@ -142,13 +144,13 @@ def _where(finite, new, old):
 
 
 def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimizer:
-    """Makes the optimizer that `config` names. It expects gradients that are already clipped, and float32 parameters.
-    Its states are float32, except the stored moments of adamw_8bit, which have 8 bits.
+    """Makes the optimizer that `config` names, for float32 parameters. It does not clip: the factor `scale` of its
+    update may clip gradients. Its states are float32, except the stored moments of adamw_8bit, which have 8 bits.
 
     Each optimizer's update is minus the learning rate times (a direction plus weight_decay times the parameter), so
-    that decay has the same meaning in all. Embeddings use embedding_learning_rate as the peak of the schedule, if it is
-    set. Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and does not scale the learning
-    rate by the size of the parameters.
+    that decay has the same meaning in all; norms, biases and DoRA magnitudes do not decay. Embeddings and the output
+    head use embedding_learning_rate as the peak of the schedule, if it is set. Adafactor (arXiv 1804.04235) has
+    factored second moments and update clipping, and does not scale the learning rate by the size of the parameters.
 
     Args:
       config: the section `optim` of the run's config.

@@ -13,7 +13,7 @@ from jaxtune.train.config import ScheduleConfig, TrainConfig
 
 def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
     """The number of optimizer steps of a run: config.steps if it is set, else config.epochs times `steps_per_epoch`
-    (None if the number of rows is unknown).
+    (None if the number of rows is unknown), rounded, and at least 1.
 
     Raises:
       ValueError: there are more steps than a counter of 32 bits can count, or steps_per_epoch is None and config.steps
@@ -38,8 +38,9 @@ def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int
     as the highest rate, for a run of total_steps steps. Raises ValueError for an unknown config.name.
 
     The first update already has a rate: in a warm-up of n steps, step 0 has peak / n and step n - 1 the peak. With
-    config.zero_start step 0 has 0 and step n the peak. Linear and cosine schedules end at peak * config.min_ratio
-    after total_steps. cosine_with_restarts has config.cycles cosines, each from the peak, as in transformers.
+    config.zero_start step 0 has 0 and step n the peak. The warm-up has config.warmup_steps steps, or the share
+    config.warmup_ratio of all. Linear and cosine schedules end at peak * config.min_ratio after total_steps; a constant
+    one stays at the peak. cosine_with_restarts has config.cycles cosines, each from the peak, as in transformers.
     """
     warmup = config.warmup_steps
     if config.warmup_ratio is not None:

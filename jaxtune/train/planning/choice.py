@@ -64,7 +64,7 @@ class LayerPlans(Sequence[LayerPlan]):
 
 def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
     """The plans to choose from, each for one layer: every combination of placements of its residuals. Residuals that
-    are decided jointly have the same placement.
+    are decided jointly have the same placement, and residuals that are declared `small` are kept.
 
     If there are many groups of residuals, the largest ones are placed independently and all small ones alike: each
     further group triples the number of plans, and small groups have too few bytes to justify that.
@@ -298,7 +298,8 @@ class _Relatives:
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
     """The forecast of the plan with the lowest predicted peak, which is tried last and shown if nothing fits. parts:
     the step's costs. config: the run's, whose fixed placements and micro-batches are kept. resident: the least number
-    of layers whose frozen weights are whole on each device."""
+    of layers whose frozen weights are whole on each device. Raises ValueError if the host's memory is too small for the
+    optimizer's states."""
     try:
         return choose(parts, config, device, 0.0, resident=resident)
     except PlanError as error:
@@ -461,7 +462,8 @@ def _unbeaten(figures: np.ndarray) -> list[int]:
 
 
 class PlanError(ValueError):
-    """No plan fits the device. `choose` and the planner raise it, and its message says how to make the run fit.
+    """No plan fits the device. `choose` and the planner raise it; its message has the largest parts of the smallest
+    plan, and `fixes`. The other arguments are its attributes.
 
     Args:
       smallest: the forecast with the lowest peak.

@@ -376,8 +376,9 @@ def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
 
 def _update_bytes(masters, config: TrainConfig) -> float:
     """Device bytes that the update takes in addition to weights, states and gradients. It is done tensor by tensor
-    (optimizer_offload.py), so they are those of the largest tensor; 0 with an adapter, where they are negligible.
-    masters: the trained weights' shapes in float32. config: has the optimizer."""
+    (optimizer_offload.py), so they are those of the largest tensor; 0 with an adapter, where they are negligible, and
+    for optimizers other than adamw_8bit whose states are on the device. masters: the trained weights' shapes in
+    float32. config: has the optimizer."""
     if config.adapter is not None:
         return 0.0
     size = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0)
@@ -409,8 +410,9 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 
 
 def _trained_matrix_bytes(layer: Block, dtype) -> float:
-    """Bytes of the copies of a layer's trained matrices in the compute dtype `dtype`; 0 if that is float32, in which
-    they are stored, so that no copy is made."""
+    """Bytes of the copies, in the compute dtype `dtype`, of those weight matrices of a layer that are trained whole. An
+    adapter's A and B are not counted, nor matrices that compute in float32. 0 if `dtype` is float32, in which trained
+    weights are stored, so that no copy is made."""
     cast = (matrix.weight for *_, matrix in layer.matrices() if matrix.compute != "float32")
     trained = [weight for weight in cast if isinstance(weight, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)

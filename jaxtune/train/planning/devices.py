@@ -20,14 +20,12 @@ from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
 
 # Bytes of the GB in a card's size ("a 24 GB card", memory.budget_gb=24): cards are sold in GiB. The CUDA context and
-# its
-# libraries take CONTEXT_BYTES of a card outside of the allocator. Bytes of arrays and of plans are printed in GB of
+# its libraries take CONTEXT_BYTES of a card outside of the allocator. Bytes of arrays and plans are printed in GB of
 # 1e9.
 _CARD_GB = 2.0**30
 CONTEXT_BYTES = 0.6e9
 # The part of the allocator's memory that cannot be used: a share, and at least this many bytes. A program's temporaries
-# are
-# one block, and loading leaves holes: 3.3 GB were refused where 3.5 were free.
+# are one block, and loading leaves holes: 3.3 GB were refused where 3.5 were free.
 _FRAGMENTS, _FRAGMENT_BYTES = 0.02, 0.5e9
 
 
@@ -64,8 +62,8 @@ _PINNED_SHARE = 0.7  # share of the host's memory that may be pinned
 _ONE_MEMORY_GBPS = 25.0  # network rate between machines whose device and host share one memory
 # The environment variable that limits the GiB that XLA pins; its default is 64.
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-# An unknown device of this machine is assumed to have this device's rates until they are measured. They only rank
-# plans.
+# An unknown device of this machine is assumed to have the rates of this one, which only rank plans, until it is
+# measured.
 _STAND_IN = "RTX 3060"
 
 

@@ -141,7 +141,7 @@ def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_byt
       budget_bytes: its memory.
       step: the result is a multiple of this number of tokens.
     Returns:
-      tokens of a row; 0 if no row of `step` tokens fits.
+      tokens of a row, less than 4,096 times `step`; 0 if no row of `step` tokens fits.
     """
 
     def fits(length: int) -> bool:

@@ -1,7 +1,7 @@
-"""Forecasts: the predicted bytes and seconds of a step under a plan.
+"""Forecasts: the bytes and seconds of a step under a plan, by which plans are compared before one is compiled.
 
-Bytes of residuals are exact, from the shapes of the segments. What the compiler adds around them, and the rates, are
-fitted (models/fitted.py).
+Bytes of residuals (what the parts of a layer return and a plan keeps, recomputes or offloads) are exact, from shapes.
+What the compiler adds around them, and the rates, are fitted (models/fitted.py).
 """
 
 from __future__ import annotations

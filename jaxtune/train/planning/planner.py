@@ -24,7 +24,8 @@ from jaxtune.train.planning.search import Failed, Room, goal, next_plan
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether XLA raised `error` because device or host memory ran out, by its message."""
+    """Whether an error of XLA (JaxRuntimeError) says that device or host memory ran out. Only its message is searched,
+    for RESOURCE_EXHAUSTED or "out of memory"; the caller must have tested the type."""
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
@@ -50,6 +51,7 @@ class Planner:
 
     Raises:
       PlanError: nothing fits.
+      ValueError: the device is refused; or the host's memory is too small for the optimizer's states.
     """
 
     def __init__(
@@ -102,8 +104,9 @@ class Planner:
         """Takes the plan in `record`, that of the checkpoint from which the run resumes, because a plan chosen anew
         might differ and would then change results in the last bits.
 
-        The plan is not taken if the config asks for another one, or if the mesh is another. Results on another mesh
-        differ in any case, and its devices may have less memory, more memory, or too few rows for the micro-batches."""
+        The plan is not taken if the config asks for another one, if its micro-batches do not divide the rows of a step,
+        or if the mesh is another. Results on another mesh differ in any case, and its devices may have less memory,
+        more memory, or too few rows for the micro-batches."""
         mesh = self.config.mesh or MeshConfig()
         if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):
             return
@@ -157,8 +160,9 @@ class Planner:
             print_line(line)
 
     def fits(self, need_bytes: float) -> bool:
-        """Whether a compiled step that needs `need_bytes` of device memory may run: within the budget, or, if its plan
-        is the smallest there is, within all of the allocator's memory."""
+        """Whether a compiled step that needs `need_bytes` of device memory may run: within the budget, which it may
+        exceed by half a percent, or, if its plan is the smallest there is, within all of the allocator's memory. True
+        if nothing limits it."""
         return self.room.fits(need_bytes, self._smallest)
 
     def _next(self, resident: int = 0) -> tuple[Forecast, bool]:

@@ -24,8 +24,7 @@ _DIFFER = 1.03  # after two forecasts were wrong by different shares, the next m
 # A step that ran out of memory is assumed to need this many times the forecast; the true figure is unknown.
 _MORE = 1.15
 # The share of the budget by which a compiled step may exceed it. Forecasts are up to 0.3 % low (Qwen3.5 on an H200),
-# the
-# budget leaves four times as much for fragmentation, and a second compilation takes minutes.
+# the budget leaves four times as much for fragmentation, and a second compilation takes minutes.
 _EXCESS = 0.005
 
 

@@ -1,5 +1,5 @@
-"""Model FLOPs of a step: what its matrices and its documents' attention need, without recomputation. The metric `mfu`
-compares them with the device's peak."""
+"""Model FLOPs of a step: what its matrices, its documents' attention and the other work of its layers need, without
+recomputation. The metric `mfu` compares them with the device's peak."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def document_lengths(batch: Batch) -> np.ndarray:
 
 
 def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
-    """Makes a function from the lengths of a step's documents (int[documents], in tokens) to the step's model FLOPs, as
-    model_flops_per_step counts them, for this model. It is the basis of the metric `mfu`."""
+    """Makes a function from the lengths of a step's documents (int[documents], in tokens) to the step's model FLOPs for
+    this model: those of matrices and attention, as model_flops_per_step counts them, and three times those that layers
+    declare for other work in the forward (token_flops). It is the basis of the metric `mfu`."""
     config = model.config
     matmul = trained = adapters = 0
     head = model.head_variable

@@ -95,8 +95,8 @@ class GradientSync:
 
     def error_sizes(self, trainable, shape: MeshShape) -> dict[str, list[int]]:
         """The numbers of errors that each device keeps: of the gradients that it sends ("sent") and of the sums that it
-        makes ("summed"), one for each buffer; {} without error feedback. trainable: the trained tensors, which may be
-        abstract."""
+        makes ("summed"), one for each buffer; {} without error feedback or with one device. trainable: the trained
+        tensors, which may be abstract. shape: the mesh's."""
         if not self.feedback or shape.size == 1:
             return {}
         leaves = jax.tree.leaves(partition.divided_into(trainable, shape.parts), is_leaf=_is_shard)
@@ -108,20 +108,23 @@ class GradientSync:
         return {"sent": [b.size for b in buffers], "summed": [b.part for b in buffers]}
 
     def first_errors(self, trainable, shape: MeshShape) -> dict[str, list[jax.Array]]:
-        """The errors with which a run starts, zeros: bfloat16[devices, n] for each of `error_sizes`."""
+        """The errors with which a run starts: {"sent", "summed": a list of zeros bfloat16[devices, n], one for each
+        buffer}; {} without error feedback or with one device. trainable: the trained tensors. shape: the mesh's."""
         sizes = self.error_sizes(trainable, shape)
         return {name: [jnp.zeros((shape.size, n), ERRORS) for n in one] for name, one in sizes.items()}
 
     def bytes_on_device(self, trainable, shape: MeshShape) -> tuple[float, float]:
         """(bytes of the errors that a device keeps, bytes that the update takes for the sums in float32 and for buffers
-        while they are encoded, exchanged and decoded, several of them at the same time)."""
+        while they are encoded, exchanged and decoded, several of them at the same time), for the planner. trainable:
+        the trained tensors, which may be abstract. shape: the mesh's."""
         sizes = self.error_sizes(trainable, shape)
         kept = sum(map(sum, sizes.values())) * float(jnp.dtype(ERRORS).itemsize)
         every = dataclasses.replace(self, feedback=True).error_sizes(trainable, shape).get("sent", [])
         return kept, _UPDATE_BYTES * sum(every) + 4.0 * max(every, default=0)  # tensors are copied to be joined
 
     def added(self, gradients, errors, shape: MeshShape, unit: jax.Array, key: jax.Array):
-        """Adds the gradients of all devices, within `partition.divided`: (their sums, the errors of this step).
+        """Adds the gradients of all devices: (their sums, the errors of this step, {} if `errors` is). It is called by
+        the update in a function that `partition.divided` runs on each device.
 
         Args:
           gradients: this device's, a tree in which those that `fsdp` divides are Shards of this device's parts.
@@ -192,8 +195,9 @@ def as_saved(like, saved: Mapping):
 
 
 def fitted(state, like, note: Callable[[list[str]], object]):
-    """A state that was read with the shapes of `as_saved`, with errors that this run can use: errors of another mesh
-    are replaced by zeros.
+    """A state that was read with the shapes of `as_saved`, with errors that this run can use. It is returned as it is
+    if neither has errors, or they are those of this mesh; otherwise this run's errors start from zero, or are left out
+    if it keeps none.
 
     Args:
       state: the state that was read.

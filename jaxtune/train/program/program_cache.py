@@ -83,8 +83,9 @@ class ProgramCache(CacheInterface):
                     left.unlink()
 
     def get(self, key: str) -> bytes | None:
-        """The content that was stored under a key; None if there is no undamaged entry that belongs to this user. A
-        damaged entry is reported and removed."""
+        """The content that was stored under a key; None if there is no undamaged entry that belongs to this user. An
+        entry that is damaged, or that another user owns or may write, is reported and removed; one that cannot be read
+        is reported."""
         path = self._file(key)
         try:
             entry, problem = _read(path)

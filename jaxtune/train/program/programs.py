@@ -1,4 +1,5 @@
-"""The compiled programs of a run: they are compiled once for all data, and again with other plans until one fits."""
+"""The compiled programs of a run (`Programs`), and what compiles and runs them (`Engine`): once for all data, and again
+with other plans until one fits the memory."""
 
 from __future__ import annotations
 
@@ -167,8 +168,9 @@ class Engine:
             self.before_qat = dataclasses.replace(self.before_qat, mesh=mesh)
 
     def follow_plan(self) -> None:
-        """Gives the programs the planner's plan; called after it changed. Programs that were compiled before belong to
-        another plan."""
+        """Copies the planner's plan into the steps that will be compiled (`program`, `before_qat`) and into
+        `micro_index`. It is called when the Engine is made and whenever the plan has changed. It compiles and drops
+        nothing: Programs that `compile` returned before follow the old plan, and the caller must compile again."""
         plan = self.planner.plan
         follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
         self.program = dataclasses.replace(self.program, **follow)
@@ -442,6 +444,9 @@ class Engine:
           step: the number of the step.
           print_line: prints a line on the new plan.
           compiling: makes the context in which smaller plans are compiled.
+        Raises:
+          PlanError: memory ran out, and no smaller plan is left.
+          jax.errors.JaxRuntimeError: any other error of XLA; in a run of several processes also that memory ran out.
         """
         while True:
             try:

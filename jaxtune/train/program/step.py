@@ -130,8 +130,8 @@ class StepProgram:
         return partition.MeshShape.of(self.mesh)
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
-        """The state with which a run starts, over a copy of `trainable`: the step donates the copy, and the caller
-        keeps the original.
+        """The state with which a run starts, over a copy of `trainable` in the dtypes in which weights are trained: the
+        step donates the copy, and the caller keeps the original.
 
         Args:
           trainable: the weights that train.

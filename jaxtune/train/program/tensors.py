@@ -1,4 +1,4 @@
-"""Functions of all tensors of a step."""
+"""Functions over all the tensors of a step: sums over devices, reductions of each tensor, and the tensors' names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jaxtune.models.placement import partition
 
 
 def of_all_devices(sums):
-    """A tree of sums of one device added over all devices, in float32 and then cast to their own dtypes; within
-    `partition.divided`."""
+    """The sums of one device, a tree of arrays, added over all devices of the mesh: in float32, then cast back to their
+    own dtypes. It is called in functions that `partition.divided` runs on each device."""
     wide = partition.total(jax.tree.map(lambda a: a.astype(jnp.float32), sums))
     return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, sums)
 

@@ -88,12 +88,13 @@ class TrainedModel:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the weights are still being loaded in a thread (True), or the model has them (False)."""
+        """Whether a thread is still loading the weights. False if it has finished, or if there was none; the model has
+        the weights only after `take_weights`. The run tells the user that it waits, if this is True."""
         return self._weights is not None and not self._weights.done()
 
     def take_weights(self) -> None:
         """Waits for weights that are being loaded in a thread, and sets the attributes that describe the model with
-        them; does nothing if they are there."""
+        them; does nothing if they are there. Raises what the loading raised."""
         if self._weights is not None:
             self._hold(self._weights.result())
             self._weights = None
@@ -123,7 +124,8 @@ class TrainedModel:
 
     def weights(self, engine: Engine) -> tuple[Any, Any]:
         """(trainable, frozen) for a forward pass, on the mesh of `engine`. The trained tensors are the given ones in
-        their own dtypes: nothing is copied, and there is no optimizer. Waits for weights that are being loaded."""
+        their own dtypes: nothing is copied on one device, and there is no optimizer. An evaluation without training
+        uses it. Waits for weights that are being loaded."""
         self.take_weights()
         frozen = self.placed_frozen(engine)
         return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
