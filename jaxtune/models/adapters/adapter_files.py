@@ -210,8 +210,7 @@ def adapter_content(model: Decoder) -> AdapterContent:
 
 
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
-    """Adds the adapter of a PEFT folder to a model that has none, without copying the base. from_pretrained does so for
-    the folder of an adapter.
+    """Adds the adapter of a PEFT folder to a model that has none; from_pretrained calls it for an adapter's folder.
 
     Args:
       model: the base that the adapter was trained over; for an adapter that scores texts, the causal model is accepted

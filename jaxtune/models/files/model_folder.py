@@ -1,4 +1,6 @@
-"""Finds and checks the files of a model's folder: config, index, weight headers, tokenizer. No tensor is read here."""
+"""The files of a model's folder other than the data of tensors: finds the folder, locally or on the hub; reads and
+checks config.json, the index, the headers of weight files, generation_config.json and the tokenizer; and writes JSON
+files and what comes with the weights."""
 
 from __future__ import annotations
 
@@ -191,7 +193,8 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def weight_entries(folder: Path) -> dict[str, shards.TensorEntry]:
-    """{name: entry} of every tensor in a folder's safetensors files, checked against the index.
+    """{name: entry} of every tensor in a folder's safetensors files, checked against the index; only the headers are
+    read. Buffers of rotary embeddings, which older versions of transformers saved, are left out.
 
     Raises:
       ValueError: missing or damaged files, an index that contradicts them, or weights in pickles.

@@ -36,7 +36,10 @@ def divide(
       entries: {name: entry} of all tensors of the checkpoint.
       config: of the text model.
       hf: config.json of the text part.
-      whole: config.json of the folder; the same object as `hf` where it describes a text model alone.
+        whole: config.json of the folder; the same object as `hf` where it describes a text model alone.
+    Raises:
+      ValueError: a passthrough tensor that cannot be copied, as its dtype is not one of 16- or 32-bit floats and it is
+        in no known format, or its size does not fit its shape.
     """
     beside = tuple(entry for name, entry in entries.items() if is_passthrough(name, config.family))
     if not beside:

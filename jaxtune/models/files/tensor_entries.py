@@ -67,8 +67,9 @@ def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fold
         a tensor of its own.
       folder: the checkpoint's folder, for errors.
     Raises:
-      ValueError: tensors that are missing, unexpected or of another shape, all in one list; or a separate head that
-        differs from the embedding although the two are tied.
+      ValueError: tensors that are missing, unexpected or of another shape, all in one list; a separate head that
+        differs from the embedding although the two are tied; or a tensor that is neither quantised nor of 16- or 32-bit
+        floats.
     """
     entries = dict(entries)
     if tied and "lm_head.weight" in entries:

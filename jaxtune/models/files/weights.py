@@ -23,7 +23,8 @@ from jaxtune.pallas.formats import Stored, dense
 
 
 def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
-    """{Hugging Face name: variable} of a model, in the order in which files have them: embedding, layers, norm, head.
+    """{Hugging Face name: variable} of a model, in the order in which files have them: embedding, per-layer embeddings
+    if there are any, layers, norm, head.
 
     Raises:
       ValueError: a model with adapters, or one that is prepared for QAT.
