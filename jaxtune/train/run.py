@@ -167,20 +167,12 @@ class Run:
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
-        """Makes the steps after the first `start` ones, until the last of the run or until a callback ends it. Between
-        them it calls the callbacks, evaluates and saves as the config asks, and traces steps for a profile. At the end
-        it saves and evaluates the last state. Returns (the last state, steps done).
-
-        Args:
-          programs: the compiled programs of the first step; they are compiled anew if memory runs out in it.
-          state: the state after `start` steps, which is donated.
-          sums: zeros, to which micro-batches are added; donated.
-          frozen: nnx.State, the weights that are not trained.
-          start: the steps done so far.
-        Raises:
-          TrainingInterrupted: a signal arrived, and the state was saved if possible.
-          TrainingStopped: a guard stopped the run.
-        """
+        """Makes the steps after the first `start` ones, until the last of the run or until a callback ends it; returns
+        (the last state, steps done). Between them it calls callbacks, evaluates, saves and traces as the config asks,
+        and at the end it saves and evaluates the last state. programs: those of the first step, which are compiled anew
+        if memory runs out in it. `state` and `sums` (zeros) are donated. frozen: nnx.State, the weights that are not
+        trained. Raises TrainingInterrupted after a signal, when the state is saved if possible, and TrainingStopped if
+        a guard stopped the run."""
         engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
         profile = self.profile
 
