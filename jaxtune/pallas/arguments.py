@@ -41,8 +41,8 @@ class Arguments:
     """
 
     def __init__(self, op: str, **sizes: int):
-        """Makes the checker for one call of the operation named `op`. sizes: {word of shapes, such as "heads": its size}
-        of words that are known before any array is checked."""
+        """Makes the checker for one call of the operation named `op`. sizes: {a word of shapes, such as "heads": the
+        size} of words that are known before any array is checked."""
         self.op = op
         self.sizes: dict[str, tuple[int, str]] = {word: (size, "") for word, size in sizes.items()}
 
@@ -52,8 +52,8 @@ class Arguments:
         Args:
           name: the argument's name, for messages.
           value: the argument.
-          shape: a word for each axis, such as "B T heads D": a number is a size, a name is a size that all arrays of the
-            call share and that the first one sets, and a leading "..." stands for any number of axes.
+          shape: a word for each axis, such as "B T heads D": a number is a size, a name is a size that all arrays of
+            the call share and that the first one sets, and a leading "..." stands for any number of axes.
           dtypes: the only allowed dtype, or a tuple of the names of all allowed ones.
           stored: classes of quantised weights that are allowed in place of an array. For such a weight the shape is
             checked, and that its arrays fit each other, but no dtype.
@@ -109,8 +109,8 @@ class Arguments:
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {hint}")
 
     def sequence(self, name: str, value: Any, of: str, count: int | None = None) -> None:
-        """Checks that the argument `name`, `value`, is a list, a tuple or another sequence, but not a string, of `count`
-        entries (None: at least one); `of` says in words what the entries are, which are not checked.
+        """Checks that the argument `name`, `value`, is a list, a tuple or another sequence, but not a string, of
+        `count` entries (None: at least one); `of` says in words what the entries are, which are not checked.
 
         Raises:
           TypeError: it is no such sequence.

@@ -1,4 +1,5 @@
-"""Adam's update with 8-bit moments as one Pallas Mosaic GPU kernel for Hopper, which reads and writes every byte once.
+"""Adam's update with 8-bit moments as one Pallas Mosaic GPU kernel for Hopper, which reads and writes every byte once
+(`adam_update`), and in plain JAX for all other devices (`plain_update`).
 
 A warp has whole blocks of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
 moments twice, once for the absmax and again to encode them. The gradient is scaled here, and moments are updated in
@@ -76,7 +77,8 @@ def cells(signed: bool) -> np.ndarray:
 
 def refusal(gradient, m_codes) -> str | None:
     """Returns the reason why the kernel cannot update this tensor, or None if it can; the optimizer then calls
-    adam_update, otherwise plain_update. On a GPU, the first call for a dtype runs a small case on the kernel and
+    adam_update, otherwise plain_update. Reasons are a GPU that is not Hopper, a gradient that is neither bfloat16 nor
+    float32, and fewer than 2,048 elements. On a GPU, the first call for a dtype runs a small case on the kernel and
     compares it with XLA; a difference is a reason too.
 
     Args:
@@ -132,10 +134,8 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
     """One step of Adam on a tensor with 8-bit moments in plain jnp, which runs on any machine and which XLA divides
     over any mesh. It is used if the kernel refuses a tensor, and is the reference with which the kernel is compared.
 
-    It does the same as `adam_update`, without the argument `divided`, and raises the same errors.
-
     Args:
-      gradient: bfloat16 or float32, of any shape.
+      gradient: bfloat16, float16 or float32, of any shape.
       m, v: the codes of the moments, uint8[blocks, 256], as from blockwise8.encode.
       m_absmax, v_absmax: the largest magnitude in each block of a moment, float32[blocks].
       correction1, correction2: float32, 1 - beta^t for the first and the second of `betas`.
@@ -145,6 +145,8 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
       eps: Adam's eps.
     Returns:
       (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
     _check("plain_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
     (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
@@ -158,11 +160,13 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
 
 
 def _check(op, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
-    """Checks the arguments of an update, so that an error names the argument and the function. `op` is that function's
-    name; gradient, m, m_absmax, v, v_absmax, betas and eps are the arguments of `adam_update`, which describes them.
+    """Checks the arguments of adam_update or plain_update, so that an error names the argument and the function, whose
+    name is `op`: gradient is an array of floats; m and v, the codes of its moments, are uint8[blocks, 256], where a
+    block is 256 elements of the gradient; m_absmax and v_absmax are float32[blocks]; betas are two numbers in [0, 1),
+    and eps is at least 0.
 
     Raises:
-      TypeError, ValueError: an argument is not as described there.
+      TypeError, ValueError: an argument is not so.
     """
     check = Arguments(op)
     check.array("gradient", gradient, "...", FLOATS)

@@ -117,8 +117,8 @@ def _rule(query, key, value, decay, beta, layout):
     """Returns the output of the gated delta rule, [B, T, heads, V], with a custom derivative. If no derivative is
     taken, the forward kernel stores neither errors nor states.
 
-    query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads];
-    layout: the document bounds.
+    query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
+    beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
     """
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, made)[0]
@@ -212,8 +212,8 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
     """Runs the first two kernels, "numbers" and "chunk", which process all chunks in parallel, and returns what they
     compute: the factors of tokens and the matrices of chunks, which do not depend on a state.
 
-    query and key are [B, T, key_heads, K], decay (its logarithm) and beta float32[B, T, heads]; of value [B, T, heads,
-    V] only the shape is used. layout: the document bounds.
+    query and key are [B, T, key_heads, K], decay (the logarithm of the factor on the state) and beta float32[B, T,
+    heads]; of value [B, T, heads, V] only the shape is used. layout: the document bounds.
     """
     rows, length, heads = value.shape[:3]
     chunks = math.ceil(length / CHUNK)

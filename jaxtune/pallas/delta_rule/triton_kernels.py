@@ -198,15 +198,19 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """Computes the numbers of a chunk's tokens, the fields total to faded of triton.Made, which explains them (total,
-    share, unit_q, unit_k, kept, read, written, reach, faded), for all value heads of a key head. Grid: (key_heads,
-    chunks, B).
+    """Computes the numbers of a chunk's tokens for all value heads of a key head, which do not depend on a state. They
+    have a kernel of their own, because a kernel with matrix products has layouts in which a thread would compute each
+    number 16 times. Grid: (key_heads, chunks, B).
 
-    They have a kernel of their own, because a kernel with matrix products has layouts in which a thread would compute
-    each number 16 times. query and key are [B, T, key_heads, K], decay (its logarithm) and beta float32[B, T, heads],
-    starts and ends the document bounds, int32[B, T]. The compile-time constants are the sizes: LENGTH tokens of a row
-    in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE, 1 / sqrt(K), multiplies queries; WIDTH
-    is not used.
+    It writes, float32[B, heads, CHUNKS * CHUNK]: total (the sum of decays since the token's document starts within the
+    chunk), share (beta, 0 at padding), unit_q and unit_k (1 over the lengths of query, times SCALE, and key), kept and
+    read (the factors with which the token's key and query read the chunk's first state), written (that with which its
+    error enters the last state) and reach (written without beta); and float32[B, heads, CHUNKS] faded, the factor of
+    the chunk's first state in its last.
+
+    query and key are [B, T, key_heads, K], decay (the logarithm of the factor on the state) and beta float32[B, T,
+    heads], starts and ends the document bounds, int32[B, T]. The compile-time constants are the sizes: LENGTH tokens of
+    a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is 1 / sqrt(K); WIDTH is not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)

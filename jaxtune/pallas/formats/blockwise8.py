@@ -117,8 +117,8 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
 
 def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
     """Quantises values of any shape to eight bits. Returns (codes uint8[blocks, 256], absmax float32[blocks]); the
-    values are flattened, and the last block is padded with zeros. A block whose largest magnitude is no normal float32
-    becomes zeros.
+    values are flattened, and the last block is padded with zeros. A block whose largest magnitude is below the smallest
+    normal float32, 2^-126, becomes zeros; values that are not finite make their block meaningless.
 
     Args:
       values: floating-point numbers, which must not be negative if not signed.
@@ -135,8 +135,8 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
-    """Decodes what `encode` returned: float32[blocks, 256], equal to the encoded values up to rounding, including the
-    padding of the last block.
+    """Decodes what `encode` returned: float32[blocks, 256], each number of the map times its block's absmax, which is
+    the encoded value up to the error of quantisation. The padding of the last block is included.
 
     Args:
       codes: uint8[blocks, 256].

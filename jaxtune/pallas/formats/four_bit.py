@@ -141,8 +141,8 @@ class FourBit(Stored):
         """Cuts the rows from `start` to before `start + rows` out of the matrix number `index` of this tensor of
         experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself.
 
-        The values are exactly those of the rows. The result has float32 absmax if the rows do not begin and end with
-        whole groups of 256 blocks, which share a nested absmax.
+        The values are exactly those of the rows, which must be whole blocks of 64. The result has float32 absmax if the
+        rows do not begin and end with whole groups of 256 blocks, which share a nested absmax.
         """
         columns = self.shape[2]
         first, size = (index * self.shape[1] + start) * columns, rows * columns
@@ -197,7 +197,8 @@ def _padded(values: jax.Array, block: int) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class NF4(FourBit):
     """A tensor in NF4, 4-bit NormalFloat (QLoRA), whose table has quantiles of the normal distribution, because the
-    weights of models are distributed about normally. The arrays are explained in FourBit."""
+    weights of models are distributed about normally. It stores a code of four bits for each element and the largest
+    magnitude (absmax) of each 64, as FourBit, its base, explains; `encode` quantises to it."""
 
     quant_type = "nf4"
     table = np.array(
@@ -250,7 +251,8 @@ class NF4(FourBit):
 @dataclasses.dataclass(frozen=True)
 class FP4(FourBit):
     """A tensor in FP4, the 4-bit float of older bitsandbytes checkpoints: sign, two exponent bits, one fraction bit.
-    Such weights are read and decoded; jaxtune does not quantise to it. The arrays are explained in FourBit."""
+    It stores a code of four bits for each element and the largest magnitude (absmax) of each 64, as FourBit, its base,
+    explains. Such weights are read and decoded; jaxtune does not quantise to it."""
 
     quant_type = "fp4"
     table = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)

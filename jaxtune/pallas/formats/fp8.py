@@ -117,7 +117,8 @@ class FP8(Stored):
         return 1 if axis < self.ndim - 2 else self.block[axis - self.ndim + 2]
 
     def rescaled(self, factor: np.ndarray) -> FP8:
-        """The same codes with scales multiplied by `factor`, float64[..., out, 1], for a scale for each row."""
+        """The same codes with scales multiplied by `factor`, float64[..., out, 1]; the weight must have a scale for
+        each row. An export corrects scales by it that were computed from rounded numbers."""
         assert self.block == ROW
         return dataclasses.replace(self, scales=jnp.asarray(np.float32(np.float64(self.scales) * factor)))
 

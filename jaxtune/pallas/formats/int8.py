@@ -76,7 +76,8 @@ class Int8(Stored):
         return 1
 
     def rescaled(self, factor: np.ndarray) -> Int8:
-        """The same codes with the largest magnitudes multiplied by `factor`, float64[..., out, 1]."""
+        """The same codes with the largest magnitudes, absmax, multiplied by `factor`, float64[..., out, 1]. An export
+        corrects scales by it that were computed from rounded numbers."""
         return dataclasses.replace(self, absmax=jnp.asarray(np.float32(np.float64(self.absmax) * factor[..., 0])))
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:

@@ -148,7 +148,9 @@ class Layout:
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a checkpoint's config.json, says that the weights are stored
-        in this layout. The loader asks all layouts, to find that of a checkpoint. Each layout implements it."""
+        in this layout. The loader asks the layouts in the order of FORMATS, leaving out those whose `families` lack the
+        model type, and takes the first that returns True; if none does, it refuses the checkpoint. Each layout
+        implements it."""
         raise NotImplementedError
 
     def check(self, settings: Settings) -> None:

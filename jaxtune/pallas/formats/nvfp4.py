@@ -120,7 +120,7 @@ class NVFP4(Stored):
 
     def rescaled(self, factor: np.ndarray) -> NVFP4:
         """The same codes and scales of blocks with another scale of each matrix, so that numbers are multiplied by
-        `factor`, float64[..., 1, 1]."""
+        `factor`, float64[..., 1, 1]. An export corrects scales by it that were computed from rounded numbers."""
         whole = np.float64(self.tensor_scale)
         return dataclasses.replace(
             self, tensor_scale=jnp.asarray(np.float32(whole / factor if self.divides else whole * factor))

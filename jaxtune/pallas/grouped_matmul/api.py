@@ -77,8 +77,8 @@ def implementations(
       dtype: of the rows, x.
       in_size, out_size: the columns and rows of an expert's weight [out, in].
       groups: the layout of the sorted rows, of which only the rows of a tile are used.
-      weight: the weight if it is quantised and may be decoded while it is multiplied ("mosaic_ahead"); None: it is an
-        array.
+      weight: the weight if it is quantised and may be decoded while it is multiplied; None: it is an array, and the
+        table has no "mosaic_ahead", unless the caller requests that.
       implementation: the name that the caller requests, or None. On several devices "mosaic_ahead" is only used on
         request.
     """
@@ -162,7 +162,7 @@ def _thin(x, weight, groups, contract, implementation, tokens):
 def _contracted(thin, wide, groups, rank, implementation, tokens):
     """The gradient of an adapter's A, or of its B transposed: float32[E, rank, n], which is thin^T wide, summed over
     the rows of each expert. A Mosaic kernel computes it if `implementation` is a Mosaic one and the kernel passes its
-    check on this GPU; otherwise plain JAX does.
+    check on this GPU; otherwise plain JAX multiplies, and for a Mosaic implementation another kernel adds up tiles.
 
     Args:
       thin: the factor with the adapter's rank as columns, [rows, at least rank]; columns from `rank` on are padding.
@@ -297,11 +297,14 @@ def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, tra
       name: the name of the argument x, for messages.
       x: the rows or tokens.
       shape: the shape that x must have, in words such as "rows in" or "T in" (Arguments.array).
-      weight, groups, lora, transposed: the arguments, which must be as grouped_matmul describes them.
+      weight: an array of floats or a quantised weight (Stored), [E, out, in], or [E, in, out] if `transposed`.
+      groups: a Groups whose rows are those of x, if x is sorted.
+      lora: a GroupedLora with a [E, r, in] and b [E, out, r], or None.
+      transposed: whether each expert's weight is [in, out].
       routing: the Routing from which the groups are, if the operation takes one: its arrays are checked too, and
         messages call the groups "routing.groups". None: the operation takes the groups.
     Raises:
-      TypeError, ValueError: an argument is not as grouped_matmul describes it.
+      TypeError, ValueError: an argument is not as described here.
     """
     check = Arguments(op)
     check_groups(check, groups, "groups" if routing is None else "routing.groups")
@@ -341,6 +344,8 @@ def prepared(
         of x; the returned weight is then an array without a gradient. False: each product decodes it.
       fp8: whether a weight in FP8 is multiplied without decoding.
       implementation: the name that the caller requests, or None.
+    Raises:
+      ValueError: the requested implementation is unknown or refuses the call.
     """
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     as_stored = fp8 and isinstance(weight, Stored) and weight.compute in AS_STORED

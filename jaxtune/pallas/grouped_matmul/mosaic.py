@@ -388,7 +388,8 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
         weight in four bits that mosaic_ahead.refusal does not refuse.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       contract: the axis of the weight that is summed over, 1 or 2.
-      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
+      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's, whose scale is in
+        u.
       tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
       blocks: how the kernel divides its work; None: what blocks_for returns. The tuner passes those that it measures.
     Raises:

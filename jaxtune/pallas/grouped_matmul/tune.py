@@ -1,5 +1,6 @@
-"""Measures which block sizes of the grouped product (rows times the weights of their experts) are fastest on this
-machine's GPU, for the command `jaxtune tune grouped_matmul`."""
+"""Measures which block sizes of the grouped product's Hopper kernel (rows times the weights of their experts) are
+fastest on this machine's GPU, for the shapes of two models, and stores them (pallas/tuning.py), for the command
+`jaxtune tune grouped_matmul`. Products of such shapes use those in the user's cache from then on."""
 
 from __future__ import annotations
 

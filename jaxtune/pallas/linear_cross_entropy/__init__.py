@@ -1,6 +1,7 @@
 """Losses (linear_cross_entropy, linear_token_losses), log-probabilities (linear_log_probs) and divergences between two
 models (linear_divergence) from hidden states and a vocabulary head, without storing the logits of all tokens, which
-would be the largest array of a training step."""
+would be the largest array of a training step. chunk_length, fills_up and filled_up are for the memory planner and for
+samplers: how many tokens have logits at a time, and heads padded to a size that 16-bit products need."""
 
 from jaxtune.pallas.linear_cross_entropy.api import (
     chunk_length,

@@ -220,16 +220,21 @@ def linear_token_losses(
     """The weighted loss of each token, float32[B, T], for objectives that are not the sum of the tokens' losses. Logits
     [B, T, V] are never stored.
 
-    -linear_token_losses(...) with weights of 1 gives the log-probabilities of the targets. The sum over all tokens is
-    the loss of linear_cross_entropy, which explains the options soft_cap, logit_scale, label_smoothing, z_loss,
-    head_gradient and chunk_tokens. With a frozen head, hidden's gradient is computed in the forward; with a trained
-    head the backward computes the logits once more.
+    The sum over all tokens is the loss of linear_cross_entropy. With weights of 1, and without label smoothing and
+    z-loss, the losses are the negative log-probabilities of the targets. With a frozen head, hidden's gradient is
+    computed in the forward; with a trained head the backward computes the logits once more.
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere.
       head: [V, D] of these dtypes, cast to hidden's for the product.
       targets: int[B, T] in [0, V), the next token of each token, also where the weight is 0.
       weights: float32[B, T] (or 16 bits), the factors of the losses.
+      soft_cap: limits the logits, after they are scaled, to soft_cap * tanh(logits / soft_cap); None: no limit.
+      logit_scale: multiplies the logits.
+      label_smoothing: the share of the target's probability that is spread evenly over the vocabulary, below 1.
+      z_loss: the factor of the squared log-sum-exp of the logits, which is added to the loss.
+      head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
+      chunk_tokens: the number of tokens whose logits exist at a time; None: as many as have 2^27 logits.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -343,5 +348,5 @@ def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
 def implementations() -> dispatch.Table:
     """The table of implementations, {name: a function that returns why it refuses the call, or None}. There is one,
     which supports every call, so linear_cross_entropy does not use the table. It exists for `jaxtune info`, which lists
-    the choices of every operation."""
+    the implementations of operations."""
     return {"reference": lambda: None}

@@ -61,7 +61,8 @@ def _chunk(
       own: (logit scale, soft cap) of the student.
       others: (logit scale, soft cap) of the teacher.
       size: the number of tokens in the vocabulary; heads may have more rows.
-      beta, temperature: those of linear_divergence.
+      beta: which divergence, from 0 (KL(teacher || student)) to 1 (KL(student || teacher)).
+      temperature: divides the logits of both models.
       gradients: True: gradients are computed; False: they are None in the results.
       head_gradient: whether the gradient of the student's head is computed too; otherwise it is None.
     """
@@ -98,8 +99,9 @@ def _forward(hidden, head, teacher_hidden, teacher_head, weights, *, gradients, 
     and head (else None).
 
     hidden [B, T, D] and head [V, D] are the student's, teacher_hidden [B, T, E] and teacher_head [V, E] the teacher's;
-    weights: float32[B, T]. chunk_length: the number of tokens of each row in a chunk. options: the keyword arguments
-    own, others, size, beta, temperature and head_gradient of `_chunk`.
+    weights: float32[B, T]. chunk_length: the number of tokens of each row in a chunk. options: own and others, (logit
+    scale, soft cap) of the student and of the teacher; size, the number of tokens in the vocabulary; beta, temperature
+    and head_gradient.
     """
     size = len(head)
     heads = filled_up(head.astype(hidden.dtype)), filled_up(teacher_head.astype(teacher_hidden.dtype))
@@ -113,8 +115,9 @@ def _forward(hidden, head, teacher_hidden, teacher_head, weights, *, gradients, 
 def _divergence(hidden, head, teacher_hidden, teacher_head, weights, static):
     """(sum of weights * divergences float32[], divergences float32[B, T], entropies of the student float32[B, T]). The
     first has a custom derivative with respect to hidden, head and weights, whose forward rule computes the gradients,
-    because the logits exist only there. The arrays are those of linear_divergence; teacher_hidden and teacher_head get
-    no gradient. static: the options of `_forward` as a hashable tuple of pairs (keyword, value)."""
+    because the logits exist only there. hidden [B, T, D] and head [V, D] are the student's; teacher_hidden [B, T, E]
+    and teacher_head [V, E] get no gradient; weights: float32[B, T]. static: the options of `_forward` as a hashable
+    tuple of pairs (keyword, value)."""
     results = _forward(hidden, head, teacher_hidden, teacher_head, weights, gradients=False, **dict(static))
     return (weights * results.losses).sum(), results.losses, results.entropies
 

@@ -157,7 +157,8 @@ def forward(
         Otherwise both are None. dhead is also None if the option head_gradient is False.
       entropies: whether the entropies are computed; otherwise they are None.
       entropy_weights: float32[B, T], the factors of the entropies in that sum; None: they have no gradient.
-      options: soft_cap, logit_scale, temperature, label_smoothing, z_loss and head_gradient, which `_chunk` explains.
+      options: logit_scale, soft_cap (or None) and temperature of the logits; label_smoothing and z_loss of the losses;
+        head_gradient, whether dhead is computed.
     """
     size = len(head)
     cast = filled_up(head.astype(hidden.dtype))
