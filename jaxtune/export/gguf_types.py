@@ -89,7 +89,8 @@ def _k_type(
 
     layers, eight = number("block_count"), number("expert_count") == 8
     # Layers that share values, or take the keys for them, have no v: llama.cpp counts those that have one.
-    with_v = [int(layer[1]) for tensor in tensors if (layer := _LAYER.fullmatch(tensor.name)) and layer[2] in _VALUES]
+    parts = [layer for tensor in tensors if (layer := _LAYER.fullmatch(tensor.name))]
+    with_v = sorted(int(layer[1]) for layer in parts if layer[2] in _VALUES)
     grouped = number("attention.head_count") != number("attention.head_count_kv")
     large = layers == 80 and not eight and (architecture == "qwen2" or (architecture == "llama" and grouped))
     head = HEADS[1] if any(tensor.name == HEADS[1] for tensor in tensors) else HEADS[0]

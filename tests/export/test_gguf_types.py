@@ -80,10 +80,14 @@ def test_odd_blocks(kind):
 
 
 def stored(architecture: str, names: list[str], outtype: str, columns: int = 256, **fields: int) -> list[str]:
+    """The types of the tensors `names` in a file whose layers all have values."""
     fields = {"block_count": 16, "attention.head_count": 8, "attention.head_count_kv": 2, **fields}
-    tensors = [Tensor(name, (4, columns), lambda value: value, False) for name in names]
+    part = "attn_qkv" if any("attn_qkv" in name for name in names) else "attn_v"
+    every = dict.fromkeys([*names, *(f"blk.{layer}.{part}.weight" for layer in range(fields["block_count"]))])
+    tensors = [Tensor(name, (4, columns), lambda value: value, False) for name in every]
     keys = {f"{architecture}.{key}": value for key, value in fields.items()}
-    return list(gguf_types.stored_types(tensors, outtype, architecture, keys).values())
+    found = gguf_types.stored_types(tensors, outtype, architecture, keys)
+    return [found[name] for name in names]
 
 
 def test_types_by_tensor_and_layer():
