@@ -1,7 +1,8 @@
 """Fine-tune open-weight language models in JAX.
 
-The public names are imported on first use (PEP 562): importing jaxtune costs milliseconds, imports neither jax nor
-transformers, and touches no accelerator.
+The package exports the functions and classes in __all__ and its subpackages. They are imported on first use (PEP 562):
+importing jaxtune costs milliseconds, imports neither jax nor transformers, and touches no accelerator. It raises
+ImportError on a Python older than 3.12.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The console command: it finds the command in `jaxtune.commands` and handles its errors.
+"""The console command: `main` finds the command in `jaxtune.commands`, runs it and handles its errors; `console`, the
+entry point of the script, also sets up the process.
 
-A user's mistake, or running out of memory, is one line on stderr and exit code 2; JAXTUNE_TRACEBACK=1 shows the
+A user's mistake, or running out of memory, is a message on stderr and exit code 2; JAXTUNE_TRACEBACK=1 shows the
 traceback. Any other exception is an error of jaxtune or of a library and keeps its traceback. A command that writes
 files continues when nobody reads its output.
 """
@@ -63,15 +64,25 @@ _WORKING = ("train", "launch", "export", "tune", "report", "watch", "serve")
 
 
 def console(arguments: Sequence[str] | None = None) -> int:
-    """The entry point of the `jaxtune` script and of `python -m jaxtune`: `main`, with the set-up that only a process
-    of its own may have (interrupts, streams, torch hidden). In a run of several processes it also reports a failure to
-    the others, and does not return before they end. Arguments and result are those of `main`."""
+    """The entry point of the `jaxtune` script and of `python -m jaxtune`: sets up the process and calls `main`.
+
+    The set-up is for a process of its own: interrupts that Python drops are raised again, output that can no longer be
+    written is dropped (for a command whose result is what it prints, it is an error), and transformers does not import
+    torch. In a run of several processes, success waits for the others, and a failure is reported to them and ends the
+    process here.
+
+    Args:
+      arguments: the words after `jaxtune`; None: those of this process.
+    Returns:
+      the exit code of `main`.
+    Raises:
+      Exception: what `main` raises, in a run of one process.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     interrupts.raise_dropped_interrupts()
     terminal.outlive(told=not set(arguments[:1]) <= set(_WORKING))
     # transformers imports torch wherever it is installed, which takes seconds and is of no use to a command. It is
-    # hidden
-    # until transformers has been imported (model_folder.load_tokenizer).
+    # hidden until transformers has been imported (model_folder.load_tokenizer).
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:
         code = main(arguments)
@@ -91,9 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: the words after `jaxtune`; None: those of this process.
     Returns:
-      the exit code: 0; 1 if the reader of the output is gone, or for what a command reports so; 2 for a user's mistake;
-        128 plus the signal's number after a signal.
+      the exit code: 0; 1 if the reader of the output is gone, or where a command reports a finding by it, as `doctor`
+        does; 2 for a user's mistake; 75 if a signal ended training and the state is saved; 128 plus the signal's number
+        after any other signal. `launch` returns that of the process that failed first.
     Raises:
+      SystemExit: by argparse, for an option that the command does not know (2) and for its --help (0).
       Exception: an error of jaxtune or of a library, or, with JAXTUNE_TRACEBACK=1, any error.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -119,7 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Runs the command that the arguments name; returns its exit code."""
+    """Runs the command that `arguments`, the words after `jaxtune`, name, and returns its exit code. Also does what is
+    no command: prints the usage (for --help, or with exit code 2 if there are no words), the version, or an error (2)
+    for an unknown command."""
     if not arguments or arguments[0] in ("-h", "--help"):
         _print_usage()
         return 0 if arguments else USER_ERROR
@@ -152,9 +167,9 @@ def _out_of_memory(error: Exception) -> str | None:
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Whether the error is the user's to mend, so that its message is enough: jaxtune's own code raised it (and not a
-    library that it called), or it is an OSError that names a file or says that a disk is full. A RuntimeError never
-    is."""
+    """Whether the error is the user's to mend, so that its message is enough without a traceback: jaxtune's own code
+    raised it (and not a library that it called), or it is an OSError, raised anywhere, that names a file or says that a
+    disk is full. A RuntimeError never is."""
     if isinstance(error, RuntimeError):
         return False
     if isinstance(error, OSError):
@@ -176,7 +191,8 @@ def _fail(message: str) -> int:
 
 
 def _print_usage() -> None:
-    """Prints every command with the first paragraph of its docstring."""
+    """Prints what `jaxtune --help` shows: the usage, and every command with the first paragraph of the docstring of its
+    `run`."""
     summaries = {name: (command.__doc__ or "").split("\n\n")[0] for name, command in COMMANDS.items()}
     say("usage: jaxtune COMMAND ...\n")
     common.print_columns([(name, " ".join(summary.split())) for name, summary in summaries.items()])

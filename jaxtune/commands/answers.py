@@ -1,4 +1,6 @@
-"""`jaxtune generate MODEL --prompts FILE --output FILE`: answers to a file of prompts, one line for each answer."""
+"""The answers of `jaxtune generate MODEL`. With `--prompts FILE --output FILE`, `answer_file` writes one line of JSON
+for each answer (there may be several to a prompt), in the order of the prompts; if the command was stopped, the same
+command makes the answers that are missing. With `--prompt TEXT`, `show` prints the answers."""
 
 from __future__ import annotations
 
@@ -36,12 +38,13 @@ def answer_file(
     slots: int | None,
     settings: Row,
 ) -> None:
-    """Answers a file of prompts: writes a line for each answer, in the order of the prompts, which is the prompt's row
-    with `answer` (its text) and `finish_reason`.
+    """Answers a file of prompts. For each answer it writes a line, which is the prompt's row with `answer` (its text)
+    and `finish_reason`; the lines are in the order of the prompts.
 
-    Lines are written whole, as answers end. If the output has answers to these prompts already, because the command was
-    stopped, only the others are made. They are the same as without the stop, because what a row draws depends on the
-    seed and on its index alone.
+    A line is written whole, as soon as its answer and all those before it have ended. If the output has answers to
+    these prompts already, because the command was stopped, only the others are made. With the same settings, which are
+    not compared, they are the same as without the stop: what an answer draws depends only on the seed and on its index
+    among all answers.
 
     Args:
       model: the model.
@@ -56,8 +59,9 @@ def answer_file(
       slots: the number of answers that decode at once; None: as many as there is memory for.
       settings: keyword arguments of Sampler.submit: `seed`, `temperature` and the like.
     Raises:
-      ValueError: a row that cannot be asked, or whose prompt and answer are longer than the model's context, with its
-        line; an output that answers other prompts, or that another process is writing.
+      ValueError: a row that cannot be asked, or whose prompt and `max_new_tokens` are more than the model's context,
+        with its line; an output that answers other prompts, or that another process is writing.
+      OSError: a file cannot be read or written.
     """
     from jaxtune.models.generation.sampler import Sampler
 
@@ -153,18 +157,20 @@ def read_rows(file: Path) -> list[Row]:
 def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[int]:
     """Makes the token ids of the prompt that a row asks the model.
 
-    `messages` are a conversation, of which a last message of the assistant is left out; `tools` beside it are given to
-    the chat template. `prompt` is the message of a user, or such a list of messages; with `raw`, or without a chat
-    template, it is the text itself.
+    `messages` are a conversation. A last message of the assistant is left out, and the chat template ends the prompt
+    with the beginning of the assistant's answer; it also gets the row's `tools`, if there are any. A `prompt` that is a
+    list is such a conversation, and one that is a text is the message of a user. With `raw`, or if the tokenizer has no
+    chat template, a text is tokenised as it is, with the special tokens that the tokenizer adds, and a conversation is
+    an error.
 
     Args:
       row: the row, which has either `messages` or `prompt`.
       tokenizer: the model's.
-      raw: True: `prompt` is tokenised as it is, and a row of messages is an error; False: the chat template is applied.
+      raw: True: no chat template is applied. False: it is, if the tokenizer has one.
       place: the row's file and line, as "FILE:LINE", for errors.
     Raises:
-      ValueError: the row has none of these forms, is empty, has messages without a chat template, or the chat template
-        refuses it.
+      ValueError: the row has none of these forms, its text gives no token, its conversation has no message (without a
+        last one of the assistant), it has a conversation where no chat template is applied, or the template refuses it.
     """
     asked = row.get("messages", row.get("prompt"))
     if isinstance(asked, str):
@@ -191,8 +197,8 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
 
 
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:
-    """Counts the answers that an output has already, so that a stopped command continues after them. A last line that
-    is not whole, which a killed process or a full disk left, is cut off the file.
+    """Counts the lines of answers that an output has already, so that a stopped command continues after them. A last
+    line that is not whole, which a killed process or a full disk left, is cut off the file.
 
     Args:
       file: the output, opened for reading and appending.
@@ -249,15 +255,18 @@ def append(file: FileIO, row: Row) -> None:
 
 
 def show(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], raw: bool, settings: Row) -> None:
-    """Prints the model's answers to the prompts of --prompt. If there are several, a line with the prompt is above each
-    answer.
+    """Prints the model's answers to the prompts of --prompt on stdout. If there are several prompts, a line with the
+    prompt is above each answer.
 
     Args:
       model: the model.
       tokenizer: its tokenizer.
       prompts: the texts of the prompts.
-      raw: True: a prompt is used as it is; False: the chat template is applied, if the tokenizer has one.
+      raw: True: a prompt is tokenised as it is; False: it is a user's message in the chat template, if the tokenizer
+        has one.
       settings: keyword arguments of jaxtune.generate.
+    Raises:
+      ValueError: a prompt gives no token, or the chat template refuses it.
     """
     import jaxtune
 

@@ -1,6 +1,7 @@
-"""What commands share: the argument parser; the options that several commands have (--coordinator, --processes and
---process for runs of several processes, --dtype and --load-in for the dtype and the quantised format of the weights);
-output in columns as wide as the terminal; and loading a model by these options."""
+"""What commands share: the argument parser (`parser`); options that several commands have, which are --coordinator,
+--processes and --process for runs of several processes (`add_processes`), and --dtype and --load-in for the dtype and
+the quantised format of the weights (`add_numbers`); help texts in two columns as wide as the terminal; and loading the
+model that these options describe (`load`)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
 
     Args:
       command: the command's name, such as "chat".
-      description: the docstring of the command's `run`, which --help prints; None: --help prints none.
+      description: the docstring of the command's `run`, which --help prints as one paragraph; None: --help prints none.
     """
     description = " ".join((description or "").split())
     return argparse.ArgumentParser(prog=f"jaxtune {command}", description=description, allow_abbrev=False)
@@ -64,7 +65,8 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
 
 def add_load_in(parser: argparse.ArgumentParser) -> None:
     """Adds --load-in, the format in which the layers' weights are loaded, such as "nf4" or "stored" (as the files have
-    them); None if it is not given."""
+    them). It is None if it is not given; then an adapter's base is loaded as in its training, and any other model as
+    stored."""
     parser.add_argument(
         "--load-in",
         choices=(*LOADED, "stored"),
@@ -75,12 +77,14 @@ def add_load_in(parser: argparse.ArgumentParser) -> None:
 
 def load(options: argparse.Namespace):
     """Loads the model that `options.model` names: a model folder, a hub name, or an adapter folder, which is loaded
-    over its base. options: parsed options, of which `dtype` and `load_in` (of add_numbers) say the dtype and format of
-    the weights.
+    over its base.
 
+    Args:
+      options: parsed options, of which `model`, and `dtype` and `load_in` (of add_numbers) are read. A `dtype` of None
+        is the one that an adapter was trained in or that the run that wrote the model has recorded, else bfloat16.
     Returns:
       (model, tokenizer); the tokenizer is None if the folder has none. A model with an adapter also ends its answers at
-        the end tokens that it was trained with.
+        the tokenizer's EOS and at the token that ends a turn in its chat template.
     """
     import jaxtune
     from jaxtune.models.adapters import trained_over

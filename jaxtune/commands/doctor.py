@@ -12,7 +12,10 @@ from jaxtune.system.terminal import console, fitted, say
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Check this machine: driver, GPU, memory, disk, speed, a kernel; and say how to fix what is wrong."""
+    """Check this machine: driver, GPU, memory, disk, speed, a kernel; and say how to fix what is wrong.
+
+    The exit code is 1 if something is found with which training will not work.
+    """
     parser = common.parser("doctor", run.__doc__)
     parser.add_argument("--quick", action="store_true", help="measure no speeds")
     options = parser.parse_args(arguments)

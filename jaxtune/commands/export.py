@@ -1,4 +1,5 @@
-"""The command `jaxtune export`, which writes a model or an adapter in the format of another program.
+"""The command `jaxtune export`, which writes a model or an adapter in the format of another program, and with --push
+uploads the folder to the Hugging Face Hub.
 
 `run` takes the words of the command line after `export`; its docstring is the text that --help prints.
 """

@@ -1,4 +1,6 @@
-"""The command `jaxtune launch`, which runs `jaxtune train` in several processes on this machine.
+"""The command `jaxtune launch`, which runs `jaxtune train` in N processes on this machine: with --gpus N one on each of
+N GPUs, with --processes N on its CPUs. It passes signals on to them, ends the others when one fails, and returns the
+exit code of the first failure.
 
 `run` takes the words of the command line after `launch`; its docstring is the text that --help prints.
 """
@@ -44,8 +46,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _gpus(count: int) -> list[str]:
     """Chooses one GPU for each of `count` processes and returns the values of CUDA_VISIBLE_DEVICES for them, such as
-    ["0", "1"]: the first ones in this process's own CUDA_VISIBLE_DEVICES, or if it is not set, the machine's first
-    ones.
+    ["0", "1"]: the first ones in this process's own CUDA_VISIBLE_DEVICES, or if it is not set, the numbers from 0;
+    whether the machine has these GPUs is not checked.
 
     Raises:
       ValueError: the variable names fewer GPUs than `count`.
@@ -96,8 +98,10 @@ class _Processes:
         ]
 
     def run(self) -> int:
-        """Starts the processes and waits until all have ended; signals that this process gets are passed on to them.
-        Returns the exit code of the first that failed, as a shell reports it, or 0."""
+        """Starts the processes and waits until all have ended. SIGTERM, SIGINT and SIGHUP that come to this process are
+        passed on to them (SIGHUP only if it is not ignored). After one has failed, the others are killed if they do not
+        end within 20 seconds, or at once if a signal ended it. Returns the exit code of the one that failed first, as a
+        shell reports it (128 + the signal's number), or 0."""
         # Under nohup SIGHUP stays ignored; child processes inherit that.
         old = {number: signal.signal(number, self._note) for number in handled(StopSignal.signals)}
         running: dict[int, subprocess.Popen] = {}

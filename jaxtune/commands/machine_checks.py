@@ -1,4 +1,5 @@
-"""Checks whether this machine is ready for training, with advice on what is not; `jaxtune doctor` prints them."""
+"""The checks of `jaxtune doctor`, which prints them: whether this machine is ready for training, with advice on what is
+not. `findings` runs all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _LEAST_DISK_GB, _SLOW_SHARE = 20, 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of one check of `jaxtune doctor`: whether it is right, what was found, and what to do otherwise."""
+    """The result of one check of `jaxtune doctor`: whether it is in order, what was found, and what to do if not."""
 
     state: Literal["ok", "note", "wrong"]  # "note": slower or less than possible; "wrong": training will not work
     what: str  # what was found
@@ -36,11 +37,11 @@ class Finding:
 
 def findings(measure: bool = True) -> Iterator[Finding]:
     """Runs all checks and yields each result as soon as it is known, in this order: packages, driver, GPU, memory,
-    disk, products, host link, a kernel.
+    disk, rates of matrix products, of copies in device memory and to and from the host, a kernel.
 
     Args:
-      measure: True: matrix products and copies are timed too, if there is a GPU (about ten seconds once; the result is
-        cached); False: no rate is checked.
+      measure: True: the rates are checked, if there is a GPU. They are measured once, in about ten seconds, and stored
+        in a cache. False: they are not checked.
     """
     yield _packages()
     card = _nvidia_smi()
@@ -73,16 +74,16 @@ def _packages() -> Finding:
 
 def _nvidia_smi() -> dict[str, str] | None:
     """Asks nvidia-smi for the first GPU: {"name", "driver_version", "memory.total", "memory.used": value as text},
-    memory in MiB without the unit. {"error": message} if it fails, None if there is no nvidia-smi."""
+    memory in MiB without the unit. {"error": message} if it fails or takes over 30 s; None if it is not installed."""
     from jaxtune.profile.device import nvidia_smi
 
     return nvidia_smi("name", "driver_version", "memory.total", "memory.used", units=False)
 
 
 def _driver(card: dict[str, str] | None) -> Finding:
-    """Checks whether NVIDIA's driver is new enough for one of the CUDA versions that JAX is built with. card: what
-    nvidia-smi says of the first GPU; {"error": message} if it fails, None if there is none, which is a "note", because
-    a CPU is enough for small runs."""
+    """Checks whether NVIDIA's driver is new enough for CUDA 12 or 13, for which JAX is built. The finding is "ok",
+    "wrong" if the driver is too old or nvidia-smi fails, or a "note" if there is no nvidia-smi, because a CPU is enough
+    for small runs. card: what `_nvidia_smi` returned for the first GPU: its values, {"error": message}, or None."""
     if card is None:
         return Finding(
             "note",
@@ -102,9 +103,10 @@ def _driver(card: dict[str, str] | None) -> Finding:
 
 
 def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
-    """Yields findings on the GPUs: whether JAX uses them, they are supported, their memory is free, and the package for
-    the kernels of older cards is installed. card: what nvidia-smi says of the first GPU; {"error": message} if it
-    fails, None if there is none."""
+    """Yields findings on the GPUs. "wrong": JAX does not use a GPU that is there, or a GPU is not supported. "note":
+    there is no GPU, programs use more than 2 GiB of the first one's memory, or jax-triton, which has the kernels for
+    cards before Hopper, is not installed. "ok" for each other GPU of JAX, with its memory. card: what `_nvidia_smi`
+    returned for the first GPU: its values, {"error": message}, or None."""
     import jax
 
     from jaxtune.profile.data_sheets import refusal
@@ -159,9 +161,14 @@ def _room() -> Iterator[Finding]:
 
 
 def _rates() -> Iterator[Finding]:
-    """Yields findings on the measured rates of matrix products, copies in device memory and copies over the host link.
-    A rate below half of what the GPU's data sheet states is a "note", because the card is then throttled or in a slow
-    slot."""
+    """Yields four findings: the rates of matrix products in bfloat16 (TFLOP/s), of copies in device memory (TB/s) and
+    of copies to the device and to the host (GB/s). profile.ceilings measures them on the first device, in about ten
+    seconds, or reads them from its cache file.
+
+    A rate below half of what the GPU's data sheet states is a "note", with advice: the card may be throttled, used by
+    another program, or in a slot with fewer lanes. Any other rate is "ok", as is each one of a GPU without a data
+    sheet.
+    """
     import jax
 
     from jaxtune import profile

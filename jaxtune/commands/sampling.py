@@ -1,5 +1,5 @@
-"""Options of the commands that generate (`generate` and `chat`): the settings of jaxtune.generate, such as
---temperature and --seed, and the dtype of the model."""
+"""Options that the commands `generate` and `chat` share: the settings of jaxtune.generate, such as --temperature,
+--seed and --stop, and how the model's weights are loaded, --dtype and --load-in (their quantised format)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jaxtune.commands.common import add_numbers
 
 def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
     """Adds the options --temperature, --top-k, --top-p, --min-p, --repetition-penalty, --seed and --stop, and --dtype
-    and --load-in of the model's weights. temperature: the default of --temperature: 0 takes the likeliest token, to
-    answer prompts reproducibly; `jaxtune chat` has more."""
+    and --load-in of the model's weights, to `parser`. temperature: the default of --temperature: 0, which always takes
+    the likeliest token, in `generate`, so that answers are reproducible; 0.7 in `chat`."""
     default = f"0 takes the likeliest token (default: {temperature:g})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="X", help=default)
     for flag, kind, value, words in (

@@ -25,8 +25,8 @@ _KEY = "JAXTUNE_API_KEY"
 def run(arguments: Sequence[str]) -> None:
     """Answer programs that speak OpenAI's API, with a model and adapters over it.
 
-    Many clients share the slots of one sampler. SIGTERM or Ctrl-C ends the server: no new requests are taken, answers
-    have --grace seconds to end, and the exit code is 0.
+    Many clients share the slots of a model's sampler. SIGTERM or Ctrl-C ends the server: no new requests are taken,
+    answers have --grace seconds to end, and the exit code is 0. A second one ends it at once.
     """
     parser = common.parser("serve", run.__doc__)
     parser.add_argument("model", help="model folder, hub name or adapter folder")
@@ -107,7 +107,7 @@ def _models(options: argparse.Namespace) -> list[Served]:
       the models with their names: first the base, then the argument `model` itself if it is an adapter folder, then
         those of --adapter.
     Raises:
-      ValueError: the model has no tokenizer, or two models have the same name.
+      ValueError: the model has no tokenizer, two models have the same name, or an --adapter is not NAME=FOLDER.
     """
     from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.models.adapters.adapter_files import load_adapter
@@ -145,7 +145,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _name(model: str) -> str:
-    """The name by which clients ask for a model: the last name in the path of a local folder, or the whole hub name.
-    model: the folder or hub name, as on the command line."""
+    """The name by which clients ask for a model: for a local folder its own name, after links and "." are resolved;
+    otherwise the whole hub name. model: a folder or hub name, from the command line or from an adapter's config."""
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() else model

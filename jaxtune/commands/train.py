@@ -15,12 +15,15 @@ from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> int | None:
-    """Fine-tune a model, or train one from scratch, as a recipe says.
+    """Fine-tune a model, or train one from scratch, as a recipe says. Without --plan it first makes this process one of
+    several, if the options or the environment say so.
 
     Args:
       arguments: the words of the command line after `train`: a recipe, overrides (key=value) and options.
     Returns:
-      the exit code; None means 0.
+      the exit code: 0, or 75 if a signal ended the run and the same command continues it.
+    Raises:
+      ValueError: the recipe is missing, or the config or the rows are wrong.
     """
     parser = argparse.ArgumentParser(prog="jaxtune train", allow_abbrev=False, add_help=False)
     parser.add_argument("recipe", nargs="?")

@@ -13,7 +13,7 @@ from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Show runs while they train, side by side, in a browser on this machine."""
+    """Show runs side by side on a web page that this machine serves to itself, while they train; Ctrl-C ends it."""
     parser = common.parser("watch", run.__doc__)
     parser.add_argument("runs", nargs="+", metavar="run", help="folders of runs; runs may start later")
     parser.add_argument("--port", type=int, default=8642, help="port of the page; 0: a free one (default: 8642)")

@@ -1,4 +1,10 @@
-"""Atomic files: a file is complete or not there. The module imports nothing of jaxtune, so every package may use it."""
+"""Files that are complete or not there: atomic writing, under a temporary name that is renamed at the end
+(`atomic_write`), and removal of what a killed process left. A lock (`hold`) tells that from what a living process
+writes.
+
+There are also checksums of files (`fingerprints`), reading where others may write (`read_plain`), and the check that a
+run can write its folder (`require_makeable`). The module imports nothing of jaxtune, so every package may use it.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +24,16 @@ from typing import Any
 
 
 def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, durable: bool = True) -> None:
-    """Writes a file so that a reader, a crash or a full disk leaves it complete: either with the old content or with
-    the new.
+    """Writes a file atomically: whoever reads it, and a crash or a full disk at any moment, finds the whole old content
+    or the whole new one.
 
     Args:
-      path: a link of that name is replaced, not followed. Its folder must exist.
-      data: text is written as UTF-8.
+      path: the file. A symbolic link of that name is replaced, not followed. The folder must exist.
+      data: the content; text is written as UTF-8.
       mode: permissions of the file, less the process's umask.
-      durable: wait until the data are on disk. Without it, a power failure may leave an incomplete file; this is for
-        files that are verified when they are read.
+      durable: True: it returns when the data and the file's name are on disk. False: it does not wait, so a power
+        failure may leave an incomplete file; this is for files that are verified when they are read, and for files of a
+        folder that is flushed as a whole later (new_folder).
     Raises:
       OSError: the disk is full or the folder cannot be written; the old content is untouched.
     """
@@ -54,8 +61,8 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
 
 
 def unfinished_name(path: str | os.PathLike) -> Path:
-    """A new hidden name in the folder of `path`, for a file or folder that is renamed to `path` when it is complete.
-    remove_unfinished recognises it by its form."""
+    """Returns a new hidden path in the folder of `path`, for a file or folder that is renamed to `path` when it is
+    complete. Nothing is created. remove_unfinished recognises the name by its form, .NAME.PROCESS-RANDOM.tmp."""
     path = Path(path)
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
@@ -97,7 +104,8 @@ def hold(descriptor: int) -> bool:
 
 def remove_left(path: Path) -> None:
     """Removes a temporary file or folder that a killed process left, unless a living process is writing it: such a
-    process has locked it by `hold`. Errors are ignored, because the path may be gone already."""
+    process has locked it by `hold`. A symbolic link is removed itself, not what it points to. On a file system without
+    locks, everything is removed. Errors are ignored, because the path may be gone already."""
     with contextlib.suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -115,8 +123,9 @@ def remove_left(path: Path) -> None:
 
 
 def read_plain(path: str | os.PathLike) -> bytes:
-    """Returns the content of a regular file. It is for folders that others may write to: in place of the file there may
-    be a named pipe or a device, on which an ordinary read could wait forever; here it raises an error.
+    """Returns the content of a regular file; symbolic links are followed. It is for folders that others may write to,
+    such as caches: in place of the file there may be a named pipe or a device, on which an ordinary read could wait
+    forever; here it raises an error.
 
     Raises:
       OSError: the path is not a regular file, or cannot be read.
@@ -132,8 +141,9 @@ _UNFINISHED = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 
 def remove_unfinished(folder: str | os.PathLike) -> None:
-    """Removes temporary files and folders that a killed process left in `folder`. What a living process is writing
-    there, such as an export into a run's folder, stays."""
+    """Removes temporary files and folders (with names from `unfinished_name`) that killed processes left in `folder`.
+    Those that a living process is writing stay, such as an export into a run's folder: it has locked them (`hold`). On
+    a file system without locks they are removed, too."""
     for left in Path(folder).glob(".*.tmp"):
         if _UNFINISHED.fullmatch(left.name):
             remove_left(left)
@@ -150,9 +160,10 @@ def sync(path: str | os.PathLike) -> None:
 
 
 def fingerprints(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """Returns {path: {"bytes": size, "crc32": eight hexadecimal digits}} for the files. The values are recorded when
-    files are written, so that a later change of them is noticed. CRC-32 detects accidental changes only, and runs at 4
-    GB/s per core where SHA-256 runs at 1.7."""
+    """Returns {path: {"bytes": size, "crc32": eight hexadecimal digits}} for the files, which eight threads read.
+    Checkpoints and results record the values when they are written, so that a later change of a file is noticed. CRC-32
+    detects accidental changes only, and runs at 4 GB/s per core where SHA-256 runs at 1.7. Raises OSError for a file
+    that cannot be read."""
     paths = list(paths)
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(paths, pool.map(_fingerprint, paths), strict=True))

@@ -11,7 +11,8 @@ _AGAIN_SECONDS = 0.05
 
 
 def raise_dropped_interrupts() -> None:
-    """From now on a KeyboardInterrupt that Python drops is raised again, a moment later.
+    """From now on, if Python drops a KeyboardInterrupt, this process gets SIGINT again 0.05 seconds later, so that the
+    interrupt is raised where Python does not drop it.
 
     Python drops what is raised while it runs a finaliser or a callback of the garbage collector, and prints it as
     ignored; JAX registers such a callback. A command that was interrupted there would continue.

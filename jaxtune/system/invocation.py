@@ -15,11 +15,11 @@ _SCRIPT = "jaxtune"
 
 
 def spelled(command: str) -> str:
-    """The command line of a jaxtune command, such as "generate FOLDER", as the user would type it.
+    """The command line of a jaxtune command, such as "generate FOLDER", as the user would type it, for messages.
 
-    It starts with `jaxtune`, with the path of that script, or with `python -m jaxtune`, whichever started this process;
-    `python -m jaxtune.train` is used for `train` if it started the process. In a user's own script it is whatever works
-    in this environment.
+    It starts with `jaxtune`, with the path of that script, or with `python -m jaxtune`, whichever started this process
+    (or `jaxtune launch`, if that started it); `python -m jaxtune.train` is used for `train` if it started the process.
+    In a user's own script it is whatever works in this environment.
     """
     name, _, rest = command.partition(" ")
     prefix = os.environ.get(VARIABLE) or prefix_of(sys.orig_argv)
@@ -31,8 +31,9 @@ def spelled(command: str) -> str:
 
 
 def prefix_of(original: list[str]) -> str:
-    """Returns the words with which the user starts jaxtune, before the name of a command: "jaxtune", the path of that
-    script, or "PYTHON -m jaxtune", where PYTHON is the interpreter. Messages that propose a command begin with them.
+    """Returns the words with which the user starts jaxtune, before the name of a command: "jaxtune"; the path of that
+    script; "PYTHON -m jaxtune", where PYTHON is the interpreter; or "PYTHON -m jaxtune.train", if that started the
+    process. Messages that propose a command begin with them.
 
     Args:
       original: `sys.orig_argv`: the process's arguments, with those that the interpreter consumed.

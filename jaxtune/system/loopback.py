@@ -1,4 +1,5 @@
-"""Servers for this machine alone: they listen on a loopback address, and answer no page of another site.
+"""For the servers of `jaxtune serve` and `jaxtune watch`: whether an address is that of this machine alone
+(`is_loopback`), and whether a request comes from a page of another site (`refusal`).
 
 A page in the browser can send requests to a server on the loopback address, and a host name of the page's site can be
 made to resolve to that address. Such requests have the site's name in their Host or Origin header.
@@ -13,7 +14,8 @@ HOST = "127.0.0.1"
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether a host name or an address is that of this machine alone.
+    """Whether a host is that of this machine alone: the name localhost or a loopback address. False for any other name,
+    for None and for "".
 
     >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "example.com")]
     [True, True, True, False, False]
@@ -31,7 +33,8 @@ def refusal(host: str | None, origin: str | None) -> str | None:
     Without this check a page of another site could read the server's answers through the user's browser.
 
     Args:
-      host, origin: the headers of these names; None where a request has none.
+      host: the header Host; None or one that is not this machine's is refused.
+      origin: the header Origin; None, which programs other than browsers send, is accepted.
     """
     if not is_loopback(_host_name(f"//{host or ''}")):
         return f"Host = {host!r}: this server is asked as localhost or {HOST} only"

@@ -9,8 +9,8 @@ A process that fails reports it to the service. The others, which may be waiting
 print its message and end with its exit code. A process that is killed reports nothing; the service notices after
 HEARTBEAT_SECONDS, and JAX ends the others. If the first process dies, the others end at once.
 
-Every package may use this module; of jaxtune it imports only the terminal. In a run of one process each function
-returns what it is given.
+Every package may use this module; of jaxtune it imports only its own package. In a run of one process nothing is
+exchanged, and each function returns at once, with what this process gives.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ class _Run:
 
 
 def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
-    """Makes this process one of several, if its arguments or its environment say so; must be called before JAX starts
-    its devices.
+    """Makes this process one of several, if the arguments or the environment say so, else does nothing; must be called
+    before JAX starts its devices. All but the first process print only on stderr from then on (be_silent), and a thread
+    ends this process if another one fails (`_watch`).
 
-    If all processes are on one host, the first one listens on the loopback address only. Otherwise anybody who reaches
-    its port can take part in the run, and end it; docs/several_gpus.md says what to close off.
+    With a loopback address, as `jaxtune launch` gives it, or where SLURM or Open MPI started all processes on one host,
+    the first process listens on that address only. Otherwise anybody who reaches its port can take part in the run, and
+    end it; docs/several_gpus.md says what to close off.
 
     Args:
       coordinator: "host:port" of the first process, which listens there.
@@ -68,7 +70,8 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         environment is used, if it started several processes. Open MPI 5 and later do not tell the address, so
         `coordinator` is needed in addition.
     Raises:
-      ValueError: the arguments do not fit each other, or not all processes came within five minutes.
+      ValueError: the arguments do not fit each other, the first process's address is unknown, or not all processes
+        came within five minutes.
     """
     place = _place(coordinator, processes, process)
     if place is None or place.count == 1:
@@ -101,7 +104,8 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
 
 
 def _compile_alone() -> None:
-    """Has XLA, which reads this setting when the devices start, time algorithms for this process alone.
+    """Has XLA time algorithms for this process alone, by a flag in XLA_FLAGS, which XLA reads when the devices start. A
+    flag that the user has set there is kept.
 
     By default processes divide the algorithms among them. A process that finds a program in its cache, or never
     compiles it, then has nothing to share, and the others would wait for it forever.
@@ -132,8 +136,9 @@ def _is_loopback(coordinator: str) -> bool:
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """Returns the Place of this process, from the arguments of `join` or from the environment variables of SLURM or
-    Open MPI; None in a run of one process. The arguments are those of `join`.
+    """Returns the Place of this process, from the arguments of `join` or else from the environment variables of SLURM
+    or Open MPI; None if neither speaks of several processes. The arguments are those of `join`; `processes` = 1 gives
+    a Place with count 1.
 
     Raises:
       ValueError: the arguments contradict each other, or the first process's address is unknown.
@@ -224,8 +229,8 @@ def index() -> int:
 
 
 def first() -> bool:
-    """Whether this is the process with index 0 (True), which writes files, metrics and console output for all; the
-    others (False) write nothing."""
+    """Whether this is the process with index 0 (True), which writes metrics, results and console output for all. The
+    others (False) write none of these."""
     return index() == 0
 
 
@@ -262,14 +267,16 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
     """Agrees between two steps on what each process may see differently: whether a signal came, and whether a save is
     due.
 
-    A collective call: all processes call it at the same points of the run. It costs one message to the coordination
-    service and back.
+    A collective call: all processes call it at the same points of the run. The first process decides, and the others
+    wait for its decision, which they get from the coordination service. They tell the service of a signal that came to
+    them; the first process may see it only in a later call.
 
     Args:
       signal_name: the name of a signal that came to this process; None: none did.
       due: whether a save is due by this process's clock. Only the first process's value counts.
     Returns:
-      (the name of a signal that came to any process, or None; whether a save is due), the same in all processes.
+      (the name of a signal that the first process got or was informed of, or None; whether a save is due), the same in
+        all processes.
     """
     client = _client()
     if client is None:
@@ -319,8 +326,9 @@ def require_same(what: dict[str, Any], fix: str) -> None:
 
 
 def hosts() -> int:
-    """Returns the number of different machines that the processes run on, by their host names. Collective: every
-    process must call it, in the same order as its other collective calls and in its main thread."""
+    """Returns the number of different machines that the processes run on, by their host names. The planner computes
+    from it how many devices one machine has, because it divides weights within a machine where it can. Collective:
+    every process must call it, in the same order as its other collective calls and in its main thread."""
     return len(set(all_of(socket.gethostname())))
 
 
@@ -345,9 +353,9 @@ def one_a_host() -> Iterator[None]:
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
     """A context for writing what all processes have to compute but only one may write: it yields `path` in the first
-    process, and in the others a temporary path that is removed at the end. It ends in all processes when the first has
-    written. Collective: every process must call it, in the same order as its other collective calls and in its main
-    thread."""
+    process, and in the others a temporary path that is removed at the end. Its end waits until all processes have
+    reached it, so that the first has written. Collective: every process must enter it, in the same order as its other
+    collective calls and in its main thread."""
     with tempfile.TemporaryDirectory() as folder:
         yield path if first() else Path(folder) / path.name
     all_of(None)
@@ -375,16 +383,17 @@ def require_shared(folder: Any) -> None:
 
 
 def _marked(folder: Any) -> str:
-    """Creates an empty file with a unique hidden name in `folder` and returns its name, which the other processes look
-    for."""
+    """Creates an empty file with a unique hidden name in `folder` and returns the name, without the folder. It is for
+    `require_shared`, in which the other processes look for the file, and which removes it."""
     name = f".shared_{os.getpid()}_{time.time_ns()}.tmp"
     with open(os.path.join(folder, name), "xb"):
         return name
 
 
 def _get(client: Any, key: str) -> str:
-    """Waits for a key of the coordination service and returns its value. There is no time limit, because the process
-    that sets the key either lives, or `_watch` ends this one. `client` is `_client()`."""
+    """Waits for a key of the coordination service and returns its value. There is no time limit: if the process that
+    should set the key ends, `_watch` ends this process, too. The wait is interrupted every second, so that Python can
+    handle signals. client: the service's client, which `_client` returns."""
     from jax.errors import JaxRuntimeError
 
     while True:
@@ -399,15 +408,16 @@ def _get(client: Any, key: str) -> str:
 
 
 def last_words(text: str) -> None:
-    """Sets the message that the other processes print if this one fails; `leave` reports it. Without a call they print
-    the exit code."""
+    """Stores the message that the other processes print if this one fails; `leave` sends it to them. Without it they
+    print this process's exit code."""
     _Run.last_words = text
 
 
 def leave(code: int) -> None:
-    """Called at the end of a process, with its exit code. With code 0 it waits for the others and returns. A process
-    that fails (any other code) reports its last words to the others and exits at once, because in an orderly shutdown
-    JAX and the others would wait for each other. In a run of one process it does nothing."""
+    """Called at the end of a process, with its exit code; in a run of one process it does nothing. With code 0 it waits
+    for the others and returns. With any other code it reports the last words to the others and exits, because in an
+    orderly shutdown JAX and the others would wait for each other. The first process, in which the coordination service
+    runs, waits up to 10 seconds before, until all have read the report."""
     if _Run.watcher is None:
         return
     client = _client()
@@ -437,16 +447,20 @@ def leave(code: int) -> None:
 
 
 def _heard(client: Any) -> None:
-    """Tells the coordination service that this process has read the failing process's message. The first process, in
-    which the service runs, waits for that before it exits. client: the service's client, which `_client` returns."""
+    """Tells the coordination service that this process knows of the failure. If the first process, in which the service
+    runs, has failed, it waits for that before it exits. client: the service's client, which `_client` returns."""
     client.key_value_set(f"{_HEARD}{index()}", "", allow_overwrite=True)
 
 
 def _watch() -> None:
-    """Runs in a thread from `join` on and waits until a process reports its end. If that process failed, this one
-    prints its message and exits at once with the same exit code; if the first process disappeared without a report,
-    this one exits with code 1. If the run ended normally (code 0), the thread just returns. Without this thread a
-    process would wait forever in a collective operation with one that is gone."""
+    """Runs in a thread from `join` on and ends this process if another one fails or the first one disappears. Without
+    it a process would wait forever in a collective operation with one that is gone.
+
+    It waits until a process reports its end. If that process failed, this process prints the failed one's message and
+    exits with the same exit code: the first process after up to 10 seconds, in which it may finish writing and end by
+    itself, any other at once. If the first process disappears without a report, this one exits with code 1; if another
+    one does, JAX ends the rest. If the run ended normally (code 0), the thread returns.
+    """
     from jax.errors import JaxRuntimeError
 
     client = _client()

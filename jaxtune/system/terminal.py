@@ -4,8 +4,8 @@ programs.
 Such text may contain rich's markup ("OUT[/b]"), escape sequences that move the cursor or retitle the window, characters
 that reverse the order of a line, and lone surrogates that no encoding accepts. Therefore jaxtune prints only through
 `say`, through a console that `console` made, or through logging with `PrintableFormatter`; a test checks this rule. The
-reader of a terminal or a pipe may disappear at any time, and a run must not end with it (`outliving`). The module
-imports nothing of jaxtune, so every package may use it.
+reader of a terminal or a pipe may disappear at any time, and a run must not end with it (`outlive`, `outliving`). The
+module imports nothing of jaxtune, so every package may use it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206
 
 def printable(text: object) -> str:
     r"""`text` as a string in which every character that a terminal would act on is replaced by its escape, such as
-    \\x1b."""
+    \x1b. Tabs and newlines are kept."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
@@ -42,8 +42,9 @@ class _Stream:
 
     Args:
       stream: the stream that is written to.
-      name: if given, the first write or flush that fails raises an OSError with this name as its file; later failures,
-        such as those when the interpreter exits, are ignored. If empty, all failures are ignored.
+      name: if given, such as "<stdout>", the first OSError of a write or flush is raised with this name as its file;
+        later ones, such as those when the interpreter exits, are ignored. If empty, all are ignored. A ValueError,
+        which a closed stream raises, is ignored in both cases.
     """
 
     def __init__(self, stream: Any, name: str = ""):
@@ -51,8 +52,8 @@ class _Stream:
 
     def write(self, text: str) -> int:
         """Writes `text` and returns the number of characters written. A character that the stream's encoding lacks is
-        written as its escape. If the reader is gone, the text is dropped; the first such failure raises an OSError if
-        the stream has a name."""
+        written as its escape. If the stream fails, the text is dropped, and the error is ignored, with one exception:
+        if the stream has a name, the first OSError of its `write` and `flush` is raised, with that name as its file."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
@@ -68,8 +69,9 @@ class _Stream:
             self.write(line)
 
     def flush(self) -> None:
-        """Flushes the stream. If its reader is gone, the first failure raises an OSError if the stream has a name, as
-        in `write`; any other failure is ignored."""
+        """Flushes the stream. A failure is ignored, with one exception: if the stream has a name, the first OSError of
+        its `write` and `flush` is raised, with that name as its file. A ValueError, which a closed stream raises, is
+        always ignored."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
@@ -91,7 +93,8 @@ class _Stream:
 
 def outlive(told: bool = False) -> None:
     """From now on this process continues when the reader of its stdout or stderr is gone, such as `head`, or a terminal
-    that was closed; what can no longer be written is dropped.
+    that was closed; what can no longer be written is dropped. If one of the file descriptors 0 to 2 is closed, the null
+    device takes its place.
 
     Args:
       told: True: the first write to stdout that fails raises an OSError (for a pipe, a BrokenPipeError), for commands
@@ -132,26 +135,27 @@ _silent = False
 
 
 def be_silent() -> None:
-    """From now on `say` on stdout, consoles and progress bars of this process show nothing; messages on stderr are
-    still printed. In a run of several processes all but the first call it when they join, because the first prints for
-    all."""
+    """From now on `say` without a `file`, progress bars, and consoles that are made later show nothing in this process.
+    `say` with a `file`, such as stderr, still prints. In a run of several processes all but the first call it when they
+    join, because the first prints for all."""
     global _silent
     _silent = True
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Prints text made safe for a terminal (`printable`). The arguments are those of Python's print; `file` None is
-    stdout, on which a silent process (`be_silent`) prints nothing."""
+    """Prints text made safe for a terminal (`printable`) and `end`. The arguments are those of Python's print; `file`
+    None is stdout, on which a silent process (`be_silent`) prints nothing."""
     if _silent and file is None:
         return
     print(printable(text), file=file or sys.stdout, end=end, flush=flush)
 
 
 def fitted(text: str, console: Console, hang: int = 2) -> str:
-    """Returns sentences with the line breaks that they need on a rich console, so that it does not cut words.
+    """Breaks the lines of `text` between words, so that each fits the width of a console of the library rich, which
+    would otherwise break them within words.
 
     Args:
-      text: the sentences; its own line breaks stay.
+      text: sentences; its own line breaks stay.
       console: where they will be printed. If it is no terminal, the text is returned unchanged.
       hang: the number of columns by which continuation lines are indented beyond their first line.
     """
@@ -168,22 +172,24 @@ def fitted(text: str, console: Console, hang: int = 2) -> str:
 
 
 def console(**options: Any) -> Console:
-    """Returns a rich Console for text from outside: strings are not searched for markup, emoji names or numbers to
-    colour, and everything drawn, such as tables' cells, is made printable. options: arguments of rich's Console, such
-    as stderr=True."""
+    """Returns a rich Console for text from outside. In strings, [markup] and :emoji: are printed as they are, and
+    numbers are not coloured; control characters in all that is drawn, such as tables' cells, become escapes
+    (`printable`). If the process is silent (`be_silent`) when it is made, the console prints nothing, not even on
+    stderr. options: arguments of rich's Console, such as stderr=True, which win over these settings."""
     as_text: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "quiet": _silent}
     return _console_class()(**as_text | options)
 
 
 @functools.cache
 def _console_class() -> type[Console]:
-    """Returns rich's Console as a subclass that makes everything printable that is drawn on it. The subclass is created
-    at first use, because importing rich takes time."""
+    """Returns a subclass of rich's Console that draws the characters on which a terminal would act, such as escape
+    sequences and those that reverse a line, as escapes (`printable`). The subclass is created at first use, because
+    importing rich takes time."""
     from rich.console import Console
     from rich.segment import Segment
 
     class PrintableConsole(Console):
-        """A rich Console that makes everything printable that is drawn on it."""
+        """A rich Console that draws the characters on which a terminal would act as escapes."""
 
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(
