@@ -1,7 +1,9 @@
-"""The ASGI application: who may ask, limits of size and time, and each way of asking.
+"""The ASGI application of the server. It checks who may ask (API key, Host and Origin), limits the size of a request
+and the time of an answer, and has a handler for each route, such as /v1/chat/completions.
 
-A client that goes away ends its rows, whose slots become free. One that reads slowly holds up nobody: rows are made
-without it, and what it has not read waits in memory, until the limit of time closes its connection.
+If a client closes its connection, the answers that are generated for it (rows of the batch) are cancelled, and their
+slots become free. A client that reads slowly delays nobody: generation does not wait for it, and what it has not read
+waits in memory until the time limit, when the connection is closed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def make_app(models: Mapping[str, Served], engine: Engine, key: str | None, loca
       key: the API key that every request except those to /health must bring; None: no key is needed.
       local: True: the server listens on a loopback address only, and the headers Host and Origin are checked, so that
         no web page in the user's browser can ask the server. False: they are not checked.
-      seconds: the time within which an answer must have been made and read, or the request fails with 504.
+      seconds: the time from a request's body until its answer has been made, and, if it is streamed, been read by the
+        client. A later answer fails with error 504, which is the last event of a streamed one.
     """
     api = _Api(models, engine, seconds)
     app = Starlette(
@@ -136,9 +139,10 @@ class _Guard:
         await self._app(scope, receive, send)
 
     def _refused(self, request: Request) -> ApiError | None:
-        """Returns the error for a request that must not be answered: 403 for a wrong Host or Origin, 401 for a wrong or
-        missing API key; None if it may be answered. Keys are compared in constant time, so that the time does not show
-        how many characters of a key are right."""
+        """Returns the error for a request that must not be answered, or None if it may be. With `local`, a Host or
+        Origin that is not this machine is a 403. With a key, a missing or wrong one is a 401, except for /health, which
+        needs none. Keys are compared in constant time, so that the time does not show how many characters of a key are
+        right."""
         why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
         if why is not None:
             return ApiError(403, why)
@@ -155,7 +159,8 @@ class _Api:
     Args:
       models: the served models, by name.
       engine: the engine, which samples the answers.
-      seconds: the time within which an answer must have been made and read, or the request fails with 504.
+      seconds: the time from a request's body until its answer has been made, and, if it is streamed, been read by the
+        client. A later answer fails with error 504.
     """
 
     def __init__(self, models: Mapping[str, Served], engine: Engine, seconds: float):
@@ -164,7 +169,8 @@ class _Api:
         self._encoding = asyncio.Lock()  # a tokenizer encodes for one request at a time
 
     async def health(self, _: Request) -> Response:
-        """GET /health: 200, or 503 with the error while the engine's last round has failed."""
+        """GET /health: 200; or 503 with the error if the engine failed in its last round or in starting a request
+        since."""
         if self._engine.failure is not None:
             return Json({"status": "failing", "error": self._engine.failure}, 503)
         return Json({"status": "ok"})
@@ -197,14 +203,15 @@ class _Api:
 
     async def _answer(self, request: Request, read: Reader) -> Response:
         """Answers a request, whole or as a stream, as its body asks. If the client leaves before a whole answer is
-        made, its rows are cancelled, and the response is empty with status 499.
+        made, its rows are cancelled, and the response is empty with status 499. A stream is returned when its rows are
+        submitted, and sent by starlette.
 
         Args:
           request: the request, whose body was not read yet.
           read: the function that checks the body and makes an Asked of it: read_chat or read_completion.
         Raises:
-          ApiError: the body is wrong, the engine refuses the rows, or (504) the time is over before an answer is whole
-            or a stream begins.
+          ApiError: the body is wrong, the engine refuses the rows or fails, or (504) the time is over before an answer
+            is whole or a stream begins.
         """
         body = await _body(request)
         deadline = asyncio.get_running_loop().time() + self._seconds
@@ -226,7 +233,8 @@ class _Api:
         return Response(status_code=_CLIENT_LEFT) if form is None else Json(form)
 
     def _too_late(self) -> ApiError:
-        """The error (504) of an answer that took longer than the server allows."""
+        """The error (504) of an answer that is not complete, or, if it is streamed, not read, within the server's time
+        limit."""
         message = f"the answer was not made and read within {self._seconds:g} s: ask for fewer tokens (max_tokens)"
         return ApiError(504, message, code="timeout")
 
@@ -281,8 +289,8 @@ async def _events(asked: Asked, answers: Answers) -> AsyncIterator[dict[str, obj
 
 
 async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) -> T | None:
-    """Awaits `work` and returns its result; if the client closes its connection first, `work` is cancelled and None is
-    returned.
+    """Awaits `work` and returns its result, or raises its error. If the client closes its connection first, `work` is
+    cancelled and None is returned.
 
     Args:
       receive: the request's ASGI function that returns the client's messages, of which a disconnect is one.
@@ -305,13 +313,14 @@ async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) 
 
 
 class _Stream(Response):
-    """A response that sends an answer as server-sent events while it is made.
+    """A response that sends an answer as server-sent events while it is made. It ends with [DONE], or with an error as
+    its last event. If the client closes the connection, sending ends.
 
     Args:
       events: yields the JSON objects, one for each event.
       answers: the request's rows in the engine. It is closed when the response ends, however it ends, which cancels
         those that are not complete.
-      deadline: the time, by the event loop's clock, at which the stream is cut off.
+      deadline: the time, in seconds of the event loop's clock, at which the stream is cut off.
       too_late: the error that is then sent as its last event.
     """
 

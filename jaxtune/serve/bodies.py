@@ -1,4 +1,5 @@
-"""The JSON of a request, checked: what is asked of which model.
+"""The JSON of a request, checked: `read_chat` and `read_completion` turn a body into an Asked, which says what is asked
+of which model.
 
 Names and defaults are OpenAI's. `top_k`, `min_p` and `repetition_penalty` are accepted beside them, as other servers do
 (`extra_body` of the openai package). What changes nothing here is ignored, what cannot be followed is refused.
@@ -76,8 +77,10 @@ class _StreamOptions(BaseModel):
 
 class _Body(BaseModel):
     """The keys that the bodies of /v1/chat/completions and /v1/completions share, with OpenAI's meanings; pydantic
-    checks their types and ranges. None is a key that is not given, for which a default is filled in. `top_k` (0 and -1:
-    no limit), `min_p` and `repetition_penalty` are not OpenAI's, and mean what they do in vLLM."""
+    checks their types and ranges. None is a key that is not given, for which `_asked` and its callers fill in a
+    default: one answer (n), a random seed, temperature 1, no filters, no stream; max_tokens is then what the context
+    has room for, and in /v1/completions 16. `top_k` (0 and -1: no limit), `min_p` and `repetition_penalty` are not
+    OpenAI's, and mean what they do in vLLM."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
@@ -95,8 +98,9 @@ class _Body(BaseModel):
 
 
 class _Message(BaseModel):
-    """One message of a conversation: who says it, its text (a text, or a list of parts of type text), and the tools
-    that an assistant's message calls. Other keys are passed to the chat template."""
+    """One message of a conversation: who says it (`role`), its text (`content`: a text, or a list of parts of type
+    text; null is an empty text), and the calls of tools that an assistant's message has. Other keys are passed to the
+    chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -177,13 +181,14 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
 
 
 def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
-    """Returns what a body of /v1/completions asks for, as an Asked with a row for each of `n` answers to each prompt.
+    """Returns what a body of /v1/completions asks for, as an Asked with n rows for each prompt.
 
     Args:
       body: the decoded JSON of a request, of any type.
       models: the models that are served, by name.
     Raises:
-      ApiError: 400 with the key, if the body is wrong or asks for more than 128 answers; 404, if no model has the name.
+      ApiError: 400 with the key, if the body is wrong, or asks for more than 128 answers (prompts times n); 404, if no
+        model has the name.
     """
     checked = _checked(_Completion, body)
     served = _model(checked.model, models)
@@ -220,7 +225,8 @@ def _checked[B: _Body](kind: type[B], body: object) -> B:
 
 
 def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
-    """The ApiError (400) for the first fault that pydantic found in a body of this kind, with the key as `param`."""
+    """The ApiError (400) for the first fault that pydantic found in a body of this kind (`error`): the key is unknown,
+    missing or has a wrong value. Its `param` is the key."""
     fault = error.errors(include_url=False, include_context=False)[0]
     # Of a key with several types the place continues with the name of one of them, which is no key.
     keys = itertools.takewhile(
@@ -286,9 +292,9 @@ def _conversation(messages: list[_Message], tools: list[dict[str, object]] | Non
 
 
 def _turn(message: _Message, place: str) -> dict[str, object]:
-    """Converts a message of a request into the form that chat templates take: the content is one text, and the
-    arguments of its tool calls are objects, for which OpenAI's API has JSON text. The role "developer" becomes
-    "system".
+    """Converts a message of a request into the dict that chat templates take: the content is one text ("" if there is
+    none), and the arguments of its tool calls are objects, for which OpenAI's API has JSON text. The role "developer"
+    becomes "system". Keys whose value is null are left out.
 
     Args:
       message: the message.
@@ -335,7 +341,8 @@ def _asked(
     chat: bool,
     tools: bool,
 ) -> Asked:
-    """Makes the Asked of a validated body, with the defaults filled in: temperature 1, a random seed, one answer.
+    """Makes the Asked of a validated body, with the defaults filled in: temperature 1, a random seed of 32 bits, one
+    answer. At temperature 0, top_k, top_p and min_p are left out, because they would change nothing.
 
     Args:
       body: the body.

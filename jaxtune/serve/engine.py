@@ -1,4 +1,5 @@
-"""One thread drives the samplers of all models, and many clients share their slots.
+"""The engine of the server: one thread drives the samplers of all models. A sampler decodes the answers of many clients
+at once, each answer in one of the sampler's slots.
 
 Each model (the base, and the base with each adapter) has a sampler of its own, because rows of one batch multiply by
 the same weights. Samplers take turns: while several have rows, each makes a round of tokens, one after another.
@@ -98,8 +99,9 @@ class Answers:
             self._loop.call_soon_threadsafe(self._made.put_nowait, (index, made))
 
     def close(self) -> None:
-        """Cancels the rows that have not ended, so that their slots (places in the sampler's batch) become free. The
-        request's handler calls it when the answer was sent or the client left; a second call does nothing."""
+        """Cancels the rows that have not ended, so that their slots (places in the sampler's batch) become free, and
+        takes all rows off the number that may wait or decode (Engine.forget). The request's handler calls it when the
+        answer was sent or the client left; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._engine.forget(self)
@@ -117,7 +119,8 @@ class Engine:
         request after a failure, in which the old sampler's arrays may have been lost.
       tokenizers: for each model's name, the tokenizer with which the sampler finds stop strings.
     Attributes:
-      failure: the type and message of the error with which the last round failed, in one line; None if it succeeded.
+      failure: the type and message, in one line, of the error with which the last round or a later start of a request
+        failed; None if there was none.
       plans: for each model's name its sampler's SlotPlan: the number of slots and the tokens that a row may have.
     Raises:
       ValueError: there is too little memory for the slots.
@@ -143,7 +146,8 @@ class Engine:
 
         Raises:
           ApiError: 400 for a prompt or a setting that the sampler refuses; 429 if more than 1,024 rows would wait or be
-            decoded; 500 if making a sampler anew fails; the error given to `end`, if the server is stopping.
+            decoded; 500 for any other failure, such as in making a sampler anew; the error given to `end`, if the
+            server is stopping.
         """
         if self._rows + len(rows) > _MOST_ROWS:
             message = f"{self._rows} answers wait or are being made, and at most {_MOST_ROWS} may: ask again later"
@@ -160,19 +164,20 @@ class Engine:
         return answers
 
     def forget(self, answers: Answers) -> None:
-        """Cancels the rows of a request (`answers`) that have not ended, which frees their slots in the batch for other
-        requests. Answers.close calls it, once, from the event loop's thread."""
+        """Takes a request's rows (`answers`) off the count that `submit` limits, and has the engine's thread cancel
+        those that have not ended, which frees their slots in the batch. Answers.close calls it in the event loop's
+        thread, exactly once for each request, also for a complete one."""
         self._rows -= answers.count
         self._commands.put(lambda: self._forget(answers))
 
     def end(self, why: ApiError) -> None:
-        """Ends all answers that are being generated with the error `why`, and refuses later requests with it, because
-        the server stops. Called from the event loop's thread."""
+        """Has the engine's thread end all answers that are being generated with the error `why`, and refuse later
+        requests with it, because the server stops. It returns at once. Called from the event loop's thread."""
         self._commands.put(lambda: self._end(why))
 
     def close(self, seconds: float) -> bool:
         """Asks the thread to end and waits for that, at most `seconds`. Returns True if it has ended, and False if not:
-        it cannot end while it compiles."""
+        it ends between rounds only, and one in which it compiles may take minutes."""
         self._commands.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -180,7 +185,9 @@ class Engine:
     # ---- called in the engine's thread
 
     def _drive(self) -> None:
-        """The thread's main loop: a round of every sampler that has rows, one model after another, until `close`."""
+        """The thread's main loop, which ends after `close`. Each pass first calls the functions that the event loop's
+        thread has queued (`_obey`, which waits while no sampler has rows). Then every sampler that has rows makes one
+        round, a few tokens of each row (`_step`), one model after another."""
         while self._obey():
             for name in list(self._samplers):
                 if self._samplers[name].pending:
@@ -188,8 +195,8 @@ class Engine:
 
     def _obey(self) -> bool:
         """Calls the functions that the event loop's thread has queued (`_commands`), in order. If no sampler has rows
-        to decode, it waits for the first one. Returns False if `close` was called, so that the thread ends; else
-        True."""
+        to decode, it first waits until one is queued. Returns False if `close` was called, so that the thread ends;
+        else True."""
         waits = not any(sampler.pending for sampler in self._samplers.values())
         while True:
             try:
@@ -232,11 +239,12 @@ class Engine:
             done.get_loop().call_soon_threadsafe(report)
 
     def _place(self, answers: Answers, rows: Sequence[Row]) -> None:
-        """Submits rows to the sampler of their model, which is made anew if the last one failed. answers: the queue
-        for the rows' tokens; it gets the numbers of the rows in the sampler.
+        """Submits rows to the sampler of their model, which is made anew if the last one failed. answers: the queue for
+        the rows' tokens; it gets the numbers of the rows in the sampler.
 
         Raises:
           ValueError: the sampler refuses a row; those submitted before it are cancelled.
+          Exception: what a device or a compiler raises when a sampler is made anew.
         """
         name = answers.model
         if name not in self._samplers:
@@ -265,7 +273,8 @@ class Engine:
             raise
 
     def _forget(self, answers: Answers) -> None:
-        """Cancels the rows of a request that have not ended, in the engine's thread, on behalf of `forget`."""
+        """Cancels the rows of a request (`answers`) that have not ended, whether they wait or decode. It runs in the
+        engine's thread, on behalf of `forget`, and of `_place` if the sampler refuses one of the rows."""
         sampler = self._samplers.get(answers.model)
         for number in answers.numbers:
             if self._of_request.pop((answers.model, number), None) is not None and sampler is not None:
@@ -295,7 +304,8 @@ class Engine:
                 answers.put(index, piece)
 
     def _end(self, why: ApiError) -> None:
-        """Cancels all rows and ends them with the error `why`, in the engine's thread, on behalf of `end`."""
+        """Cancels all rows and ends them with the error `why`, with which later requests are refused. It runs in the
+        engine's thread, on behalf of `end`."""
         self._ended = why
         for (name, number), (answers, index) in list(self._of_request.items()):
             answers.put(index, _Failed(why))

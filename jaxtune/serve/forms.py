@@ -1,4 +1,5 @@
-"""Answers as OpenAI's JSON: whole, and as the chunks of a stream."""
+"""Answers as OpenAI's JSON: `Answer` makes it from the tokens of a request's rows, whole or as the chunks of a
+stream."""
 
 from __future__ import annotations
 
@@ -198,7 +199,8 @@ class Answer:
         return [self._head | {"choices": [], "usage": self._usage()}] if self._asked.include_usage else []
 
     def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
-        """The JSON object of a chunk of a stream. choice: OpenAI's JSON of what is new in one row."""
+        """The JSON object of a chunk of a stream; its `usage` is null if the request asks for it (include_usage), and
+        else left out. choice: OpenAI's JSON of what is new in one row."""
         return self._head | {"choices": [choice]} | ({"usage": None} if self._asked.include_usage else {})
 
     def _usage(self) -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""Runs the application until a signal comes, and ends it cleanly."""
+"""Serves the application of app.py with uvicorn: `listen` opens the socket, before the model is loaded, and `Server`
+serves on it until a signal comes, and then lets answers end within a time limit."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ _THREAD_SECONDS = 5.0  # for the engine's thread to end its round
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens on an address; port 0 takes a free port. It is opened before the model is loaded,
-    so that an address in use is reported at once.
+    """Returns a socket that listens on the address `host`, a name or IP address, at `port`; port 0 takes a free port.
+    It is opened before the model is loaded, so that an address in use is reported at once.
 
     Raises:
       ValueError: the address is not available.
@@ -44,18 +45,19 @@ class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT.
 
     After the first signal no new requests are accepted; answers have `grace` seconds to end, and those that have not
-    ended by then get an error. A second signal ends all of them at once.
+    ended by then get an error. A second signal ends all of them at once, and run_until_signal, which returns after one
+    signal, raises KeyboardInterrupt.
 
     Args:
       models: the served models, by name.
       engine: the engine, which has a sampler for each of the models.
       listener: the socket of `listen`. It is closed at the end.
       key: the API key that requests must bring; None: no key is needed.
-      seconds: the time within which an answer must have been made and read, or the request fails with 504.
+      seconds: the time from a request's body until its answer has been made, and, if it is streamed, been read by the
+        client. A later answer fails with error 504, which is the last event of a streamed one.
       grace: seconds that answers have to end after the first signal.
     Attributes:
-      second: the second signal, after which the answers did not get the rest of their `grace` seconds; None if there
-        was none.
+      second: the second signal, also if it came when all answers had ended; None if there was none.
     """
 
     def __init__(
@@ -86,9 +88,9 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def run_until_signal(self) -> None:
-        """Serves until a signal, and returns when all answers have ended. If the engine is compiling then, which cannot
-        be interrupted, it does not return but ends the process, with the exit code that returning or raising would
-        give.
+        """Serves until a signal, and returns when all answers have ended. If the engine's thread does not end within
+        five seconds then, as while it compiles, which cannot be interrupted, it does not return but ends the process,
+        with exit code 0, or 128 plus the number of a second signal.
 
         Raises:
           KeyboardInterrupt: after a second signal, with its name.
@@ -113,8 +115,8 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to accept connections and prints the server's address. uvicorn calls it after it has installed its
-        signal handlers. sockets: the open sockets to accept connections from."""
+        """Begins to accept connections and prints the server's address on stdout. uvicorn calls it after it has
+        installed its signal handlers. sockets: the open sockets to accept connections from."""
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1  (Ctrl-C ends it)", flush=True)

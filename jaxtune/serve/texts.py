@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens arrive, its stop strings, and the calls of tools in it."""
+"""The text of an answer while its tokens arrive, up to its stop strings, and the calls of tools in it: `Text`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class Text:
     """Makes the text of one answer from its tokens. Of a streamed answer, text is returned as soon as no later token
     can change it.
 
-    The returned texts, joined, are the text that decoding all tokens at once gives, up to the first stop string. A
-    token alone cannot be decoded: it may be a part of a character, and the space before it depends on earlier tokens.
+    The returned texts, joined, are the text that decoding all tokens at once gives, up to the first stop string or call
+    of a tool. A token alone cannot be decoded: it may be a part of a character, and the space before it depends on
+    earlier tokens.
 
     If the answer is streamed, its tokens are given to `add`, which returns the text that is certain so far. If it is
     not, they are given to `keep`, which only stores them. In both cases `end` is called once after the last token: it
@@ -71,8 +72,8 @@ class Text:
         return ""
 
     def end(self) -> str:
-        """Called once after the last token: sets `calls` and returns the text that was not returned yet, up to the
-        first stop string."""
+        """Called once after the last token: sets `calls`, the calls of tools in the answer, and returns the text that
+        was not returned yet (after `keep`, all of it), up to the first stop string or the first of these calls."""
         text = self._decode(self._ids)
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         text = text[: min(found)] if found else text
@@ -91,8 +92,9 @@ class Text:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _split(self, text: str) -> str:
-        """Sets `calls` from the <tool_call> marks in a text, and returns the text before the first of them. If there is
-        no mark, or a call is not a JSON object with a name, the whole text is returned and `calls` stays empty."""
+        """Sets `calls` from the <tool_call> marks in a text, in OpenAI's form with new ids, and returns the text before
+        the first of them. If there is no mark with a JSON object, or a call is not a JSON object with a name, the whole
+        text is returned and `calls` stays empty."""
         begin = text.find(_CALL)
         if begin < 0:
             return text
