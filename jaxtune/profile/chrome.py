@@ -1,4 +1,5 @@
-"""Reader of Chrome traces that PyTorch's profiler writes.
+"""Reader of Chrome traces that PyTorch's profiler writes. `read_chrome` makes the Trace (trace.py) from which the
+report is computed, as read_xplane does for JAX.
 
 A kernel is joined by its correlation id to the CPU call that launched it, and so to the operators and ranges around
 that call. Its scope is the path of the ranges that the program marks (torch.profiler.record_function) and of the
@@ -43,7 +44,8 @@ _ONLY_WRITE = ("aten::copy_", "aten::fill_", "aten::zero_")
 @dataclasses.dataclass(slots=True)
 class _Call:
     """A range of time on a CPU thread: an operator, a range that the program marked, a Python function, or a call of
-    the CUDA API. The ranges around the call that launched a kernel tell the kernel's scope and work."""
+    the CUDA API. The ranges around the call that launched a kernel tell the kernel's scope and work; `up` yields the
+    call and then these ranges."""
 
     start: float  # microseconds, as the trace counts them
     end: float
@@ -240,9 +242,9 @@ class _Forward:
         }
 
     def _fits(self, thread: Any, node: _Call) -> bool:
-        """Whether `thread` may be the one whose forward the node belongs to: whether its call with the node's sequence
-        number, or an operator around that call, has the name of the node's operator. A node is a call of a backward
-        operator by the autograd engine."""
+        """Whether the forward of `node` may have run on `thread`. The thread must have an operator with the node's
+        sequence number, and this operator, or a call around it, must be named as the node is, without "Backward" and
+        its number: aten::addmm for AddmmBackward0. A node is a call of a backward operator by the autograd engine."""
         call = self._calls.get((thread, node.args["Sequence number"]))
         if call is None:
             return False
@@ -275,7 +277,7 @@ def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[
     """Returns a function from the time at which a kernel was launched on the CPU, in microseconds or None if unknown,
     to the number of its step, -1 if it is in none. Steps are `marks`, the (start, end) of ranges with which the program
     marked them, if there are any. Otherwise a step ends at each of `optimizer_ends`, the times at which optimizer steps
-    ended; without these too, everything is step 0."""
+    ended, and an unknown time is in step 0; without these too, everything is step 0."""
     starts = [start for start, _ in marks]
 
     def find(moment: float | None) -> int:
@@ -438,10 +440,11 @@ def _operator(call: _Call) -> str:
 
 
 def _add_work(event: Event, operators: list[_Call]) -> None:
-    """Sets a kernel's shapes, dtype, FLOPs and bytes from an operator around its launch: the innermost attention
-    operator that recorded the shapes of its inputs, or else the innermost operator that did. Without one, the event is
-    left unchanged. If an operator launches several kernels, only the longest has the operator's FLOPs and bytes; the
-    others have 0. operators: the CPU operators around the call that launched the kernel, the innermost first."""
+    """Sets a kernel's shapes, dtype, FLOPs and bytes, in place, from one of the operators around its launch that
+    recorded the shapes of their inputs: the innermost attention operator (aten::_scaled_dot_product_...), or else the
+    innermost of all. If no operator did, the event is left unchanged. If an operator launches several kernels, only the
+    longest has its FLOPs and bytes; the others have 0. operators: those around the call that launched the kernel, the
+    innermost first."""
     shaped = [c for c in operators if c.args.get("Input Dims")]
     attention = [c for c in shaped if c.name.startswith("aten::_scaled_dot_product_")]
     operator = next(iter(attention or shaped), None)

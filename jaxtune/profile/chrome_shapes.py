@@ -33,7 +33,8 @@ SHORT_DTYPES = {
 def operand_arrays(args: dict[str, Any]) -> list[tuple[list[int], str, int]]:
     """Reads the shapes of an operator's array arguments from `args`, the entry "args" of its trace event, and returns a
     list of (dimensions, dtype as torch names it, bytes that a read takes). A dimension of stride 0 is expanded and
-    takes no bytes. The list is empty if shapes were not recorded."""
+    takes no bytes. Scalars and arrays of a dtype that is not in ELEMENT_BYTES are left out. The list is empty if shapes
+    were not recorded."""
     given = (args.get(name, []) for name in ("Input Dims", "Input type", "Input Strides"))
     out = []
     for dims, kind, strides in itertools.zip_longest(*given):

@@ -1,4 +1,4 @@
-"""Comparison of two profiles: what became faster or slower by more than the steps of one run differ among
+"""Comparison of two profiles (`compare`): what became faster or slower by more than the steps of one run differ among
 themselves."""
 
 from __future__ import annotations
@@ -98,13 +98,16 @@ def region(scope: str) -> str:
 
 
 def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_ms: float, detail: str = "") -> Change:
-    """Makes the row of a comparison for the step or for one category, scope or kernel. Its verdict is "same" if the
-    means differ by no more than the steps of one profile do among themselves, or by less than 0.05 % of the step, or if
-    the ranges of both profiles' times overlap.
+    """Makes the row of a comparison for the step or for one category, scope or kernel. Its verdict on B is "same" if
+    the means differ by no more than the steps of one profile do among themselves, or by less than 0.05 % of the step,
+    or if the ranges of both profiles' times overlap. Otherwise it is "slower", "faster", or, if one profile has no time
+    in it, "only in A" or "only in B".
 
     Args:
-      name, phase: of the category, scope or kernel; phase is "" where there is none.
-      a, b: its ms in each step of A and of B; empty: that profile does not have it.
+      name: of the category, scope or kernel, or "step".
+      phase: of the scope or kernel; "" where there is none.
+      a: its ms in each step of A; empty: A does not have it.
+      b: its ms in each step of B, which may be scaled; empty: B does not have it.
       step_ms: the mean ms of A's steps.
       detail: the scope and shape of a kernel, for display.
     """
@@ -218,8 +221,8 @@ def _without_number(name: str) -> str:
 
 def _identity(row: KernelRow) -> str:
     """The name under which a kernel is paired with the other profile's: that without the compiler's number. It is ""
-    for matrix products and attention of known shape, because libraries give kernels of the same work different
-    names."""
+    for matrix products and attention of known shape and FLOPs, because libraries give kernels of the same work
+    different names."""
     return "" if row.category in ("GEMM", "attention") and row.shape and row.tflops else _without_number(row.name)
 
 

@@ -462,8 +462,10 @@ def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instructio
 
 
 def _fullest(events: list[tuple[int, int, int]], sizes: dict[int, int]) -> list[int]:
-    """Ids of the buffers that are live when a simulated heap has the most bytes. sizes: {buffer: bytes}. events: (kind,
-    buffer, the buffer whose memory it shares), in order; kind 0 allocates, 1 frees, 2 shares."""
+    """Replays the events of a simulated heap and returns the ids of the buffers that are in memory when it first has
+    the most bytes. A buffer that shares memory is not listed; the one that owns the memory is, until all that share it
+    are freed. events: (kind, buffer, the buffer whose memory it shares), in order; kind 0 allocates, 1 frees, 2 shares.
+    sizes: {buffer: bytes}."""
     live: dict[int, int] = {}
     canonical: dict[int, int] = {}
     total = best_total = 0

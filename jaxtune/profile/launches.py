@@ -142,8 +142,11 @@ def _satellite(name: str) -> bool | None:
 
 
 def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> Hashable | None:
-    """The class (a key of instructions that may launch the same kernel, see _Classes) of the instructions that may have
-    launched a kernel, by the instruction that the trace names or by the kernel's name; None if unknown.
+    """Finds the class (_Classes) of the instructions that may have launched a kernel or copy; None if it is unknown.
+
+    If the trace names an instruction of the program, it is the class of that one. Otherwise it is "copy" for a copy,
+    the class of the instruction that XLA named the kernel after, or what a kernel's name says of its kind: "mosaic",
+    "gemm", "attention forward" or "attention backward".
 
     Args:
       launch: the kernel or copy.
@@ -283,17 +286,21 @@ def _drop_disorder(position: list[int]) -> None:
 
 
 def _fill(position, rest, launches, schedule, executions, known, kernel_owner, classes) -> None:
-    """Assigns each launch that has no instruction yet to the first free instruction of its class between its neighbours
-    that have one.
+    """Assigns launches that counting could not assign: each gets the first free place in the schedule, between the
+    places of its nearest neighbours that had one before, whose instruction may have launched it. That is an instruction
+    of its class; for a launch of unknown class, a custom call; for a copy, a copy, an async-start or an instruction
+    with "dynamic" in its name. Without such a place a launch keeps -1.
 
     Args:
       position: for each launch its place in the schedule repeated for each execution, or -1; changed in place.
-      rest: indices of the launches to assign, ascending.
-      launches, schedule: all kernels of the program in the trace, and its instructions, in order.
+      rest: the indices, ascending, of the launches to assign: those of unknown class, and those of classes whose
+        launches are not as many as the schedule's instructions explain. Helper kernels are not among them.
+      launches: all kernels and copies of the program in the trace, in the order of their starts.
+      schedule: the program's instructions that start work on the device, in the order in which they run.
       executions: how often the program ran.
       known: {name: instruction} of the program.
       kernel_owner: {name of a kernel that XLA compiled: the instruction that it is named after}.
-      classes: gives the class of an instruction, which the launches of like instructions share.
+      classes: finds the class of an instruction (_Classes); that of a launch follows from its names (_class_of_launch).
     """
     taken = {place for place in position if place >= 0}
     before = list(position)
@@ -323,11 +330,13 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
 
 def _attach_satellites(position, launches, schedule) -> None:
     """Gives each helper kernel (launch.main is False), such as the reduction of a split product, the position of the
-    library call that it belongs to: the nearest one before or after it.
+    library call that it belongs to: the nearest one after it, or before it, as its name tells, among six launches. A
+    helper of attention belongs to an attention call. Without one its position stays -1.
 
     Args:
       position: for each launch its place in the schedule repeated for each execution, or -1; changed in place.
-      launches, schedule: all kernels of the program in the trace, and its instructions, in order.
+      launches: all kernels and copies of the program in the trace, in the order of their starts.
+      schedule: the program's instructions that start work on the device, in the order in which they run.
     """
     main = [i for i, launch in enumerate(launches) if launch.main and position[i] >= 0]
     for index, launch in enumerate(launches):

@@ -27,7 +27,8 @@ def capture(
     """Traces a `with` block: `with capture("profiles/a"): run_three_steps()`. `show` then reads the folder.
 
     The devices are waited for before and after the block, so that the trace contains the block's work only. Python
-    frames are not traced, because tracing them would slow the block. An earlier capture in the folder is replaced.
+    frames are not traced, because tracing them would slow the block. An earlier capture in the folder is removed
+    before; if the block raises an error, no new one is written.
 
     Args:
       folder: where to write; created if missing.
@@ -127,7 +128,8 @@ def _environment() -> dict[str, Any]:
 
 def _write_program(folder: Path, name: str, program: Any) -> dict[str, int]:
     """Writes the HLO text of a compiled program (jax.stages.Compiled) to hlo/NAME.txt.gz in the folder; returns the
-    compiler's memory analysis, {"argument_bytes", "temp_bytes", ...: bytes}."""
+    compiler's memory analysis, {"argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "host_temp_bytes":
+    bytes}."""
     (folder / HLO_FOLDER).mkdir(exist_ok=True)
     with gzip.open(folder / HLO_FOLDER / f"{name}.txt.gz", "wt", encoding="utf-8", compresslevel=6) as sink:
         sink.write(program.as_text())

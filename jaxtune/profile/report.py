@@ -49,6 +49,7 @@ def show(path: str | Path) -> Report:
 
     Raises:
       TraceError: there is none that can be read.
+      ValueError: the file with the device's measured ceilings is damaged.
     """
     return make_report(read(path))
 

@@ -1,4 +1,5 @@
-"""What a step loses compared with the device's ceilings, as sentences."""
+"""What a step loses compared with the device's ceilings (`losses`), in milliseconds and as sentences, and the least
+time of an operator by the roofline model (`floor_ns`)."""
 
 from __future__ import annotations
 
@@ -28,11 +29,13 @@ class Loss:
 
 
 def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
-    """The highest rate that the device reaches in matrix products. dtype: the operands', as XLA or torch names it.
-    ceilings: the device's rates. Returns (the precision in words: "FP8", "TF32" or "bf16"; TFLOP/s, 0 where unknown).
+    """The rate with which a matrix product is compared: (the precision in words, TFLOP/s, which is 0 where unknown).
+    dtype: the operands', as XLA or torch names it. ceilings: the device's rates.
 
-    Products of float32 are compared with TF32, which XLA and cuBLAS use for them by default. Its rate is half of
-    bfloat16's on every card of compute capability 8.0 and above, by NVIDIA's data sheets.
+    Operands of eight bits, also integers, get ("FP8", the rate of FP8). Those of float32 get ("TF32", half of the rate
+    of bfloat16), because XLA and cuBLAS compute them in TF32 by default; that rate is not measured, but is half of
+    bfloat16's by NVIDIA's data sheets on every card of compute capability 8.0 and above. All others, such as float16,
+    get ("bf16", the rate of bfloat16).
     """
     if dtype.startswith(_EIGHT_BIT):
         return "FP8", ceilings.gemm_fp8_tflops

@@ -47,8 +47,8 @@ class Transfer:
     name: str  # "copies to device", "copies to host" or "collectives"
     count: float  # number of them
     ms: float  # time in which at least one of them ran
-    hidden_ms: float  # part of it under compute
-    exposed_ms: float  # part of it in which no kernel ran
+    hidden_ms: float  # part of it in which kernels, memsets or copies within the device ran too
+    exposed_ms: float  # the other part, in which none of these ran
     gb: float  # GB moved; 0 where unknown
     gb_per_s: float  # while at least one of them ran
     # the longest exposed ones: {"ms": exposed time, "op": its instruction or kernel, "scope", "step"}
@@ -56,7 +56,8 @@ class Transfer:
 
     @property
     def hidden(self) -> float:
-        """The share of `ms` in which kernels ran too, from 0 to 1."""
+        """The share of `ms` in which the device did other work too (kernels, memsets, copies within the device), from 0
+        to 1; collectives and copies from or to the host do not count as such. It is 0 if `ms` is 0."""
         return self.hidden_ms / self.ms if self.ms else 0.0
 
     @property
@@ -75,7 +76,7 @@ class Idle:
     launch_gaps: float  # number of short gaps between launches
     launch_gap_ms: float  # sum of the short gaps
     wait_ms: float  # sum of the longer gaps, in which the device waited for the host
-    # the longest waits: {"ms", "before": the kernel after it, "after": the kernel before it}
+    # the longest waits: {"ms", "step", "before": the kernel after the wait, "after": the kernel before it}
     longest: list[dict[str, Any]]
 
 
@@ -135,7 +136,7 @@ class ComparisonData:
 
     a: ReportData  # the base
     b: ReportData
-    scale: float  # factor on B's times: A's tokens per step over B's
+    scale: float  # factor on B's times: A's tokens per step over B's; 1 where one of them is unknown
     step: Change  # of the whole step
     categories: list[Change]
     scopes: list[Change]

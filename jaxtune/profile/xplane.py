@@ -1,4 +1,5 @@
-"""Reader of XPlane files, which jax.profiler writes.
+"""Reader of XPlane files, which jax.profiler writes. `read_xplane` makes the Trace (trace.py) of the device with the
+most kernel time; scopes, shapes, FLOPs and bytes of its events come from the HLO.
 
 Events are read through jax.profiler.ProfileData. The HLO of every program that ran is in the plane "/host:metadata",
 which ProfileData does not show; that plane is read as a protobuf message.
@@ -336,8 +337,9 @@ class _WorkCache:
 
 def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[float, float]]:
     """(start_ns, end_ns) of each step, in order. A step is a period of the sequence in which programs run; if there is
-    none, because programs change with their shapes, a period of the functions' names. Work before the first program of
-    a step belongs to no step.
+    none, because programs change with their shapes, a period of the functions' names. If the program marked steps, and
+    their number divides that of the runs, the runs are divided equally among them instead. Work before the first step
+    belongs to none, and a step that the capture cut is left out.
 
     Args:
       events: of the trace; their field `step` is set.
