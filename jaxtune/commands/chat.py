@@ -14,7 +14,11 @@ from jaxtune.system.terminal import console, fitted, say
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Talk to a model or an adapter in the terminal."""
+    """Talk to a model or an adapter in the terminal.
+
+    /reset starts a new conversation, /adapter turns the adapter off and on, and /exit or the end of the input quits.
+    Ctrl-C ends an answer, and at the prompt the conversation.
+    """
     parser = common.parser("chat", run.__doc__)
     parser.add_argument("model", help="model folder, hub name or adapter folder")
     parser.add_argument("--system", help="the system message")

@@ -17,7 +17,10 @@ from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> int | None:
-    """Read a profile, compare two, or measure what this device can do."""
+    """Read a profile, compare two, or measure what this device can do.
+
+    With `compare --fail-if-slower` the exit code is 1 if B's step is slower by more than the given share.
+    """
     parser = common.parser("profile", run.__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="show|compare|ceilings")
     trace_help = "folder or file: jaxtune's or JAX's XPlane, or a Chrome trace of PyTorch's profiler"

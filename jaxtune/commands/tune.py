@@ -16,7 +16,8 @@ from jaxtune.system.terminal import say
 def run(arguments: Sequence[str]) -> None:
     """Measure the kernels' block sizes on this GPU and keep the fastest.
 
-    Attention is measured for your shapes, grouped_matmul (experts) for those of gpt-oss-20b and Qwen3-30B-A3B.
+    Attention is measured for your shapes, grouped_matmul (experts) for those of gpt-oss-20b and Qwen3-30B-A3B. The
+    fastest sizes are stored in your cache, from which the kernels read them, or in --output. It needs a Hopper GPU.
     """
     parser = common.parser("tune", run.__doc__)
     parser.add_argument("op", nargs="?", choices=["attention", "grouped_matmul"], default="attention")

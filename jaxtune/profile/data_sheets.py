@@ -74,7 +74,8 @@ def data_sheet(device: str) -> DataSheet | None:
 
 def refusal(device: str) -> str | None:
     """The reason, a sentence for users, why jaxtune does not run on a device of this name: its compute capability is
-    below 8.0, as that of V100, T4 or RTX 2080. None for every other name, unknown ones included."""
+    below 8.0, as that of V100, T4 or RTX 2080. None for every other name, unknown ones included. `doctor` and the
+    planner ask it."""
     if (name := _name_in(device, _TOO_OLD)) is not None:
         return (
             f"{name} is older than compute capability 8.0 (Ampere): it has no bfloat16 products, and none of the "
