@@ -1,7 +1,8 @@
 """Checks of the values of a configuration. Each raises a `ConfigError` that names the key, the value and the fix.
 
 Most functions check one value. `require_usable_numbers` walks a whole configuration, and refuses integers that are
-outside of int32 or above the limit of their key, and floats that float32 cannot represent (infinity and NaN included).
+above the limit of their key (2**31 - 1 for most keys), and floats that float32 cannot represent (infinity and NaN
+included).
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ _LIMITS = {
 
 
 def require_usable_numbers(value: object, key: str) -> None:
-    """Raises `ConfigError` if an integer in a configuration is outside of int32 or above the limit of its key
-    (`_LIMITS`, such as 65,536 for adapter.r), or if a float is not one that float32 can represent (infinity and NaN
-    included).
+    """Raises `ConfigError` if the absolute value of an integer in a configuration is above the limit of its key
+    (`_LIMITS`, such as 65,536 for adapter.r; 2**31 - 1 for keys without one), or if a float is neither 0 nor from 1e-37
+    to 3e38 in absolute value, which float32 can represent (infinity and NaN are refused).
 
     Args:
-        value: a configuration, one of its sections, or a value of it; sections and mappings are walked.
+        value: a configuration, one of its sections, or a value of it. Sections and mappings are walked; lists and
+            tuples are not looked into.
         key: its dotted key; "" for the whole configuration.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

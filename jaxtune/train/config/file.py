@@ -51,8 +51,9 @@ def config_keys() -> list[ConfigKey]:
 
 
 def _keys_of(cls: type, prefix: str) -> Iterator[ConfigKey]:
-    """Yields the keys of a section and of the sections in it. cls: the section's dataclass. prefix: put before the
-    names of its keys, such as "optim."."""
+    """Yields the keys of a section and of the sections in it, such as optim.eps. A section itself, such as `adapter`,
+    is yielded only if it can be null by default. cls: the section's dataclass. prefix: put before the names of its
+    keys, such as "optim."."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for item in dataclasses.fields(cls):
         hint, name = hints[item.name], prefix + item.name
@@ -134,8 +135,9 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
         rows_needed: whether data.train must be set. If False, it is "" when it is missing.
 
     Raises:
-        ConfigError: the recipe cannot be read, or it has faults. The message has one line for each fault: the key, the
-            value, the file and line, and the nearest valid key.
+        ConfigError: the recipe cannot be read, is the config of another program (`jaxtune convert` translates those),
+            or has faults. The message has one line for each fault: the key, the value, the file and line, and the
+            nearest valid key.
     """
     path = _find_recipe(recipe)
     origins: dict[str, str] = {}
@@ -182,8 +184,8 @@ def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainC
         recipe: the path of a YAML file, or the name of a packaged recipe.
         overrides: texts such as "data.eval=rows.jsonl".
     Returns:
-        The configuration, and the data.eval_rows that was unset (0 if none was): the number of rows that a run of the
-            recipe would not have trained on.
+        The configuration, and the data.eval_rows that was unset (0 if none was): the number of rows, or below 1 the
+            share of them, that a run of the recipe would not have trained on.
     Raises:
         ConfigError: the recipe cannot be read, or it has faults.
     """
@@ -200,7 +202,8 @@ def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainC
 
 
 def _find_recipe(recipe: str) -> Path:
-    """The file of a recipe, given by name or path. Raises `ConfigError` with the nearest name if there is none."""
+    """The file of a recipe, given by the name of a packaged one or by its path. Raises `ConfigError` if there is none,
+    with the nearest name, or if it is the folder of a run, whose config.yaml the message names."""
     recipes = packaged_recipes()
     if recipe in recipes:
         return recipes[recipe]
@@ -305,7 +308,8 @@ def _substitute(value: Any, name: str, text: str) -> Any:
 
 
 def _apply_override(values: dict[str, Any], override: str, origins: dict[str, str]) -> None:
-    """Sets one key in a recipe's nested values, in place.
+    """Sets one key in a recipe's nested values, in place. Sections that are missing or null are made. A string for a
+    section of `SHORTHANDS`, such as qat=int4, sets one key of it (qat.format) if the recipe has that section already.
 
     Args:
         values: the recipe.
@@ -313,7 +317,8 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
         origins: where each dotted key was set, for messages; it is updated.
 
     Raises:
-        ConfigError: the override cannot be read, or the key is below a value that is not a section.
+        ConfigError: the override cannot be read, or a name before the last one in its key has a value that is not a
+            section.
     """
     key, equals, text = override.partition("=")
     if not equals or not key.strip(". "):

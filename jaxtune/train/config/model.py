@@ -1,5 +1,6 @@
-"""The sections `model` and `adapter` of a configuration: which model is trained and how its weights are stored, and
-the settings of a LoRA adapter."""
+"""The sections `model` and `adapter` of a configuration: where the model and its tokenizer come from, and in which
+format its frozen weights are stored and multiplied; and the settings of a new LoRA adapter, or the folder of one that
+is trained further. Dtypes are set elsewhere (`precision`, optim.weights)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ else:
 class ModelConfig:
     """The section `model` of a configuration: where the model comes from, exactly one of `path` and `from_config`; its
     tokenizer; and how its frozen weights are stored and multiplied. A model from `from_config` has random weights: it
-    needs `tokenizer`, and cannot have `load_in`. What contradicts this raises ConfigError."""
+    needs `tokenizer`, and cannot have `load_in`. What contradicts this raises ConfigError. Without `load_in`, weights
+    that the checkpoint itself stores quantised stay in their format."""
 
     __pydantic_config__ = _STRICT
 
@@ -55,7 +57,8 @@ class ModelConfig:
 class AdapterConfig:
     """The section `adapter` of a configuration: a LoRA adapter. The names and meanings of the keys are those of PEFT's
     LoraConfig, except `path`: with it, training starts from the weights and settings of an adapter that was saved
-    before, and no other key may be set."""
+    before, and no other key may differ from its default. What contradicts this, or is out of range, raises
+    ConfigError."""
 
     __pydantic_config__ = _STRICT
 

@@ -16,7 +16,8 @@ _STRICT = ConfigDict(extra="forbid")
 @dataclass(frozen=True)
 class QatConfig:
     """The section `qat` of a configuration: quantisation-aware training, in which the layers compute with weights
-    rounded to a low-bit format, so that the model can be stored in that format afterwards."""
+    rounded to a low-bit format, so that the model can be stored in that format afterwards. A group_size of None becomes
+    the default of the format; one that the format does not have raises ConfigError."""
 
     __pydantic_config__ = _STRICT
 

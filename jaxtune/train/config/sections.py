@@ -1,9 +1,8 @@
-"""The sections of a run's configuration, as frozen dataclasses: schema, defaults and help texts in one place.
+"""Most sections of a run's configuration, as frozen dataclasses: schema, defaults and help texts in one place. The
+others are in model.py, objective.py and qat.py; train_config.py combines all, and file.py reads and writes them.
 
 The second argument of an `Annotated` type is the key's help text. What types cannot express is checked in
-`__post_init__`, so that a configuration built in Python is checked like one from YAML. `train_config.py` combines the
-sections; `file.py` reads and writes them.
-"""
+`__post_init__`, so that a configuration built in Python is checked like one from YAML."""
 
 from __future__ import annotations
 
@@ -139,9 +138,9 @@ class DataConfig:
         return tuple(part for part in given if not isinstance(part, str))
 
     def _require_what_can_be_streamed(self) -> None:
-        """Raises `ConfigError` if data.train is empty or a weight in it is not positive. It also does so if rows are
-        streamed or mixed and a key is set that needs all rows before the run: data.eval_rows or data.packing=step, or,
-        for a stream, data.max_rows."""
+        """Raises `ConfigError` if data.train is an empty list, a weight in it is not positive, or rows are streamed or
+        mixed and a key is set that needs all rows before the run: data.eval_rows or data.packing=step, or, for a
+        stream, data.max_rows."""
         require(self.train != (), "data.train", [], "must name rows")
         for rows, weight in self.mixed:
             positive(f"data.train, the weight of {rows}", weight)
@@ -214,7 +213,9 @@ class OptimConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     """The section `schedule` of a configuration: the learning rate over the steps of the run, as a share of its peak
-    (optim.learning_rate)."""
+    (optim.learning_rate). First comes a linear warm-up of n steps, whose first step has 1 / n of the peak (0 with
+    zero_start). Then the rate falls to min_ratio of the peak at the end, unless it is "constant". warmup_ratio replaces
+    warmup_steps; both together, and values out of range, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -271,7 +272,7 @@ class MemoryConfig:
 @dataclass(frozen=True)
 class PlanConfig:
     """The section `plan` of a configuration: the device that --plan makes a forecast for, which need not be in this
-    machine."""
+    machine, the host memory beside it, and the price of a device, from which the cost of a run is printed."""
 
     __pydantic_config__ = _STRICT
 
@@ -351,7 +352,9 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The section `checkpoint` of a configuration: when checkpoints are saved, and whether a run resumes from them."""
+    """The section `checkpoint` of a configuration: when checkpoints are saved, which are kept, whether a run resumes
+    from them, and whether its result is the best of them. If neither every_steps nor every_minutes is set, a run saves
+    only after a signal, for `best`, or for a callback."""
 
     __pydantic_config__ = _STRICT
 
@@ -396,8 +399,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """The section `evaluation` of a configuration: when the held-out rows are evaluated, and how many of them the
-    model answers by generation."""
+    """The section `evaluation` of a configuration: when the held-out rows are evaluated, how many of them the model
+    answers by generation, and how the answers are sampled and measured."""
 
     __pydantic_config__ = _STRICT
 
@@ -432,7 +435,7 @@ class EvaluationConfig:
 
     def after_last(self, step: int) -> bool:
         """Whether the held-out rows are evaluated after the last step of a run, which is number `step` (from 1):
-        because of `at_end`, or because `every_steps` divides that number."""
+        because `at_end` is True, or because `every_steps` divides that number."""
         return self.at_end or self.between(step)
 
     def between(self, step: int) -> bool:

@@ -63,7 +63,7 @@ def _by_name(section: str) -> BeforeValidator:
 class TrainConfig:
     """The configuration of one training run: what a recipe (a YAML file) sets, with defaults. It has a section for
     each subject, and is checked when it is made: a value that cannot be used, or keys that contradict each other,
-    raise ConfigError."""
+    raise ConfigError. Some values are completed then: epochs becomes 1 without steps, {recipe} in output "default"."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -124,7 +124,8 @@ class TrainConfig:
 
     @property
     def components(self) -> dict[str, str]:
-        """The precision map of single modules, {pattern: dtype or format} (models/precision.py); {} without one."""
+        """The precision map of single modules, {pattern of modules' names: dtype, such as "fp32", or format, such as
+        "nf4"} (models/precision.py); {} if `precision` is a single dtype. The pattern "*" is not in it."""
         given = {} if isinstance(self.precision, str) else self.precision
         return {pattern: word for pattern, word in given.items() if pattern != _REST}
 
@@ -232,8 +233,9 @@ class TrainConfig:
         )
 
     def _check_precision(self) -> None:
-        """Raises `ConfigError` if `precision` is a map with an unknown word, or with a format and no adapter. A map
-        without other patterns than "*" becomes its word, and one without "*" gets it."""
+        """Raises `ConfigError` if `precision` is a map with an unknown word, with a format and no adapter, or with a
+        word for "*" that is no dtype. A map without "*" gets "*": "bf16", and one that has only "*" is replaced by its
+        word."""
         if isinstance(self.precision, str):
             return
         object.__setattr__(self, "precision", {**self.precision, _REST: self.precision.get(_REST, "bf16")})
@@ -289,16 +291,17 @@ class TrainConfig:
         )
 
     def _check_qat(self) -> None:
-        """Raises `ConfigError` if quantisation-aware training (the section qat) is on and starts after the last
-        step."""
+        """Raises `ConfigError` if quantisation-aware training (the section qat) is on, `steps` is set, and qat.start,
+        the steps without rounding, is not below it."""
         if self.qat is None:
             return
         start = self.qat.start
         require(self.steps is None or start < self.steps, "qat.start", start, f"must be below steps = {self.steps}")
 
     def _check_evaluation(self) -> None:
-        """Raises `ConfigError` if evaluations are asked for and there are no held-out rows, or checkpoint.best names a
-        metric that they will not have."""
+        """Raises `ConfigError` if evaluations are asked for and there are no held-out rows (for evaluations by
+        generation: no data.eval), if evaluation.generate names rewards that cannot be used, or if checkpoint.best names
+        a metric that evaluations will not have."""
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
         for key in ("every_steps", "at_start"):
             value = getattr(self.evaluation, key)

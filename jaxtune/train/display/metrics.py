@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl and other loggers, the progress bar, the loss plot.
+"""Metrics of a run: metrics.jsonl and other loggers (`MetricsLogger`), the `Progress` bar, the plot of the loss.
 
 Names of metrics are `loss`, `eval_loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, ...; each line of
 metrics.jsonl also has `step` (optimizer steps done) and `time` (unix seconds). monitor.py says how speeds are counted.
@@ -279,14 +279,14 @@ ROWS = "eval_rows"  # the key of an evaluation's line with Documents.identity of
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of the metrics.jsonl at `path`, with NaN and infinities as floats again. Lines that are no JSON object
-    with an integer `step`, such as one that a kill left incomplete, are skipped."""
+    """The lines of the metrics.jsonl at `path`, as dicts. The strings "nan", "inf" and "-inf" become floats again (not
+    within lists). Lines that are no JSON object with an integer `step`, such as an incomplete one, are skipped."""
     with open(path, "rb") as file:
         return [line for text in file if (line := parsed(text)) is not None]
 
 
 def parsed(text: bytes) -> dict[str, Any] | None:
-    """`text`, one line of a metrics.jsonl in bytes, as read_metrics returns it; None if that skips the line."""
+    """`text`, a line of a metrics.jsonl, as a dict, with "nan", "inf" and "-inf" as floats; None for any other text."""
     with contextlib.suppress(ValueError, RecursionError):
         line = json.loads(text.decode("utf-8", "replace"))
         if isinstance(line, dict) and type(line.get("step")) is int:
@@ -302,7 +302,7 @@ def evaluations(path: Path, rows: str) -> dict[int, float]:
 
 
 def _drop_after(path: Path, last_step: int) -> None:
-    """Removes the lines of steps after `last_step` from the file `path`; a resumed run repeats these steps."""
+    """Removes lines of steps after `last_step`, and unreadable ones, from the file `path`, for a run that resumes."""
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]

@@ -163,7 +163,8 @@ class Monitor:
         durations of parts of the work, and are subtracted from `{name}_seconds`.
 
         Args:
-          name: what the work is: "load" (compiling is a part of it), "save", "eval" or "profile".
+          name: what the work is: "load" (which has a part "compile"), "compile" (anew, after memory ran out), "save",
+            "eval" or "profile".
           step: the number of steps done.
         """
         self.flush()
@@ -180,8 +181,8 @@ class Monitor:
     @contextlib.contextmanager
     def planned(self, name: str, step: int) -> Iterator[dict[str, Any]]:
         """The context `pause` for work that compiles programs: its line of metrics also has `plan`, the training step's
-        plan in words. It yields the dict to which the caller may add metrics. name: what the work is. step: the number
-        of steps done."""
+        plan in words, a list of lines. It yields the dict to which the caller may add metrics. name: what the work is,
+        "load" or "compile". step: the number of steps done."""
         with self.pause(name, step) as values:
             yield values
             values["plan"] = self.run.planner.lines()
@@ -220,8 +221,9 @@ class Monitor:
             self._take()
 
     def _take(self) -> None:
-        """Waits for the oldest dispatched step and processes its metrics: passes them to callbacks, logs and shows
-        them, and applies the guards, which may raise TrainingStopped."""
+        """Waits for the oldest dispatched step and processes its metrics: passes them to callbacks, appends them to
+        Watched.history, logs them at the steps that metrics.log_every selects (and at the last and those that are not
+        finite), shows them, and applies the guards, which may raise TrainingStopped."""
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
         values = jax.device_get(latest)
@@ -280,14 +282,18 @@ class Monitor:
             self._guard_adapters(done, norms)
 
     def _guard_adapters(self, done: int, norms: np.ndarray) -> None:
-        """Raises TrainingStopped in the third step that has a gradient, if an adapter's gradient was exactly zero in
-        all three. The loss does not depend on the module of such an adapter, so it would never train.
+        """Raises TrainingStopped if the gradient of an adapter was exactly zero in the first three steps of this
+        process that have a gradient (a finite one that is not zero in all tensors). The loss does not depend on the
+        module of such an adapter, so it would never train. Of an adapter only B is looked at, because the gradient of A
+        is zero as long as B is.
 
-        It does nothing later, or if guards.adapters_without_gradient allows such adapters.
+        It is called once for each step that has a gradient. It does nothing after the third one, or if
+        guards.adapters_without_gradient allows such adapters.
 
         Args:
           done: the number of steps done.
-          norms: float32[n], the norm of the gradient of each trainable tensor, in a step in which some are not zero.
+          norms: float32[n], the norm of the gradient of each trainable tensor (in the order of Watched.trained), in a
+            step in which some are not zero.
         """
         if self._looked_at == _FIRST_STEPS or self.run.config.guards.adapters_without_gradient:
             return
@@ -304,10 +310,10 @@ class Monitor:
         )
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
-        """Raises TrainingStopped if the run must end: the gradient is zero although the loss is not, no token is
-        trained on, or guards.max_nonfinite_in_row steps in a row were not finite. A step that was not finite is printed
-        with the names of its rows. An overflow of the scaled loss of fp16 is none of these. After the first step of a
-        run, `Watched.check_first` is called.
+        """Raises TrainingStopped if the run must end: the gradient is zero although the loss is not, a step over all
+        rows has no token that is trained on, or guards.max_nonfinite_in_row steps in a row were not finite. A step that
+        was not finite is printed with the places of its rows. An overflow of the scaled loss of fp16 is none of these,
+        unless the scale is 1 already. After the first step of a run, `Watched.check_first` is called.
 
         Args:
           step: the step's number, from 0.

@@ -1,4 +1,5 @@
-"""What a run prints before it starts: the trainable matrices, the data, the plan and the memory of the step."""
+"""Texts and tables for the screen: what a run prints before it starts (the trainable tensors, the data, the numeric
+settings, the plan), the reports of --check and --plan, and lines that compare the plan with what is measured."""
 
 from __future__ import annotations
 
@@ -192,7 +193,7 @@ def precision_notes(
     Args:
       config: the run's.
       storage: {"weights", "optimizer": the dtype or format in which they are stored}, in words.
-      gradients: the dtype in which gradients are summed over micro-batches, in words.
+      gradients: the dtype in which gradients are summed over micro-batches, and how devices send them, in words.
       aux_losses: losses of the layers themselves, such as a router's, that are added to the objective's loss.
       model: the model as it was given; if it has an adapter that QAT trained, its format is compared with `qat`.
       qat: how QAT rounds the model's linears; None: not at all.

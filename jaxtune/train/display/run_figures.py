@@ -1,4 +1,5 @@
-"""The figures of a run that its page shows, read from the run's folder, as one JSON object."""
+"""The figures of a run that its page shows, read from the run's folder, as one JSON object: `RunFiles.page` returns
+it. `jaxtune report` and `jaxtune watch` make their pages of it."""
 
 from __future__ import annotations
 
@@ -70,12 +71,15 @@ class Figures:
         self.plan: list[str] = []
         """The plan in force, in words: of a run that was resumed, or ran out of memory, the last of several."""
         self.step = 0
+        """The number of steps done, by the last line."""
         self.seconds = 0.0
         """Wall time of the run's steps and pauses, without the time between a kill and its resume."""
         self.step_seconds = 0.0
-        """Wall time of its steps alone, and their number."""
+        """Wall time of its steps alone."""
         self.steps_timed = 0
+        """The number of steps that `step_seconds` counts."""
         self.skipped = 0.0
+        """The number of updates that were skipped because they were not finite."""
 
     def add(self, line: JsonMapping) -> None:
         """Adds one line of metrics.jsonl, as metrics.parsed returns it: of a step, an evaluation or a pause."""
@@ -116,8 +120,9 @@ class RunFiles:
         self._page: JsonObject = {}
 
     def page(self) -> JsonObject:
-        """What the page shows of the run, as JSON values (see _page). While no file of the run has changed, it is the
-        same object as at the last call.
+        """What the page shows of the run, as JSON values: its name, state, steps done, main results ("facts"), plan,
+        charts, samples of answers and settings. While no file of the run has changed, it is the same object as at the
+        last call.
 
         Raises:
           ValueError: the folder has no run.
@@ -332,8 +337,8 @@ def _settings(path: Path) -> dict[str, str]:
 
 @functools.cache
 def _default_settings() -> JsonObject:
-    """{dotted key: default, a JSON value} of a run's config, those of its optional sections included, to find the
-    settings of a run that differ."""
+    """{dotted key: default, a JSON value} of a run's config, to find the settings of a run that differ. The keys of the
+    sections model, data, adapter and mesh are included; of qat there is only the section, null."""
     from jaxtune.train import config
     from jaxtune.train.config.file import flat_keys
 

@@ -1,5 +1,5 @@
-"""The setup of Orbax for the arrays of checkpoints. Importing this module takes long, so it is imported where it is
-used."""
+"""The setup of Orbax for the arrays of checkpoints: `saver` makes what writes them, `reader` what reads them. Orbax is
+imported in the functions, because importing it takes long."""
 
 from __future__ import annotations
 

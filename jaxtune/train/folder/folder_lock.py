@@ -18,12 +18,14 @@ LOCK_NAME = "run.lock"
 
 
 class FolderLock:
-    """An exclusive `flock` on the file `run.lock` in `folder`, which the kernel releases when the process dies.
+    """An exclusive `flock` on the file `run.lock` in `folder`, which the kernel releases when the process dies. It is
+    taken when the object is made, without waiting; `release` releases it and removes the file.
 
-    The file says which run has the lock (pid, host, start time). The folder is created if it is missing.
+    The file says which run has the lock (pid, host, start time). The folder is created if it is missing. On a file
+    system without locks, only a warning is logged.
 
     Raises:
-      ValueError: another run has the lock, or the folder cannot be written.
+      ValueError: another run has the lock, the folder cannot be written, or the file is a link.
     """
 
     _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
@@ -71,7 +73,7 @@ class FolderLock:
             logger.warning("%s: this file system has no locks (%s); nothing keeps a second run out", self.path, error)
 
     def release(self) -> None:
-        """Releases the lock; a second call does nothing."""
+        """Releases the lock and removes its file; a second call does nothing."""
         if self._descriptor is None:
             return
         self.path.unlink(missing_ok=True)

@@ -1,4 +1,8 @@
-"""The record of a run: the values in checkpoints, results and config.yaml by which a run recognises its own files."""
+"""The record of a run: the values in checkpoints, results and config.yaml by which a run recognises its own files.
+
+`record_of` makes the record, `require_same_run` compares it with that of a checkpoint, and `same_run` and `digest` make
+of it what results store. `require_same_settings` and `require_same_rows` compare the processes of a run.
+`recorded_config`, `write_config` and `require_same_config` are about config.yaml."""
 
 from __future__ import annotations
 
@@ -182,8 +186,9 @@ def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
 
 
 def digest(run: dict[str, Any]) -> str:
-    """The SHA-256, as hexadecimal digits, of the values that identify a run (`run`, from same_run). The number of steps
-    is left out, so that a run has the same digest after it is made longer."""
+    """The SHA-256, as hexadecimal digits, of the values that identify a run (`run`, from same_run). results.json
+    contains it, so that a run that is started again recognises the numbers of its earlier process. Steps, epochs and
+    the steps of the warm-up (LENGTHENED) are left out, so that a run has the same digest after it is made longer."""
     return _sha256({key: value for key, value in run.items() if key not in LENGTHENED})
 
 
@@ -273,8 +278,9 @@ def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
 def compare_meta(
     saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
 ) -> tuple[list[Difference], list[Difference]]:
-    """The differences of two records (see record_of), by dotted key. A config key that only one of them has is no
-    difference if it has its default there: the other was written by a version without that key.
+    """The differences of two records (as record_of makes them), by dotted key. A config key that only one of them has,
+    in a section that both have, is no difference if it has its default there: the other was written by a version
+    without that key.
 
     Args:
       saved, current: the records, of the checkpoint and of this run.

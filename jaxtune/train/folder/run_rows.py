@@ -42,10 +42,11 @@ def run_rows(
         weights are evaluated now.
     Returns:
       (rows to train on, held-out rows or None). Rows to train on that are streamed, mixed or sampled are a BatchSource,
-        which makes them during the run.
+        which makes them during the run. If the objective learns from rewards and the config asks for answers in
+        evaluations, the held-out rows are only answered and have no loss, and None is returned for them.
     Raises:
-      ValueError: a document has more tokens than the model has positions; processes see different rows; an option does
-        not go with rows that are made during the run.
+      ValueError: the rows cannot be used; a document has more tokens than the model has positions; processes see
+        different rows; an option does not go with rows that are made during the run.
     """
     config, data = reader.config, reader.config.data
     wanted = data.train if train_rows is None else train_rows

@@ -1,4 +1,5 @@
-"""When a run's state is saved: as checkpoint.* says, and after a signal, but never while updates are being skipped."""
+"""When a run's state is saved: as the section `checkpoint` of the config says, after a signal, and when a callback asks
+for it, but never while updates are being skipped. `SavePolicy` decides when a save is due, and `Saver` makes it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from jaxtune.train.signals import StopSignal
 
 
 class TrainingInterrupted(RuntimeError):
-    """A signal ended the run after a finished step. The state is saved, and `resume: auto` continues from it."""
+    """Raised when a signal has ended the run after a finished step. The message says which step is saved: this one, or
+    an earlier one if updates were being skipped. The same command continues from it."""
 
 
 @dataclasses.dataclass
@@ -139,7 +141,8 @@ class Saver:
     def save(self, done: int, state: Any) -> None:
         """Saves `state`, the TrainState after `done` steps, and passes `done` to the run's callbacks. It does nothing
         if that state is saved already. It saves nothing either while updates are being skipped because steps were not
-        finite; the save is then made as soon as they are finite again."""
+        finite; a save that was due is then made as soon as they are finite again. It first waits for the metrics of all
+        steps, and may raise the TrainingStopped of a guard."""
         self.monitor.flush()
         if self.saved == done:
             self._due = False
@@ -181,7 +184,7 @@ class Saver:
 
     def finish(self, good: bool) -> None:
         """Called at the end of a run: waits until the last save is complete. good: True: the last state is known to
-        have finite numbers, and older checkpoints are removed. False: they are kept."""
+        have finite numbers, and checkpoints beyond checkpoint.keep are removed. False: older ones are kept."""
         if self.enabled or self.saved:
             with self.monitor.pause("save", self.saved):
                 self.checkpointer.wait()
