@@ -215,7 +215,7 @@ class ScheduleConfig:
     """The section `schedule` of a configuration: the learning rate over the steps of the run, as a share of its peak
     (optim.learning_rate). First comes a linear warm-up of n steps, whose first step has 1 / n of the peak (0 with
     zero_start). Then the rate falls to min_ratio of the peak at the end, unless it is "constant". warmup_ratio replaces
-    warmup_steps; both together, and values out of range, raise ConfigError."""
+    warmup_steps; both at once, and values out of range, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
