@@ -283,7 +283,8 @@ class _Delivery:
             needed.
           start: the steps done so far.
         Raises:
-          RunIsComplete: every export exists already, with the weights of the last step, and no evaluation is missing.
+          RunIsComplete: all exports exist already, with the weights of the last step; and, if the run's checkpoints
+            exist too, no evaluation is missing.
           ValueError: an export is of another run, or has files that no run wrote and would be overwritten.
         """
         names = (ADAPTER, MERGED, RESULTS)

@@ -1,18 +1,19 @@
 """Data: from rows of files to tokens, from tokens to packed rows, from packed rows to batches.
 
-`prepare` reads, tokenises and caches one set of rows. The files, in the order in which data flows through them:
+`prepare` reads, tokenises and caches one set of rows, and returns it as a `TokenDataset`, which packs it and makes its
+batches. The files, in the order in which data flows through them:
 
 - `reading.py` and `row_files.py` read rows from files and data sets.
 - `formats.py` and `messages.py` convert the known row formats (text, Alpaca, messages, ...) to one `Example`.
 - `templates.py`, `conversations.py`, `tokenizing.py`, `markers.py` and `spans.py` render examples with a chat
-  template, tokenise the text, and decide which tokens are trained on.
+  template, tokenise the text, and decide which tokens are trained on; `packaged.py` has templates for base models.
 - `workers.py` tokenises many rows in several processes; `cache.py` stores the result on disk.
 - `packing.py` (and `pairs.py` for preferences) packs the documents (`documents.py`) into rows of fixed length.
 - `batches.py` maps the number of a step to its batch; `steps.py` does so when every step trains on a fixed number of
   documents.
 - `streamed.py` does all of this during the run, for a window of rows at a time; `feeds.py` takes the rows of a step
   from streams and from mixtures of several sets.
-- `preview.py` shows a packed row in a terminal.
+- `preview.py` shows a packed row in a terminal; `first_look.py` reads the first rows before anything is loaded.
 
 One rule holds everywhere: an error that one row causes affects that row alone (`row_errors.attempt`), and `on_bad_row`
 decides whether the run stops or continues without the row.
@@ -56,7 +57,7 @@ class TokenDataset:
     """Tokenised rows, ready to be packed and batched."""
 
     documents: Documents
-    """The tokens: one document for each usable row."""
+    """The tokens: one document for each usable row (two for each preference pair)."""
     summary: Summary
     """How many rows were read, used and left out, and why."""
     length: int
@@ -83,6 +84,7 @@ class TokenDataset:
 
         Raises:
             NothingUsable: no token that is trained on is left within `length`.
+            ValueError: `overflow` is "error", and a document is longer than `length`.
         """
         rows = PackedRows(
             self.documents,
@@ -154,7 +156,8 @@ class TokenDataset:
     def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:
         """Divides the documents into two data sets (train, eval). eval_rows: the number of documents for evaluation, or
         below 1 the share of them. Those whose tokens have the smallest hashes are chosen (`Documents.held_out`).
-        Training documents that equal a held-out one are in neither data set."""
+        Training documents that equal a held-out one are in neither data set. Raises ValueError if either set would be
+        empty."""
         train, held_out = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
         return self._of(train), self._of(held_out)
 
@@ -193,11 +196,11 @@ def prepare(
         source: the rows, in any of the forms that `reading.open_sources` takes.
         tokenizer: a fast Hugging Face tokenizer.
         length: the number of tokens in a packed row.
-        format: the format of the rows, a key of `formats.COLUMNS`; "auto" detects it by their columns.
+        format: the format of the rows, one of `formats.FORMATS`; "auto" detects it by their columns.
         columns: {name of a format's column: its name in these rows}, where they differ.
-        template: None or "tokenizer" (the tokenizer's own chat template), a name of packaged.py, or the path of a
-            .jinja file. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed directly by its
-            completion.
+        template: None or "tokenizer" (the tokenizer's own chat template), a name of packaged.py, the path of a .jinja
+            file, or Jinja text. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed directly by its
+            completion; with any other value both become a conversation.
         train_on: "responses" trains on responses only, "all" on all tokens.
         instruction_part, response_part: marker strings, the texts that begin a user's turn and a response, both or
             neither. With them, responses are found by these strings (markers.py) instead of by the template.
@@ -266,8 +269,9 @@ def prepare(
 
 
 def _changed_while_read(sources: list[Source], template: str | None) -> ValueError:
-    """Returns the error to raise if the rows or the template file changed after the hash that names their cache was
-    computed, so that the cache would have tokens of another content than its name says.
+    """Returns the error to raise if the rows or the template file changed while they were tokenised. A token cache is
+    named by a hash of their content, which is computed before they are read; after a change, the cache would store the
+    tokens of other content under that name.
 
     Args:
         sources: the sources of the rows, whose names the message has.
@@ -310,8 +314,8 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
-    """Yields the chunks unchanged, and shows a progress bar of rows if stderr is a terminal. Windows of a stream get no
-    bar, because they are tokenised during the run, which shows a bar of its own.
+    """Yields the chunks unchanged, and shows a progress bar of rows if stderr is a terminal. Windows of a stream after
+    the first get no bar, because they are tokenised during the run, which shows a bar of its own.
 
     Args:
         chunks: the tokenised chunks, in order.
@@ -347,7 +351,7 @@ def _require_usable(
     """Raises a ValueError that says why a set of rows cannot be trained on: it has no usable row, no trained token, no
     response that ends its turn, or a token id of `vocab_size` or more.
 
-    A window of a stream may have no response that ends; only whole sets are checked for that.
+    A window of a stream after the first may have no response that ends its turn.
 
     Args:
         documents, summary: what tokenising the rows gave.

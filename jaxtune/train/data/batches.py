@@ -159,11 +159,12 @@ class BatchSource:
         return None
 
     def resume(self, step: int, position: Json) -> None:
-        """Continues with `step` as the next step. position: what `position(step)` returned in the earlier run."""
+        """Called before the first batch when a run is resumed: `step` is the next step. position: what `position(step)`
+        returned in the earlier process. A source whose batches depend on the number of the step alone does nothing."""
 
     def identity(self) -> dict[str, Json]:
-        """Values that identify the rows, such as checksums. They are stored in checkpoints, and a run whose values
-        differ cannot resume."""
+        """Values that identify the rows, such as checksums, by name. They are stored in checkpoints, and a run whose
+        values differ cannot resume."""
         return {}
 
     def described(self, total_steps: int) -> list[str]:
@@ -328,8 +329,9 @@ class Batches(BatchSource):
         return -(-len(self.rows) // self._taken)
 
     def rows_at(self, step: int) -> np.ndarray:
-        """The indices of the rows that step `step` trains on: int64[n], where n is `rows_per_step` or, in the last step
-        of an epoch, fewer. Raises ValueError if `step` is negative."""
+        """The indices in `rows` of the packed rows that step `step` (from 0) trains on: int64[n]. n is the number that
+        the constructor was given as rows_per_step or, in the last step of an epoch, a smaller one. Raises ValueError if
+        `step` is negative."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         epoch, index = divmod(int(step), self.steps_per_epoch)

@@ -53,7 +53,7 @@ class Summary:
     offenders: list[str] = dataclasses.field(default_factory=list)
     """The first bad rows, each as "file:line: reason"."""
     untrained: int = 0
-    """Rows left out because none of their tokens is trained on."""
+    """Rows left out because no token after their first is trained on; of a preference pair, in one of its documents."""
     untrained_first: list[str] = dataclasses.field(default_factory=list)
     """The first rows without a trained token, each as "file:line"."""
     special: int = 0
@@ -69,7 +69,7 @@ class Summary:
     responses: int = 0
     """Responses found in the documents."""
     ended: int = 0
-    """Responses whose trained tokens include one that ends the turn."""
+    """Responses whose trained tokens include one that ends the turn, or that were cut before it."""
     masked: int = 0
     """Tokens of responses that are not trained on because of data.mask_spans."""
     unread: list[str] = dataclasses.field(default_factory=list)
@@ -164,9 +164,17 @@ class CachedDocuments(NamedTuple):
 
 
 class _Store:
-    """Collects chunks of tokenised rows, in order, by `add`. folder: an empty folder of the cache, to whose files (one
-    for each name in `FIELDS`) their arrays are appended, and which `finish` completes; None keeps the arrays in memory,
-    where `documents` returns them."""
+    """Collects chunks of tokenised rows, in order: `add` appends a chunk's arrays (`FIELDS`) and adds its counts to
+    `summary`.
+
+    With a folder, an empty one, each array is appended to a file NAME.bin in it. `finish` closes the files and writes
+    meta.json (sizes, checksums, summary), without which the folder is not complete; `close` closes the files after a
+    failure. Without a folder (None) the arrays stay in memory, and `documents` returns them as Documents; `finish` must
+    not be called then.
+
+    Attributes:
+        summary: the Summary, the counts of all rows so far.
+    """
 
     def __init__(self, folder: Path | None):
         self.folder = folder
@@ -248,7 +256,8 @@ def collect(chunks: Iterable[Chunk]) -> tuple[Documents, Summary]:
 def open_or_build(
     folder: Path, build: Callable[[], Iterable[Chunk]], say: Callable[[str], None] = print
 ) -> CachedDocuments:
-    """Opens the documents of a cache folder, after building the folder if it does not exist or is damaged.
+    """Opens the documents of a cache folder, after building the folder if it does not exist or is damaged. If `build`
+    makes no document, no folder is left, and the result has no documents.
 
     Args:
         folder: the folder of these documents; its name is their `cache_key`.

@@ -93,8 +93,8 @@ class Conversations:
 
         Args:
             messages, tools: the conversation.
-            first: the index of the first message whose response is wanted; at least 1, because a response that opens a
-                conversation has no prompt.
+            first: the index of the first message that may be a response; at least 1, because a response that opens a
+                conversation has no prompt. Responses before it get no range.
 
         Raises:
             RowError: the template fails, a response cannot be found, or there are more than `MOST_RESPONSES`.
@@ -122,7 +122,8 @@ class Conversations:
 
         The response begins after the generation prompt, which is searched for between the message before and the text
         of the response. Where the text has only a beginning of the generation prompt there, with a special token in
-        it, the response begins after that. Raises `RowError` where neither is found.
+        it, the response begins after that. If the template writes no generation prompt at this place, the response
+        begins where the message before it ends. Raises `RowError` where none of these is found.
         """
         before, asking = (self.render(messages[:index], tools, add_generation_prompt=ask) for ask in (False, True))
         opening = asking.removeprefix(before)

@@ -1,4 +1,7 @@
-"""Tokenised documents, kept in flat arrays that may be memory-mapped files of the token cache."""
+"""Tokenised documents. `Documents` has the token ids and the mask (which tokens are trained on) of all documents in two
+flat arrays, with each document's start and length; `Document` is one document of it. The arrays may be memory-mapped
+files of the token cache, so that a data set need not fit in memory. Documents are selected, written into rows of
+batches, and divided into training and held-out ones."""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Many documents in flat arrays, which may be memory-mapped files. A selection shares the flat arrays with the set
-    that it was made of."""
+    """Many documents in flat arrays, which may be memory-mapped files. A selection of documents (`select`) shares
+    `tokens` and `mask` with the set that it was made of."""
 
     tokens: np.ndarray
     """int32[total]: the token ids of all documents, one document after another."""
@@ -50,8 +53,9 @@ class Documents:
 
     @functools.cached_property
     def tokens_crc32(self) -> int:
-        """The CRC-32 of the flat tokens, by which checkpoints and metrics recognise the rows. It reads all tokens on
-        first access. A selection has the same CRC-32 as the set that it was made of."""
+        """The CRC-32 of the flat array `tokens`, by which checkpoints and metrics recognise the rows. It reads all
+        tokens on first access. A selection has the same CRC-32 as the set that it was made of, whose flat array it
+        shares."""
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
     @property

@@ -285,8 +285,8 @@ class PreparedSet:
         return self.data.rows.empty(rows)
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> _PreparedFeed:
-        """The feed of one lane, a device (or a group of devices that hold the same rows) that computes on rows of its
-        own. Each epoch of the set is divided among the lanes.
+        """The feed of one lane, a device (or a group of devices that have the same rows) that computes on rows of its
+        own. It takes every `lanes`-th row of the set's epochs, one epoch after another, each in an order of its own.
 
         Args:
             lane: the number of the lane, from 0.

@@ -1,5 +1,5 @@
-"""The rows and the model's folder that a config names are opened before anything is loaded, so that a slip in a name or
-a format is reported at once."""
+"""A first look at what a config names: `require_readable` opens the rows and the model's folder before anything is
+loaded, so that a slip in a name or a format is reported at once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _MOST_FILES = 32  # the most files of a folder that are opened
 
 
 def require_readable(config: TrainConfig) -> None:
-    """Opens the rows that a config names (data.train and data.eval), and reads the first row of each file.
+    """Opens the rows that a config names (data.train and data.eval), and reads the first row of each file (of a folder
+    32 files at most, of a stream the first shard). For sft the row is also converted, which checks its columns; the
+    columns of other objectives are checked later. If the model is a local folder and model.tokenizer is not set, the
+    folder must have a tokenizer.
 
     Raises:
       ConfigError: a file or data set is not there or has no rows, or its first row cannot be used and data.on_bad_row
         is "error"; the message names the key.
-      ValueError: the folder of the model has no tokenizer.
+      ValueError: the folder of the model has no tokenizer, data.format is not known, or a file cannot be read at all.
     """
     data = config.data
     mixed = [rows for rows, _ in data.mixed]
@@ -38,7 +41,7 @@ def require_readable(config: TrainConfig) -> None:
 
 def _look(key: str, rows: Any, config: TrainConfig) -> None:
     """Opens one of the sources that a config key names, and reads its first row; of a folder, the first row of each
-    file (of `_MOST_FILES` at most).
+    file (of `_MOST_FILES`, 32, at most). For the objective sft the row is also converted to an example.
 
     Args:
       key: "data.train" or "data.eval".

@@ -1,4 +1,5 @@
-"""The formats of rows: text, Alpaca, prompt and completion, messages and ShareGPT; and two for preference objectives.
+"""The formats of rows: text, Alpaca, prompt and completion, messages and ShareGPT; and two for preference objectives,
+one with a chosen and a rejected answer, one with an answer and a label.
 
 `normalize` converts a row's columns to an `Example`, the one form that `templates.py` renders. `normalize_pair` and
 `normalize_labelled` convert the rows of preference objectives to a `Pair` of examples. All of them raise `RowError`
@@ -69,7 +70,7 @@ class Example:
     """A row in the form that chat templates render.
 
     Either `text` is set; or `messages` (with or without `tools`); or `prompt`, `completion` and `messages`: such a row
-    can be trained on as plain text, without a template, or as a conversation.
+    is trained on as plain text if no template was chosen, and else as a conversation. Fields that are not set are None.
     """
 
     text: str | None = None

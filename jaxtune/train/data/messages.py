@@ -37,9 +37,11 @@ _SPEAKERS = {name: role for name, role in ROLES.items() if not name.endswith("_c
 
 
 def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a turn in OpenAI's form to a message in the form that chat templates expect: its content becomes text,
-    its role one of a chat ("human" becomes "user"), and each tool call {"type": "function", "function": {"name",
-    "arguments": object}}. Other keys stay. Raises `RowError` if the turn cannot be used."""
+    """Converts a turn in OpenAI's form to a message in the form that chat templates expect: its content becomes text
+    ("" if it has only tool calls), the names of speakers become roles ("human" becomes "user"; other roles stay), and
+    each tool call {"type": "function", "function": {"name", "arguments": object}}. Other keys stay, without those that
+    are None. Raises `RowError` if the turn cannot be used: it has no role or no content, a part of its content is not
+    text, or a call is wrong."""
     role = turn.get("role")
     if not isinstance(role, str) or not role:
         raise RowError(f"a message has no role; it has {', '.join(map(str, turn)) or 'nothing'}")
@@ -88,8 +90,9 @@ def _joined_parts(parts: Iterable[object]) -> dict[str, Any]:
 
 def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Converts a turn in ShareGPT's form ({from, value}) or in OpenAI's to a message in the form that chat templates
-    expect ({"role", "content", ...}). Raises `RowError` if the speaker is not one of ROLES (such as human, gpt or
-    system), or the turn is wrong otherwise."""
+    expect ({"role", "content", ...}). The value of the speaker function_call or tool_call is the JSON of a call, which
+    becomes `tool_calls`. Of other keys only weight, train and training stay. Raises `RowError` if the speaker is not
+    one of ROLES (such as human, gpt or system), or the turn is wrong otherwise."""
     if "role" in turn:  # some files name the column as ShareGPT does and its parts as OpenAI does
         return chat_message(turn)
     speaker, content = turn.get("from"), turn.get("value")

@@ -239,7 +239,8 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
 
 
 class PackedRows:
-    """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch.
+    """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch. The attribute
+    `report` has the counts, a PackingReport, and `plan` the assignment of documents to rows.
 
     Args:
         documents: the documents.

@@ -187,7 +187,9 @@ class PairDataset(TokenDataset):
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]
-        """The packed rows of pairs; packing is planned on first access. Raises `NothingUsable` if no pair is left."""
+        """The packed rows of pairs; packing is planned on first access. Raises `NothingUsable` if no pair is left whose
+        documents both have a trained token, and ValueError if `overflow` is "split", or is "error" and a pair is too
+        long."""
         rows = PackedPairs(
             self.documents,
             self.length,

@@ -2,8 +2,9 @@
 
 Reading yields each row as a `Row` with its file and line, so that error messages can name it. A row that cannot be read
 is yielded with the reason, and the caller decides whether to stop or leave it out. The readers are in `row_files.py`. A
-row has at most `MAX_ROW_SIZE` bytes, and a compressed file may expand to at most `MAX_EXPANSION` times its size, so
-that a damaged or malicious file cannot exhaust the memory.
+row has at most `MAX_ROW_SIZE` bytes or characters (32 MiB), and a Parquet file may expand to at most `MAX_EXPANSION`
+times its size (or 32 MiB), so that a damaged or malicious file cannot exhaust the memory. `open_sources` finds the
+files, and `read_rows` reads them.
 """
 
 from __future__ import annotations
@@ -84,14 +85,15 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
     Args:
         source: a file (.jsonl, .json, .parquet, .csv), a folder of such files, a folder written by
             `datasets.save_to_disk`, the name of a data set (`name`, `name:config` or `name:config:split`; the split is
-            `train` if it is not given), any of these with `[:N]` behind it, for its first N rows, a list of these, a
-            `datasets.Dataset` or IterableDataset, a list of dicts, or a Window.
+            `train` if it is not given), any of these with `[:N]` behind it, for its first N rows, a list of such paths
+            and names, a `datasets.Dataset` or IterableDataset, a list of dicts, or a Window.
         streaming: whether a data set given by name is read over the network during the run instead of being downloaded.
             A data set that streams gives one source for each of its shards.
         columns: {name of a format's column: its name in these rows}; other columns keep their names.
 
     Raises:
-        ValueError: there is no such file or data set, or its kind is not known.
+        ValueError: there is no such file or data set, its kind is not known, a folder has files of several splits, or
+            [:N] is after a stream or a folder of several files.
     """
     if columns:
         return [_renamed(one, columns) for one in open_sources(source, streaming)]
@@ -280,7 +282,7 @@ def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -
 
 
 def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
-    """The same source with the columns of its rows renamed to the names that the row formats use (data.columns).
+    """`source` with the columns of its rows renamed to the names that the row formats use (data.columns).
 
     columns: {name of a format's column: its name in these rows}. A row that lacks one of them is a bad row.
     """

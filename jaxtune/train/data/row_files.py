@@ -1,7 +1,8 @@
 """Readers of rows: one for each kind of file, one for `datasets` and one for lists.
 
 Each reader yields in order the rows whose number is above `after` and skips the others as cheaply as the file format
-allows. A row that cannot be read is yielded with the reason instead of its columns.
+allows; a .json file with an array is always read from its beginning. A row that cannot be read, a bad row, is yielded
+as a `Row` with the reason instead of its columns.
 """
 
 from __future__ import annotations
@@ -251,7 +252,8 @@ def _csv_rows(file: Path) -> Iterator[Row]:
 
 def read_parquet(file: Path, after: int) -> Iterator[Row]:
     """Yields the rows of a Parquet file whose number (from 1) is above `after`; groups of rows before it are not
-    read. Raises ValueError if the file is damaged, or would expand to more than `MAX_EXPANSION` times its size."""
+    read. Raises ValueError if the file is damaged, or would expand to more than 1,000 times its size (`MAX_EXPANSION`)
+    and more than 32 MiB. A single row that cannot be decoded gives a bad row."""
     import pyarrow.parquet as parquet
 
     weight = file.stat().st_size

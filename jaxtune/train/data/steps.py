@@ -27,7 +27,8 @@ _WIDTH = 64  # the length of rows is a multiple of this number of tokens
 class StepBatches(Batches):
     """The source of batches whose steps each train on `per_step` documents (or pairs), packed for each step.
 
-    A batch has `rows_per_step` rows of `length` tokens; both are the same for all steps.
+    A batch has `rows_per_step` rows of `length` tokens; both are the same for all steps. The attribute `rows_per_step`
+    is the number of packed rows that the largest step needs, and not `per_step`.
 
     Args:
         rows: rows of one document or pair each, without packing.

@@ -41,7 +41,7 @@ class Encoded:
     mask: np.ndarray
     """bool[n]: True where the token is trained on."""
     responses: int
-    """The number of responses found."""
+    """The number of responses found; 1 with train_on="all"."""
     ended: int
     """The number of responses whose trained tokens include the one that ends the turn, or that were cut before it."""
     masked: int = 0
@@ -208,10 +208,8 @@ class RowEncoder:
         return results
 
     def encode_prompt(self, example: Example) -> np.ndarray:
-        """int32[n]: the tokens of an example up to the begin of its last response, as the prompt to generate it from.
-
-        They are the same text, BOS and tokens that training has before that response.
-        """
+        """int32[n]: the tokens of an example up to the begin of its last response, as the prompt to generate it from;
+        of an example of text alone, all of it. They are the same text, BOS and tokens that training has there."""
         if example.text is not None:
             text = example.text
         elif self._is_raw(example):

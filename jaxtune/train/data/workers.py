@@ -86,11 +86,11 @@ class Chunk:
     problems: list[tuple[str, str]]
     """The (place, reason) of each row that cannot be used."""
     untrained: list[str]
-    """The places of rows without a trained token."""
+    """The places of rows without a trained token after the first (of pairs: in one of the two documents)."""
     responses: int
     """The number of responses in the documents."""
     ended: int
-    """The number of responses whose trained tokens include one that ends the turn."""
+    """The number of responses whose trained tokens include one that ends the turn, or that were cut before it."""
     special: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """(place, the token or marker) of each row whose messages contain a special token, or a marker of the template, as
     text."""
