@@ -103,8 +103,8 @@ class Checkpointer:
     # ---- writing
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any], proven: bool = True) -> None:
-        """Starts a save and returns once the device arrays are copied to the host; the caller may donate them then. It
-        waits for the previous save first, and raises its error if that failed.
+        """Starts a save, of which a thread writes the files, and returns once the device arrays are copied to the host;
+        the caller may donate them then. It first waits for the previous save, and raises its error if that failed.
 
         Args:
           step: optimizer steps done.
@@ -113,7 +113,7 @@ class Checkpointer:
           proven: True: the state is known to be good. False: it does not count among the `keep` checkpoints, so that no
             older one is removed for it, until `confirm` is called.
         Raises:
-          CheckpointError: the disk has too little room, or a leaf cannot be stored; nothing has been written then.
+          CheckpointError: the disk has too little room, or a leaf or `meta` cannot be stored; no file is left of it.
         """
         self.wait()
         arrays, described = _describe(state)
