@@ -204,11 +204,12 @@ def from_pretrained(
     max_length: int | None = None,
     precision: Mapping[str, str] | None = None,
 ) -> tuple[Decoder, Any]:
-    """Loads a causal language model in Hugging Face's format, or an adapter with the base that it names.
+    """Loads a causal language model in Hugging Face's format, or one that scores texts, or an adapter with the base
+    that it names.
 
-    Of a model with a vision tower, only the text part is loaded. The passthrough tensors of Qwen3-Next and Qwen3.5
-    (vision tower, multi-token prediction layers) are written again by save_pretrained, which copies them from their
-    files; of Gemma 3 only the text part is saved.
+    Of a model with a vision tower, only the text part is loaded. The passthrough tensors of Qwen3-Next, Qwen3.5 and
+    Gemma 4 (towers, embedders of images and audio, multi-token prediction layers) are written again by save_pretrained,
+    which copies them from their files; of other models, such as Gemma 3, only the text part is saved.
 
     Args:
       path: folder with config.json and safetensors, or a hub name (the local cache is tried first); or a PEFT folder.
@@ -398,8 +399,8 @@ def save_pretrained(
       tokenizer: saved with the model, if given.
       max_shard_bytes: larger weights are divided into several files with an index.
     Raises:
-      ValueError: adapters that are not merged; 4-bit experts that no checkpoint could store; a path in use; a disk with
-        too little space.
+      ValueError: adapters that are not merged; quantised experts that no checkpoint could store; weights in several
+        quantised formats; a path in use; a disk with too little space.
     """
     save_weights(Weights(model), path, tokenizer, max_shard_bytes)
 
@@ -433,7 +434,8 @@ def checkpoint_tensors(weights: Weights) -> Planned:
     weights: the model, of which some tensors may be computed only when they are written.
 
     Raises:
-      ValueError: adapters that are not merged; 4-bit experts that no checkpoint could store.
+      ValueError: adapters that are not merged; quantised experts that no checkpoint could store; a passthrough tensor
+        that is no longer in the file from which the model was loaded.
     """
     model = weights.model
     dtype = jnp.dtype(model.dtype)

@@ -64,7 +64,8 @@ class LayerNorm(nnx.Module):
       eps: added to the variance.
       dtype: of the weight.
     Attributes:
-      compute: as RMSNorm has; this norm computes in fp32 whatever it is.
+      compute: the dtype's name that a precision map (models/precision.py) gives this norm, or None; it has no effect,
+        as this norm computes in fp32 in any case.
     """
 
     compute: str | None = None

@@ -119,7 +119,8 @@ def text_config(hf: dict) -> dict:
 
 def text_tensor_name(name: str) -> str | None:
     """Converts the name of a tensor in a checkpoint of a model with a vision tower to its name in the text model alone,
-    such as model.layers.0...; None for a tensor of the tower or projector, which is not loaded."""
+    such as model.layers.0...; None for a name with "vision_tower." or "multi_modal_projector.", whose tensor is not
+    loaded. Towers with other names are passthrough tensors, which the caller has taken out (is_passthrough)."""
     if any(part in name for part in ("vision_tower.", "multi_modal_projector.")):
         return None
     # transformers 4 wrote language_model.model.layers..., 5 writes model.language_model.layers...

@@ -25,7 +25,7 @@ def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
     """Adds tokens that end the model's texts, also for the folder that it is saved to (its generation_config.json). The
     model is changed in place, and returned.
 
-    Ids outside the vocabulary are left out.
+    Ids outside the vocabulary are left out, and a model with random weights, which has no such file, stays as it is.
     """
     source, ends = model.source, end_token_ids(model)
     more = [token for token in dict.fromkeys(tokens) if token not in ends and token < model.config.vocab_size]

@@ -185,9 +185,8 @@ class Sampler:
         scaled_logprobs: bool = False,
         top_logprobs: int = 0,
     ) -> int:
-        """Appends a prompt to the queue; other rows may be decoding meanwhile.
-
-        Consecutive requests with the same prompt are prefilled once.
+        """Appends a prompt to the queue, also while other rows decode. Waiting requests with the same prompt are
+        prefilled once.
 
         Args:
           prompt: token ids, at least one.
@@ -311,7 +310,7 @@ class Sampler:
     def update(self, model: Decoder) -> None:
         """Sets the weights to those of a model with the same structure, such as one that is being trained.
 
-        Only adapters are copied, in 16 bits: the model's arrays must not be deleted while the sampler uses them.
+        Only what must be cast or decoded is copied: the model's arrays must not be deleted while the sampler uses them.
 
         Raises:
           ValueError: requests are not done, whose states were computed with the old weights; another structure.
@@ -424,7 +423,8 @@ class Sampler:
     # ---- rounds
 
     def _has_work(self) -> bool:
-        """Whether a row may need more tokens than the dispatched rounds make, so that `step` dispatches another."""
+        """Whether the row of some slot may need more tokens than the rounds that were dispatched and not read yet will
+        make. If so, `step` dispatches another round. Requests that wait for a slot do not count."""
         return any(r is not None and len(r.tokens) + r.rounds * self._steps < r.limit for r in self._slots)
 
     def _dispatch(self) -> None:

@@ -115,7 +115,7 @@ class ExpertLinear(nnx.Module):
 
     @property
     def num_experts(self) -> int:
-        """The number of experts E."""
+        """The number of experts E. It is 0 for a Linear, so code that handles both tells them apart by it."""
         return self.weight.shape[0]
 
     @property
@@ -167,8 +167,10 @@ class ExpertLinear(nnx.Module):
         return None if self.lora is None else self.lora.weights()
 
     def adapter_bytes(self, itemsize: int) -> float:
-        """The bytes of the copies of the adapters that kernels read: with the rank padded, in the compute dtype; 0
-        without adapters. The planner counts these copies. itemsize: bytes of one number in the compute dtype."""
+        """Returns how many bytes the copies of the adapters A [E, r, in] and B [E, out, r] take that the Mosaic kernels
+        of grouped_matmul read: in the compute dtype, with the rank r padded to a multiple of 64; 0.0 without adapters.
+        The planner adds it to its other estimates, which are floats. itemsize: bytes of one number in the compute
+        dtype."""
         if self.lora is None:
             return 0.0
         experts, rank, in_size = self.lora.a.shape

@@ -133,10 +133,13 @@ class MoE(nnx.Module):
 
     @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Chooses each token's k experts, those with the largest logits of the router: their numbers int32[B * T, k].
-        x: [B, T, hidden], the part's input (a scaled router's logits [B, T, E]).
+        """Chooses each token's k experts, those with the largest logits of the router, the largest first: their numbers
+        int32[B * T, k].
 
-        real: bool[B, T], False for padding, which gets the number E and is routed nowhere; None: all tokens are real.
+        x: [B, T, hidden], the input of this feed-forward, after the block's norm; the router computes the logits from
+        it. If the router is a ScaledRouter, whose logits are computed in a segment of their own, x is these logits, [B,
+        T, E]. real: bool[B, T], False for padding, whose k choices are all E, which is no expert, so that it is routed
+        nowhere; None: all tokens are real.
         """
         return choose_experts(self._logits(x), self.moe.experts_per_token, None if real is None else real.reshape(-1))
 
@@ -305,13 +308,15 @@ class MoE(nnx.Module):
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
         """An estimate of the bytes that the backward of the layer needs in addition to the residuals; the planner adds
-        it to the peak. It was fitted to the whole layer, so it covers the mixer's backward too.
+        it to the peak. It was fitted to the whole layer, so it covers the mixer's backward too (covers_mixer is True).
 
         It counts the activation, its gradients, the gradients of gate_up and of the experts' rows, twice the bytes of a
         shared expert's gate and up, and a multiple of the layer's input. The experts' rows are a copy of each token's
         hidden state for each of its experts. If the matrix product does not gather rows itself, the sorted rows are
         added, and if the weight is decoded, the decoded weight. If FP8 codes are multiplied, the rows' codes and the
-        weight's transposed codes are added. sizes: the bytes of the layer's residuals by name."""
+        weight's transposed codes are added. In the result, `own` has the multiple of the layer's input and the shared
+        expert's bytes, and `around` all else. sizes: the bytes of the layer's residuals by name.
+        """
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up
         linears = (self.experts.gate_up_proj, self.experts.down_proj)

@@ -116,10 +116,15 @@ class MLP(nnx.Module):
         """An estimate of the bytes that the MLP's backward needs in addition to the residuals; the planner adds it to
         the peak.
 
-        `own` of the result is the gradient of the activation's output alone, if a kernel overwrites gate and up with
-        their gradients (`_in_place`); otherwise it is the activation's output, its gradient, the gradients of gate and
-        up, and values of the residual stream. `around` is the partial gradients of other segments, a multiple of the
-        layer's input (models/fitted.py). sizes: the bytes of the layer's residuals by name."""
+        If a kernel overwrites gate and up with their gradients (`_in_place`), `own` of the result is the gradient of
+        the activation's output alone, and covers_mixer is False: the mixer's memory is counted on its own. Otherwise
+        `own` is the activation's output, its gradient, the gradients of gate and up, and a multiple of the layer's
+        input for values of the residual stream; covers_mixer is True, because these numbers include the mixer's memory.
+
+        `around` is another multiple of the layer's input, for gradients of the layer's other segments (the functions in
+        which its parts run) that are in memory at the same time. The multiples are in models/fitted.py. sizes: the
+        bytes of the layer's residuals by name.
+        """
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
         around = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream

@@ -66,8 +66,9 @@ class PerLayerGate(nnx.Module):
         return {PER_LAYER: (self.size,)}
 
     def segments(self) -> tuple[Segment, ...]:
-        """Its two segments: `gate_per_layer` (computes the gate) and `project_per_layer` (multiplies the embedding by
-        the activated gate, and projects the product to the hidden size)."""
+        """Returns the steps of the part's computation, as Segments, between which a plan may keep, offload or recompute
+        values: `gate_per_layer` multiplies the input by per_layer_input_gate; `project_per_layer` multiplies the
+        layer's embedding of the token by the activated gate, and projects the product to the hidden size."""
         return (
             Segment(
                 "gate_per_layer",

@@ -202,12 +202,12 @@ class Sizes:
 @dataclasses.dataclass(frozen=True)
 class Scratch:
     """The scratch memory, in bytes, that the backward of one part of a layer (a feed-forward, or a mixer such as
-    attention) needs in addition to the residuals; the planner adds it to its forecast of the peak. A part runs as
-    several segments."""
+    attention) needs in addition to the residuals; the planner adds `own` and `around` to its forecast of the peak. A
+    part runs as several segments."""
 
     own: float  # bytes that the computation of the part's own gradients needs
-    # bytes of partial gradients from other segments of the layer that are in memory while this part's backward runs; 0
-    # for a mixer
+    # bytes of partial gradients from other segments of the layer that are in memory while this part's backward runs
+    # (for experts, with their own rows); 0 for a mixer
     around: float
     # True: `own` and `around` were fitted to measurements of the whole layer's backward, so they include the mixer's
     # scratch memory, and the planner does not add that; False: the mixer's is counted on its own

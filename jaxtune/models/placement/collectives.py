@@ -30,11 +30,13 @@ _COMBINED_BYTES = 8 << 30
 
 
 def compiler_options() -> dict[str, Any]:
-    """The options of XLA, {name: value}, with which a program that gathers divided weights is compiled: the
-    latency-hiding scheduler, and one gather and one scatter for all tensors that start at the same place.
+    """The options of XLA, {name: value}, with which a program that gathers divided weights is compiled. They turn on
+    the latency-hiding scheduler, and combine all gathers, and all scatters, that start at the same place in the program
+    into one, up to 8 GiB.
 
-    On two H200s a step of ten layers took 302 ms with XLA's defaults, 297 ms with its latency-hiding scheduler and one
-    gather a layer, and 297 ms with nothing divided."""
+    On two H200s a step of ten layers took 302 ms with XLA's defaults, 297 ms with the latency-hiding scheduler and one
+    gather a layer, as these options make it, and 297 ms with nothing divided.
+    """
     return {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_all_gather_combine_threshold_bytes": _COMBINED_BYTES,

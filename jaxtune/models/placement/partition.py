@@ -163,10 +163,9 @@ def compiling(mesh: Mesh) -> Iterator[None]:
 
 
 def put(tree: Any, where: Any) -> Any:
-    """Places a tree of arrays, which every process has whole or which are on the mesh already, as jax.device_put does.
-    With several processes, device_put itself would let them compare the values first, in a collective.
-
-    where: a sharding, or a tree of them; None: this process's default device."""
+    """Places a tree of arrays, which every process has whole or which are on the mesh already, as jax.device_put does;
+    with several processes, device_put itself would let them compare the values first, in a collective. where: a
+    sharding, or a tree of them; None: this process's default device."""
     if jax.process_count() == 1 or where is None:
         return jax.device_put(tree, where)
     return jax.tree.map(_put, tree, jax.tree.broadcast(where, tree))
@@ -294,19 +293,20 @@ _total.defvjp(lambda sums: (_total(sums), None), lambda _, gradients: (gradients
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One device's part of an array of which `count` devices have equal parts along `axis`. In `divided`, `array` is
-    the part, and `shape` is that of the whole array. In a tree from `divide`, outside of `divided`, `array` is still
-    the whole array, which is only marked to be divided."""
+    """One device's part of an array that `count` devices divide equally along `axis`. `divide` wraps whole arrays in
+    Shards, which only marks them; in `divided`, whose shard_map cuts them, `array` is this device's part. `shape` has
+    `count` times the length of `array` along `axis`: the whole array's shape in `divided`, and too long outside of it
+    (use array.shape)."""
 
-    array: jax.Array  # the part (or the whole array, see above)
+    array: jax.Array  # the part in `divided`, the whole array outside of it
     axis: int = dataclasses.field(metadata=dict(static=True))  # the axis along which the array is divided
     count: int = dataclasses.field(metadata=dict(static=True))  # the number of parts
-    # in which format gathers.scatter sends its gradients
+    # in which format gathers.scatter sends the gradients; None: float32, or their own dtype between two devices
     sync: SyncFormat | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole array, computed from the part that a device has."""
+        """The shape of `array`, with its length along `axis` times `count`: in `divided`, that of the whole array."""
         return tuple(size * self.count if axis == self.axis else size for axis, size in enumerate(self.array.shape))
 
     @property
