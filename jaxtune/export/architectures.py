@@ -98,8 +98,8 @@ def architecture(config: DecoderConfig) -> Architecture:
     """Returns llama.cpp's architecture for a model, if llama.cpp computes what the model does.
 
     Raises:
-      ValueError: llama.cpp has no architecture for the model's family, or would compute something other than the model
-        does; every reason is a line of the message.
+      ValueError: llama.cpp has no architecture for the family of `config`, the model's, or would compute something
+        other than the model does; every reason is a line of the message.
     """
     arch = ARCHITECTURES.get(config.family)
     if arch is None:
@@ -174,7 +174,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
     """Returns clauses for an error message that say where the model's layers differ from the pattern that llama.cpp
     hard-codes for the architecture `arch`: which have a sliding window, of one length, which have which position
-    encoding, and in Gemma 3 the base of the local one. [] if nothing differs."""
+    encoding, and in Gemma 3 the base of the local one. [] if nothing differs. config: the model's."""
     found = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}

@@ -30,12 +30,14 @@ def _attention(layer: LayerSpec) -> AttentionShape:
 
 
 def _slides(layer: LayerSpec) -> bool:
-    """Whether a layer is of the sliding type, by its rotary base: a window that is as long as the context is none."""
+    """Whether a layer is of the sliding type, told by its rotary base, because a layer whose window is as long as the
+    context has none."""
     return layer.rotary == _SLIDING
 
 
 def _mlp_size(config: DecoderConfig, layer: LayerSpec) -> int:
-    """The width of a layer's MLP, which is the dense one if the layer has experts beside it."""
+    """The width of a layer's MLP, which is the dense one if the layer has experts beside it: the layer's own, or that
+    of the decoder's `config` if the layer has no config for its MLP."""
     shape = layer.config_of("mlp") or layer.config_of("dense")
     return shape.intermediate_size if isinstance(shape, MLPShape) else config.intermediate_size
 

@@ -28,7 +28,8 @@ NUMBERS = 32  # numbers of a row in a block
 
 
 def _inverse(scales: jax.Array) -> jax.Array:
-    """1 / scales, and 0 where a scale is 0."""
+    """Returns 1 / scales, and 0 where a scale is 0; by it numbers are divided to get codes, so that a block of zeros
+    has codes of zero."""
     return jnp.where(scales == 0, 0, divide(jnp.ones_like(scales), jnp.where(scales == 0, 1, scales)))
 
 
@@ -39,7 +40,8 @@ def _bytes_of(scales: jax.Array) -> jax.Array:
 
 
 def _f16_of(pair: jax.Array) -> jax.Array:
-    """float32[n, 1] of the f16 numbers whose bytes, the lower one first, are uint8[n, 2]."""
+    """Reads f16 numbers from their bytes: float32[n, 1]. pair: uint8[n, 2], the two bytes of each, the lower one
+    first."""
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 

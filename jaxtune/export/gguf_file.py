@@ -124,7 +124,8 @@ def _planned(tensor: Tensor, array: Any) -> Any:
 
 
 def _fill(out: byte_files.Writer) -> None:
-    """Writes zeros up to the position at which the next tensor begins, a multiple of 32 bytes."""
+    """Appends zeros to `out`, the file that is being written, up to the position at which the next tensor begins, a
+    multiple of 32 bytes."""
     if short := -out.size_bytes % _ALIGNMENT:
         out.append(bytes(short))
 

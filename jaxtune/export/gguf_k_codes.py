@@ -191,13 +191,16 @@ def _signed(block: jax.Array, *, bits: int) -> jax.Array:
 
 
 def _best_signed(parts: jax.Array, middle: int) -> jax.Array:
-    """Finds the scale of each part (a row of 16 numbers) of float32[n, 16], for codes from -middle to middle - 1:
-    float32[n]. A number is scale * code. Of 19 candidates it takes the scale with the smallest sum of squared errors,
-    each weighted by the square of its number.
+    """Finds the scale of each part, for codes from -middle to middle - 1: float32[n]. A number is scale * code. Of 19
+    candidates it takes the scale with the smallest sum of squared errors, each weighted by the square of its number.
 
     A candidate divides the part by a step with which the number of the largest magnitude becomes a value between
     -middle - 0.9 and -middle + 0.9, and rounds to codes; the scale then follows from these codes by least squares. The
     largest number may be positive, so scales can be negative.
+
+    Args:
+      parts: float32[n, 16], a part a row.
+      middle: half the number of codes, 32 for Q6_K.
     """
     weighted = parts * parts * parts
     at = jnp.abs(parts).argmax(-1, keepdims=True)
@@ -215,7 +218,8 @@ def _best_signed(parts: jax.Array, middle: int) -> jax.Array:
 
 
 def _f16_of(pair: jax.Array) -> jax.Array:
-    """float32[n, 1] of the f16 numbers whose bytes, the lower one first, are uint8[n, 2]."""
+    """Reads f16 numbers from their bytes: float32[n, 1]. pair: uint8[n, 2], the two bytes of each, the lower one
+    first."""
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 

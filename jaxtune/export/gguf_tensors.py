@@ -59,7 +59,7 @@ class Source:
 
 
 def all_tensors(sources: Iterable[Source]) -> list[Tensor]:
-    """The tensors of all Sources in one list, in the order of the file."""
+    """The tensors of all `sources` in one list, in the order of the file."""
     return [tensor for source in sources for tensor in source.tensors]
 
 
@@ -108,8 +108,9 @@ _interleaved = jax.jit(interleaved, static_argnums=1)
 
 
 def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
-    """The number of heads of a q or k projection whose rows are reordered, because llama.cpp rotates neighbouring rows
-    in this architecture; None for any other tensor. `name` is Hugging Face's."""
+    """The number of heads of a q or k projection (its weight, bias or adapter) if its rows are reordered, because
+    llama.cpp's architecture `arch` rotates neighbouring rows; None if it does not, or for any other tensor. `name` is
+    Hugging Face's; config: the model's."""
     match = _QUERY_OR_KEY.search(name)
     if match is None or not arch.permuted:
         return None

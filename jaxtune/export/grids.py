@@ -58,7 +58,8 @@ def require_held(model: Decoder, to: str, outtype: str | None) -> None:
 
 def notes_on_adapter(model: Decoder) -> tuple[str, ...]:
     """Notes for the user of an adapter that is exported alone. After quantisation-aware training there is one, which
-    says that other programs do not round the merged weights as training did; without it there is none."""
+    says that other programs do not round the merged weights as training did; without it there is none. model: the model
+    with the adapter."""
     grid = grid_of_export(model)
     if grid is None:
         return ()

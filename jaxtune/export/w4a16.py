@@ -217,8 +217,8 @@ def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array,
 
     Args:
       name: the format and the linear's name, for the message.
-      packed: int32[out, in / 8], its codes as `_pack` returned them.
-      scales: [out, in / group], its scales as `_encode` returned them.
+      packed: int32[out, in / 8], its codes, eight in a number.
+      scales: [out, in / group], the scales of its groups.
       weight: the model's weight [out, in].
       group: how many numbers of a row share a scale.
       exact: True: any difference is an error, after rounding to the model's dtype. False: differences by rounding to

@@ -280,7 +280,8 @@ class Decoder(nnx.Module):
     def hidden_states(self, *arguments: Any, **options: Any) -> jax.Array:
         """The hidden states [B, T, hidden] after the final norm, in the compute dtype, from which the loss is computed.
 
-        It takes the arguments of `run`, tokens first, and leaves out the auxiliary values that `run` returns.
+        It takes the arguments of `run` (tokens int32[B, T], then segment_ids, positions and its options), and leaves
+        out the auxiliary values that `run` returns.
         """
         return self.run(*arguments, **options)[0]
 

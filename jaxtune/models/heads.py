@@ -48,7 +48,7 @@ HEADS = [TEXT, SCORE]
 
 
 def head_of_class(architecture: str) -> Head:
-    """Looks up the Head of a model class of the transformers library by the class's name, such as
+    """Looks up the Head of a model class of the transformers library by the class's name, `architecture`, such as
     "LlamaForSequenceClassification"; the language model's head (TEXT) if the name ends like no other head's classes."""
     return next((head for head in HEADS if architecture.endswith(head.architecture)), TEXT)
 

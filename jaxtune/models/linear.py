@@ -239,7 +239,9 @@ def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None
 
 
 def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> tuple[jax.Array, ...]:
-    """What `apply_fused` returns for linears that all multiply in x's dtype; its arguments are the same."""
+    """Applies `linears`, which all multiply in x's dtype, to the same x [..., in] in one operation: a tuple with one
+    output [..., out] for each, adapters and biases included. If only some of them round x, each is an operation of its
+    own. key: draws the dropout mask that their adapters share; None: no dropout."""
     specs = {linear.fake_quant for linear in linears}
     if len(specs) > 1 and any(spec is not None and spec.rounds_inputs for spec in specs):
         return tuple(_fused(x, (linear,), key)[0] for linear in linears)  # some multiply x as it is

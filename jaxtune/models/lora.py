@@ -179,8 +179,9 @@ def freeze(model: Decoder) -> Decoder:
 def _chosen(
     model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
 ) -> dict[str, tuple[int, float]]:
-    """The matrices that get_peft_model would adapt: {matrix's name: (rank, alpha)}. The arguments, from r to
-    alpha_pattern, are those of get_peft_model, of which r is the default rank and lora_alpha the default alpha.
+    """Finds the matrices of `model` that get_peft_model would adapt: {matrix's name: (rank, alpha)}. The other
+    arguments are those of get_peft_model: r and lora_alpha, the default rank and alpha; target_modules and
+    target_parameters, which select matrices; rank_pattern and alpha_pattern, the exceptions.
 
     Raises:
       ValueError: a target or pattern that matches nothing, or a rank or alpha in a pattern that is out of range.

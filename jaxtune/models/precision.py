@@ -90,7 +90,8 @@ def resolve(components: Sequence[Component], words: Mapping[str, str], rest: str
 
 
 def _known(components: Sequence[Component]) -> str:
-    """The names that a pattern can select, for errors: those of the first layer without its number, and the others."""
+    """The names that a pattern can select among `components`, as a clause for errors: those of the layers without their
+    number, each once, and the others."""
     of_layers = [each.name.split(".", 3)[3] for each in components if each.name.startswith("model.layers.")]
     others = [
         name for each in components for name in (each.name, *each.aliases) if not name.startswith("model.layers.")

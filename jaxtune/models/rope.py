@@ -163,8 +163,8 @@ def _rotated(interleaved, x, cos, sin):
 
 
 def _rotated_fwd(interleaved, x, cos, sin):
-    """The forward rule of `_rotated`, with the same arguments, of which interleaved is static: (the rotated x, the
-    residuals (cos, sin))."""
+    """The forward rule of `_rotated`, of which interleaved is static: (x rotated by cos and sin, the residuals (cos,
+    sin) for the backward rule)."""
     return _rotated(interleaved, x, cos, sin), (cos, sin)
 
 

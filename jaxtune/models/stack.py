@@ -202,8 +202,7 @@ def layer_backward(
       to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer below.
       scatters: (Shard, gradient of the whole tensor) of tensors of the layer above.
     Returns:
-      six values: gradients of trainable tensors, layer_input and values taken; copies; whole `gathers`; `scatters`'
-        parts
+      (gradients of trainable tensors; of layer_input; of values taken; copies; whole `gathers`; parts of `scatters`)
     """
     values, block = dict(saved), nnx.merge(graph, trainable, frozen)
     segments = block.segments(tile, aux=tuple(dothers or {}))

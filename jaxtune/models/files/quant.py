@@ -310,6 +310,7 @@ def quantization_config(model: Decoder) -> Config | None:
 
 
 def parameters(state: nnx.State) -> int:
-    """The number of parameters in an nnx.State, for reports; a quantised weight counts as many as it decodes to."""
+    """The number of parameters in `state`, an nnx.State, for reports; a quantised weight counts as many as it decodes
+    to."""
     leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Stored))
     return sum(leaf.size for leaf in leaves)

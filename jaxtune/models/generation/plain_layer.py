@@ -107,7 +107,7 @@ def step(
 
 
 def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
-    """The output of a layer's feed-forward (an MLP or experts) for one new token of each of N rows: [splits, N,
+    """Computes the output of `feed_forward`, a layer's MLP or experts, for one new token of each of N rows: [splits, N,
     hidden], partial sums, whose sum over the first axis is the output. The kernel that adds them to the residual stream
     computes that sum too. stream: the residual stream before the feed-forward. context: the layer's Context, which
     experts read."""

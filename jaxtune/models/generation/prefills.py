@@ -108,9 +108,9 @@ class Prefills:
         self._long: _Long | None = None
 
     def wanted(self, request: Request) -> bytes:
-        """Registers that a request waits for the states of its tokens to be prefilled, and returns the request's key,
-        the bytes of its token ids, which requests with equal prompts share. Prompts are prefilled and kept as long as a
-        request waits for them."""
+        """Counts that a request waits for the states of its tokens, so that they are not freed, and returns the
+        request's key, the bytes of its token ids. Requests with equal prompts have the same key, by which one prefill
+        serves them all."""
         key = np.asarray(request.tokens, np.int32).tobytes()
         self._wanted[key] += 1
         return key

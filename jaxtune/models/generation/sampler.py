@@ -185,7 +185,7 @@ class Sampler:
         scaled_logprobs: bool = False,
         top_logprobs: int = 0,
     ) -> int:
-        """Appends a prompt to the queue, also while other rows decode. Waiting requests with the same prompt are
+        """Appends a prompt to the queue, also while other rows decode. Consecutive requests with the same prompt are
         prefilled once.
 
         Args:
@@ -270,7 +270,7 @@ class Sampler:
           max_new_tokens: for all rows, or one number per prompt; see submit.
           seed: a row draws by it and its index; or one seed per prompt, by which the row draws as if it were alone.
           in_order: True: rows are yielded in the order of the prompts; False: as they end.
-          settings: other arguments of submit, the same for all rows. Errors are those of submit.
+          temperature, settings: other arguments of submit, the same for all rows. Errors are those of submit.
         """
         if self._requests:
             raise ValueError(f"Sampler: run while {len(self._requests)} requests are not done; use submit and step")

@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     ranks: bool = False  # the log-probabilities of the most likely tokens (top_logprobs)
 
     def __or__(self, other: Kind) -> Kind:  # type: ignore[override]
-        """The operations that either of the two needs."""
+        """Returns the operations that either of the two, this one and `other`, needs."""
         return Kind(*(one or another for one, another in zip(self, other, strict=True)))
 
 

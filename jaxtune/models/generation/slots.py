@@ -311,8 +311,8 @@ def _insert(states, staged, rows, slots) -> States:
 
 @functools.partial(jax.jit, static_argnums=1)
 def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One array of the slots' states, padded with zeros at the ends to `shape`. The sampler calls it when its slots
-    need a larger capacity of the caches."""
+    """`state`, one array of the slots' states, padded with zeros at the ends to `shape`. The sampler calls it when its
+    slots need a larger capacity of the caches."""
     return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
 
 

@@ -372,12 +372,14 @@ class Attention(nnx.Module):
         return self.step_giving(x, state, at, context)[:2]
 
     def step_giving(self, x: jax.Array, state, at: jax.Array, context: Context):
-        """Runs the next N tokens of each row as `step` does, with the same arguments, and has a third result: {name:
-        (cache, new)} of the keys and of the values that this layer gives to later layers; {} if it gives none.
+        """Runs the next N tokens of each row as `step` does (x: [B, N, hidden]; state: the caches; at: int32[B], the
+        first position; context), and has a third result: {name: (cache, new)} of the keys and of the values that this
+        layer gives to later layers; {} if it gives none.
 
         If N is 1, `cache` [B, kv_heads, capacity, D] contains the new token, and `new` is None. Otherwise `cache` is
         the one before the N tokens, because a window's cache has no room for them and for all that they see, and `new`
-        is their keys or values [B, N, kv_heads, D]."""
+        is their keys or values [B, N, kv_heads, D].
+        """
         options, chunk = self.options(context.spec.window), x.shape[1] > 1
         if self.takes:
             query, *gates = self._projections(x, None)

@@ -147,8 +147,9 @@ class ExpertLinear(nnx.Module):
         return self.merged_and_rounded(dense(weight, self.fake_quant.dtype), lora)
 
     def merged_and_rounded(self, weight: jax.Array, lora: GroupedLora | None) -> jax.Array:
-        """Merges adapters into decoded weights of this matrix's shape, and rounds each expert's to `fake_quant`; the
-        result has the grid's dtype. lora: the adapters; None: there are none."""
+        """Merges adapters into `weight`, the decoded weights of this matrix in the shape of the stored ones, and rounds
+        each expert's to `fake_quant`; the result has that shape and the grid's dtype. lora: the adapters; None: there
+        are none."""
         spec = self.fake_quant
         assert spec is not None
 

@@ -169,8 +169,8 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key):
 
 
 def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
-    """The forward rule of `_down`, with the same arguments: (its output, the residuals (trainable, frozen, gate, up,
-    key))."""
+    """The forward rule of `_down`: (its output [B, T, hidden], the residuals (trainable, frozen, gate, up, key) for
+    `_down_bwd`). The arguments are those of `_down`, of which activation and graph are static."""
     return _down(activation, graph, trainable, frozen, gate, up, key), (trainable, frozen, gate, up, key)
 
 

@@ -195,7 +195,7 @@ class Sizes:
     device: str  # the device's name, which selects numbers in models/fitted.py
 
     def __getitem__(self, name: str) -> float:
-        """Bytes of a residual; 0 for one that the layer does not have."""
+        """The bytes of the residual of this name; 0.0 if the layer does not have it."""
         return self.residuals.get(name, 0.0)
 
 

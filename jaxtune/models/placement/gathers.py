@@ -54,7 +54,8 @@ def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
 
 
 def _rows_of_fwd(take, shard: Shard, index: jax.Array):
-    """The forward rule of `_rows_of`, with its arguments: (the rows for this device's `index`, residuals).
+    """The forward rule of `_rows_of`, with its arguments: (the rows for this device's `index`, residuals). take: (part
+    of the table, row numbers within it) -> those rows.
 
     The residuals are the pullback of `take` on this device's part of the table, `shard`, a bool array whose first axis
     is the devices (which of every device's indices are rows of this part), and `shard` itself.
@@ -115,7 +116,7 @@ _gathered_beside.defvjp(
 
 @jax.custom_vjp
 def _gathered(shard: Shard) -> jax.Array:
-    """Gathers a Shard, this device's part of a tensor, with a derivative: returns the whole array. The gradient of the
+    """Gathers `shard`, this device's part of a tensor, with a derivative: returns the whole array. The gradient of the
     Shard is this device's part of the sum of all devices' gradients (`scatter`)."""
     return gather(shard)
 
@@ -124,7 +125,7 @@ _gathered.defvjp(lambda shard: (gather(shard), shard), lambda shard, gradient: (
 
 
 def gather(shard: Shard) -> jax.Array:
-    """Gathers a Shard, this device's part of a tensor, from the devices along the mesh axis `fsdp`: returns the whole
+    """Gathers `shard`, this device's part of a tensor, from the devices along the mesh axis `fsdp`: returns the whole
     array. It has no derivative of its own (`_gathered` has). Call it inside `partition.divided`."""
     return jax.lax.all_gather(shard.array, TENSORS, axis=shard.axis, tiled=True)
 

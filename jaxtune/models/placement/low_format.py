@@ -67,7 +67,7 @@ def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stre
 
 
 def decode(encoded: dict[str, jax.Array], format: SyncFormat) -> jax.Array:
-    """Decodes what `encode` returned for a format, to float32[..., n]."""
+    """Decodes `encoded`, what `encode` returned for a format (codes, and scales of blocks), to float32[..., n]."""
     codes = encoded["codes"]
     if format == "bf16":
         return jax.lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
@@ -100,11 +100,12 @@ def all_gather(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: 
 
 
 def part_of_sum(gradient: jax.Array, axes: Axes, axis: int, count: int, format: SyncFormat) -> jax.Array:
-    """Sums an array over the `count` devices along the mesh axes `axes`, and returns this device's part along `axis` of
-    the array, float32: jax.lax.psum_scatter in a low format, rounded stochastically.
+    """Sums an array, `gradient`, over the `count` devices along the mesh axes `axes`, and returns this device's part
+    along `axis` of the array, float32: jax.lax.psum_scatter in a low format, rounded stochastically.
 
     The seed is a checksum of the array's bits, so that the same arrays give the same sum, without a key that would have
-    to be passed to each layer's backward."""
+    to be passed to each layer's backward.
+    """
     wide = gradient.astype(jnp.float32)
     shape = (*wide.shape[:axis], count, wide.shape[axis] // count, *wide.shape[axis + 1 :])
     parts = jnp.moveaxis(wide.reshape(shape), axis, 0)

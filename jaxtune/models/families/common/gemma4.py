@@ -34,9 +34,9 @@ _GLOBAL = ("head_dim", "num_key_value_heads")  # keys of per_layer_config that a
 
 
 def _check_direction(key: str, value: Any) -> None:
-    """Check of use_bidirectional_attention, the `key` of a config.json: raises ValueError unless its `value` is
-    "vision", with which the tokens of an image see each other in both directions. That changes nothing in text, which
-    is all that jaxtune trains."""
+    """Raises ValueError unless `value`, the entry use_bidirectional_attention of a config.json, is "vision", with which
+    the tokens of an image see each other in both directions. That changes nothing in text, which is all that jaxtune
+    trains. key: what the error calls the value."""
     if value != "vision":
         raise ValueError(f"{key} = {value!r} is not supported: only 'vision', which changes nothing in text, and null")
 
