@@ -266,14 +266,15 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
 
 
 def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dict[str, Any]:
-    """The metadata of a rotary embedding, {key: value}; keys do not have the prefix with the architecture's name. It is
-    {} for kinds other than linear, yarn and longrope: their frequencies follow from the base, or from factors that are
-    tensors of the file (`rope_factors`).
+    """The metadata of a rotary embedding's scaling, {key: value} with keys rope.scaling.* that do not have the prefix
+    with the architecture's name. It is {} for kinds other than linear, yarn and longrope: their frequencies follow from
+    the base, or from factors that are tensors of the file (`rope_factors`).
 
     Args:
-      config: the model's, which has its context length and head size.
+      config: the model's, of which max_position_embeddings and the head size are read.
       rope: its rotary embedding, the first one if it has several.
-      notes: sentences for the user; those on this rotary embedding are appended.
+      notes: sentences for the user on where llama.cpp computes otherwise; one is appended for longrope, and for a yarn
+        whose bounds are not rounded.
     """
     original = rope.original_max_position_embeddings or config.max_position_embeddings
     if rope.kind == "linear":

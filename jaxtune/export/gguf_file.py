@@ -29,7 +29,7 @@ class Stored:
 
     shape: tuple[int, ...]  # in numpy's order; the file lists the dimensions in reverse
     kind: str  # gguf's name of the type
-    offset: int  # position of its first byte in the file
+    offset: int  # position of its first byte, in bytes from the beginning of the file
     # checksums of its bytes, one for each run of bytes that was written at once, in order
     sums: tuple[byte_files.Sums, ...]
 

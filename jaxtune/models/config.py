@@ -14,7 +14,8 @@ from jaxtune.models.heads import TEXT, Head
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """A rotary base and its extension to long contexts; the fields are named as in Hugging Face's rope_scaling."""
+    """A rotary base and its extension to long contexts; the fields are named as in Hugging Face's rope_scaling. Raises
+    ValueError for a value out of its range."""
 
     theta: float = 10000.0  # the base of the frequencies
     # "linear" divides positions by `factor`; "longrope" has a factor per dimension; "llama3" and "yarn" scale
@@ -94,7 +95,8 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Parts that all read the same value of the residual stream, and whose outputs are added to it."""
+    """Parts that all read the same value of the residual stream, and whose outputs are added to it. Raises ValueError
+    if a part names another than an earlier part of the stage for its norm."""
 
     parts: tuple[Part, ...]  # in the order in which they run
     # whether the sum of their outputs passes a norm, `{name of the first part}_sum_norm`, before it is added
@@ -125,7 +127,8 @@ PARALLEL = (Stage((MIXER, Part("mlp", norm="mixer"))),)
 class LayerSpec:
     """The kind of one layer: what may differ between the layers of a model. Layers with equal specs are traced once.
     `parts` lists the layer's mixers and feed-forwards, `config_of` and `hf_names` give their settings and names in
-    files, and `replaced` makes a spec with other settings."""
+    files, and `replaced` makes a spec with other settings. Raises ValueError for a window below 1, no parts, two of one
+    name, or a part without a config that is neither "mixer" nor "mlp"."""
 
     # sliding window in tokens (a query sees itself and the window - 1 keys before it); None: full attention
     window: int | None = None
@@ -174,7 +177,8 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """The mixture of experts that layers have instead of an MLP, as layers/experts.py builds it."""
+    """The mixture of experts that layers have instead of an MLP, as layers/experts.py builds it. Raises ValueError for
+    a value out of its range, or features that do not go together."""
 
     num_experts: int  # experts of a layer
     experts_per_token: int  # experts that the router chooses for each token
@@ -216,7 +220,8 @@ class MoEConfig:
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Shape and features of a decoder, whatever its family; a family makes it from a config.json. `query_size` and
-    `kv_size` are the numbers that all heads' queries, or keys, of one token have."""
+    `kv_size` are the numbers that all heads' queries, or keys, of one token have. Raises ValueError for a value out of
+    its range, or features that do not go together."""
 
     family: str  # key of models/registry.py
     vocab_size: int  # rows of the embedding

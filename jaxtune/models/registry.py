@@ -134,10 +134,11 @@ def is_passthrough(name: str, model_type: str) -> bool:
 
 
 def tower_modules(model_type: str) -> tuple[str, ...]:
-    """The names of the modules that a model has beside its text model, such as ("vision_tower",
-    "multi_modal_projector"). model_type: that of the text part.
+    """The names of the modules that a model has beside its text model: those of the family's passthrough tensors, or
+    ("vision_tower", "multi_modal_projector") if it declares none. model_type: that of the text part.
 
-    An adapter's config excludes them, because their linears can have the same names as the text model's."""
+    An adapter's config excludes them, because their linears can have the same names as the text model's.
+    """
     declared = tuple(prefix.removeprefix("model.").rstrip(".") for prefix in family(model_type).passthrough_tensors)
     return declared or ("vision_tower", "multi_modal_projector")
 

@@ -16,8 +16,8 @@ MOST_LAYERS = 4096  # ten times as many as any published model has
 
 
 def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> None:
-    """Raises ValueError unless the value is an integer (not a bool) from `least` to `most`, both included. key: the
-    name by which the error mentions the value, such as a config key."""
+    """Raises ValueError unless the value is an integer (not a bool) from `least` to `most` (2^31 - 1 if not given),
+    both included. key: the name by which the error mentions the value, such as a config key."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
         bounds = f"from {least} to {most}" if most != LARGEST else f"of at least {least}"
         raise ValueError(f"{key} = {_shown(value)}: must be an integer {bounds}")

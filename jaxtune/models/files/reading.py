@@ -28,8 +28,9 @@ _THREADS = 8
 
 @jax.jit
 def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
-    """bool[] on the tensor's device: whether all its floating-point numbers are finite. Those of a quantised tensor are
-    its scales, and its codes if the format's codes are floats (FP8)."""
+    """Whether all floating-point numbers of a tensor are finite, bool[] on its device. Of a quantised tensor, the
+    scales are checked, and the codes if they are floats (FP8). tensor: it must have at least one floating-point
+    array."""
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 

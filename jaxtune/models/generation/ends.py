@@ -11,8 +11,8 @@ from jaxtune.models.decoder import Decoder
 
 
 def end_token_ids(model: Decoder) -> list[int]:
-    """Ids of the tokens that end a text, from the model's generation_config.json, else its config.json; [] if it has
-    neither."""
+    """Ids of the tokens that end a text, from the model's generation_config.json, or if that names none, from its
+    config.json; [] if neither names any, and for random weights without such files."""
     if model.source is not None:
         for text in (model.source.generation_config, model.source.config):
             ids = json.loads(text).get("eos_token_id") if text else None

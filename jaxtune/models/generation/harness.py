@@ -136,11 +136,12 @@ class JaxtuneLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation in nats, whether it is the greedy one) for each request, in their
-        order.
+        """Returns (log-probability of the continuation in nats, whether it is the greedy one) for each request, in
+        their order. A text with more tokens than max_length + 1 loses its first ones. Results are also given to
+        lm-eval's cache.
 
-        requests: (key of lm-eval's cache or None, the context's token ids, the continuation's token ids).
-        disable_tqdm, for a progress bar, is not used.
+        requests: (key of lm-eval's cache or None, the context's token ids, the continuation's token ids). disable_tqdm,
+        for a progress bar, is not used.
         """
         found: list[Any] = [None] * len(requests)
         # The longest first, so that a row that needs too much memory fails at once, and neighbours have one length.
@@ -189,7 +190,8 @@ class JaxtuneLM(TemplateLM):
     # ---- texts
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """The model's answer to each request, cut off before the first of its stop strings.
+        """Returns the model's answer to each request, cut off before the first of its stop strings, and gives them to
+        lm-eval's cache. A prompt that leaves no room in max_length for the new tokens loses its first tokens.
 
         requests: lm-eval's Instances, whose arguments are the prompt and a dict of generation settings. disable_tqdm,
         for a progress bar, is not used.

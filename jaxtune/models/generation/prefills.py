@@ -108,9 +108,9 @@ class Prefills:
         self._long: _Long | None = None
 
     def wanted(self, request: Request) -> bytes:
-        """Counts that a request waits for the states of its tokens, so that they are not freed, and returns the
-        request's key, the bytes of its token ids. Requests with equal prompts have the same key, by which one prefill
-        serves them all."""
+        """Counts a request among those that wait for the states of its prompt, which are not freed while any of them
+        waits. Returns the prompt's key, which the caller stores as request.key: the bytes of the tokens as int32, so
+        that requests with equal prompts have the same key and share one prefill."""
         key = np.asarray(request.tokens, np.int32).tobytes()
         self._wanted[key] += 1
         return key

@@ -65,11 +65,13 @@ def slot_bytes(structure: device.Structure, shapes: tuple[jax.ShapeDtypeStruct, 
 
 
 def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int) -> SlotPlan:
-    """The slots with which a sampler would run, for the plan of a training run that samples answers: as many slots of
-    `length` tokens as fit into `room_bytes` bytes of device memory, at most `most_slots`.
+    """The slots with which a sampler would run, for the plan of a training run that samples answers: `most_slots` slots
+    of `length` tokens, or half as many, or a quarter, and so on, until they fit into `room_bytes` bytes of device
+    memory, of which a tenth is left for other buffers.
 
     model: its arrays may be jax.ShapeDtypeStructs, because only their shapes are read. Raises ValueError if there is no
-    room for a single slot."""
+    room for a single slot.
+    """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     structure = device.structure_of(graph, treedef, model.config)
@@ -90,7 +92,9 @@ def plan_slots(
     most_slots: int = SLOTS,
     decoded_bytes: int = 0,
 ) -> SlotPlan:
-    """Chooses the most slots, up to `most_slots`, and then the longest rows for which there is device memory.
+    """Chooses the number of slots, and then the length of rows, for which there is device memory: the slots are
+    `most_slots`, halved until rows of 256 tokens (or of `length`) fit; the length is 256 tokens, doubled as long as it
+    fits.
 
     Quantised weights can also be decoded once and kept so in memory. The plan says so (SlotPlan.decoded_bytes) if they
     take at most half of what is free, if there are enough slots for this to be faster (decoded.LEAST_ROWS), and if as
@@ -98,7 +102,7 @@ def plan_slots(
 
     Args:
       bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.
-      positions: the most tokens of a row that the model has positions for; `length` may not exceed it.
+      positions: the most tokens of a row that the model has positions for; no length exceeds it.
       room_bytes: free device memory in bytes, of which a tenth is left for other buffers; None: it is not known, and
         limits nothing.
       slots: a fixed number of slots; None: it is planned.
@@ -134,8 +138,9 @@ def _planned(
     length: int | None,
     most_slots: int,
 ) -> SlotPlan:
-    """The plan with the most slots and then the longest rows for which `room` bytes suffice, without decoded weights;
-    plan_slots calls it once without them and once with the room that they leave.
+    """Makes the plan for which `room` bytes suffice, without decoded weights: `most_slots` slots, halved until rows of
+    256 tokens fit, and rows of 256 tokens, doubled as long as they fit. plan_slots calls it once with all room and once
+    with the room that decoded weights leave.
 
     Args:
       bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.

@@ -38,7 +38,8 @@ _OUT = "remembered"  # the recurrence's output, by its name in plans and run fol
 @dataclasses.dataclass(frozen=True)
 class DeltaNetShape:
     """The sizes of a gated delta net, given as Part.config; `make` builds the module. Queries and keys have `key_heads`
-    heads, and values have `heads`, a multiple of it."""
+    heads, and values have `heads`, a multiple of it. Raises ValueError for a size that is not a positive integer, or no
+    such multiple."""
 
     hf_name: ClassVar[str] = "linear_attn"  # the part's name in Hugging Face's tensor names
 
@@ -115,9 +116,9 @@ class DeltaNet(nnx.Module):
 
     These are in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (or in_proj_qkvz and in_proj_ba), conv1d, norm and
     out_proj. A head's log decay is -exp(A_log) softplus(a + dt_bias), and its beta is sigmoid(b); a and b are called
-    rates. `segments` is its computation in training, `first_state` and `step` that in generation, and `backward_bytes`
-    and `waiting_bytes` are estimates for the planner. `state_reads` names the residuals from which the state is built
-    after a prompt.
+    rates. `segments` divides its computation in training into the steps that the stack runs, `first_state` and `step`
+    that in generation, and `backward_bytes` and `waiting_bytes` are estimates for the planner. `state_reads` names the
+    residuals from which the state is built after a prompt.
 
     Args:
       shape: the sizes of the delta net.

@@ -1,5 +1,5 @@
-"""The matrices of a mixture of experts: a weight for each expert in one array (`ExpertLinear`), and their LoRA adapters
-(`ExpertLora`)."""
+"""The matrices of a mixture of experts: `ExpertLinear` has one matrix of every expert, stacked in one array, and
+`ExpertLora` their LoRA adapters, one for each expert, stacked likewise."""
 
 from __future__ import annotations
 

@@ -98,8 +98,9 @@ class MoE(nnx.Module):
     In its methods x is [B, T, hidden], and choice is int32[B * T, k], the numbers of each token's k experts, as from
     `choose`. Norm and router run in each segment that reads them, because they are cheap; `choice` is computed only
     once, because it must be the same everywhere. A scaled router, which may have an adapter with dropout, is a segment
-    of its own. Then x stands for its logits [B, T, E] in the methods that read x for the router's sake. `segments` is
-    the computation of a layer, and `forward_bytes` and `backward_bytes` are the planner's estimates of its memory.
+    of its own. Then x stands for its logits [B, T, E] in the methods that read x for the router's sake. `segments`
+    divides the computation into the steps that the stack runs forward and backward, `order` has settings of that
+    backward (BackwardOrder), and `forward_bytes` and `backward_bytes` are the planner's estimates of its memory.
 
     Args:
       config: of the decoder, whose `moe` describes the experts.

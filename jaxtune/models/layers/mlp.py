@@ -33,8 +33,10 @@ class MLP(nnx.Module):
     """The gated MLP, down(activation(gate(x)) * up(x)), with the matrices gate_proj and up_proj, or one gate_up_proj,
     and down_proj.
 
-    `segments` is its computation in a layer, and `order` says in which order the layer's backward runs. `forward_bytes`
-    and `backward_bytes` are the planner's estimates of its memory.
+    `segments` divides its computation into the steps that the stack runs forward and backward, and whose results a plan
+    keeps, offloads or recomputes. `order` has settings of the stack's backward (BackwardOrder): here a recomputed step
+    runs again only when its gradient arrives, and the backward of a step waits for the weight gradients of later ones.
+    `forward_bytes` and `backward_bytes` are the planner's estimates of its memory.
 
     Args:
       config: gives the sizes, the activation, and whether matrices are fused and have biases.

@@ -40,7 +40,8 @@ class PerLayerGate(nnx.Module):
     """A feed-forward that adds the layer's embedding of each token:
     per_layer_projection(activation(per_layer_input_gate(x)) * the layer's embedding of the token).
 
-    `takes` names that embedding, `segments` is the computation, and `forward_bytes` and `backward_bytes` are the
+    `takes` names that embedding, `segments` divides the computation into the steps that the stack runs forward and
+    backward, `order` has settings of that backward (BackwardOrder), and `forward_bytes` and `backward_bytes` are the
     planner's estimates of its memory.
 
     Args:

@@ -45,9 +45,11 @@ class Router(nnx.Module):
 
     def weights(self, logits: jax.Array, choice: jax.Array) -> jax.Array:
         """The factors by which the outputs of each token's experts are multiplied before they are summed: float32[T,
-        k].
+        k]; 0 where the token has no expert.
 
-        logits: float32[T, E], the router's. choice: int32[T, k], the numbers of each token's experts."""
+        logits: float32[T, E], the router's. choice: int32[T, k], the numbers of each token's experts; E where it has
+        none.
+        """
         return expert_weights(logits, choice, renormalize=self.renormalize)
 
 

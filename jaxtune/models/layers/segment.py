@@ -162,8 +162,9 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardOrder:
-    """The order in which the backward of a layer computes, declared by feed-forwards where XLA's own order costs memory
-    or time. The stack follows it in layer_backward. The defaults suit an MLP."""
+    """Settings of the backward of a layer, which say when segments are recomputed and what waits for what.
+    Feed-forwards declare them where XLA's own order costs memory or time. The stack follows it in layer_backward. The
+    defaults suit an MLP."""
 
     # True: a recomputed segment is differentiated when it is recomputed, and what its derivative reads is kept; for
     # thin products and rows sorted by expert, computing them twice takes longer than recomputing more of other layers.
@@ -301,11 +302,13 @@ class GivingMixer(Mixer, Protocol):
 
 
 class FeedForward(LayerPart, Protocol):
-    """A part of a layer that treats each token alone, such as an MLP. `order` says how the layer's backward is ordered;
-    `forward_bytes` and `backward_bytes` are estimates by which the planner predicts the peak memory of training.
+    """A part of a layer that treats each token alone, such as an MLP. `order` says when the stack's backward of the
+    layer recomputes segments and what waits for weight gradients; `forward_bytes` and `backward_bytes` are estimates by
+    which the planner predicts the peak memory of training.
 
     One is added like a mixer: by a file with the module and a frozen dataclass whose `make(config, key, dtype)` builds
-    it, which a LayerSpec names as the `config` of a Part."""
+    it, which a LayerSpec names as the `config` of a Part.
+    """
 
     order: BackwardOrder  # the order in which the layer's backward computes
 
