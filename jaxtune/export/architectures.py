@@ -2,7 +2,7 @@
 
 llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute
 differently is refused here, with the reason. A model that it computes correctly in a shorter context only is written
-with that context, or with a note. A note also tells of yarn without truncation, whose logits differ slightly. The rules
+with that context, or with a note. A note also names yarn without truncation, whose logits differ slightly. The rules
 are those of the oldest llama.cpp that reads the architecture, so that every later one reads it too.
 """
 

@@ -30,7 +30,7 @@ def _attention(layer: LayerSpec) -> AttentionShape:
 
 
 def _slides(layer: LayerSpec) -> bool:
-    """Whether a layer is of the sliding type, told by its rotary base, because a layer whose window is as long as the
+    """Whether a layer is of the sliding type. Its rotary base says so, because a layer whose window is as long as the
     context has none."""
     return layer.rotary == _SLIDING
 

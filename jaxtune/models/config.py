@@ -178,7 +178,7 @@ class LayerSpec:
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
     """The mixture of experts that layers have instead of an MLP, as layers/experts.py builds it. Raises ValueError for
-    a value out of its range, or features that do not go together."""
+    a value out of its range, or features that exclude each other."""
 
     num_experts: int  # experts of a layer
     experts_per_token: int  # experts that the router chooses for each token
@@ -221,7 +221,7 @@ class MoEConfig:
 class DecoderConfig:
     """Shape and features of a decoder, whatever its family; a family makes it from a config.json. `query_size` and
     `kv_size` are the numbers that all heads' queries, or keys, of one token have. Raises ValueError for a value out of
-    its range, or features that do not go together."""
+    its range, or features that exclude each other."""
 
     family: str  # key of models/registry.py
     vocab_size: int  # rows of the embedding

@@ -162,9 +162,9 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardOrder:
-    """Settings of the backward of a layer, which say when segments are recomputed and what waits for what.
-    Feed-forwards declare them where XLA's own order costs memory or time. The stack follows it in layer_backward. The
-    defaults suit an MLP."""
+    """Settings of the backward of a layer: at which moment a recomputed segment is differentiated, and what waits for
+    what. Feed-forwards declare them where XLA's own order costs memory or time. The stack follows it in layer_backward.
+    The defaults suit an MLP."""
 
     # True: a recomputed segment is differentiated when it is recomputed, and what its derivative reads is kept; for
     # thin products and rows sorted by expert, computing them twice takes longer than recomputing more of other layers.
@@ -302,8 +302,8 @@ class GivingMixer(Mixer, Protocol):
 
 
 class FeedForward(LayerPart, Protocol):
-    """A part of a layer that treats each token alone, such as an MLP. `order` says when the stack's backward of the
-    layer recomputes segments and what waits for weight gradients; `forward_bytes` and `backward_bytes` are estimates by
+    """A part of a layer that treats each token alone, such as an MLP. `order` has settings of the stack's backward of
+    the layer, such as whether it waits for weight gradients; `forward_bytes` and `backward_bytes` are estimates by
     which the planner predicts the peak memory of training.
 
     One is added like a mixer: by a file with the module and a frozen dataclass whose `make(config, key, dtype)` builds

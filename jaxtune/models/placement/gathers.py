@@ -22,8 +22,8 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
     divide.
 
     A divided table is not gathered for a few of its rows: each device takes the rows that it has for the indices of all
-    devices, and receives those for its own indices from the others. It is gathered whole if all devices together look
-    up more rows than it has, or if it is divided along another axis than the first.
+    devices, and receives those for its own indices from the others. It is gathered whole if all devices in all look up
+    more rows than it has, or if it is divided along another axis than the first.
 
     Args:
       variable: the table, such as an embedding's weight.
