@@ -71,7 +71,8 @@ class LoraConfig:
 
 
 def lora_settings(config: Any) -> dict[str, Any]:
-    """Returns the settings of a LoraConfig, this module's or PEFT's, as keyword arguments of `adapted`.
+    """Returns the settings of a LoraConfig, this module's or PEFT's, as keyword arguments of `adapted`. Trainers and
+    get_peft_model read their peft_config by it.
 
     Raises:
       ValueError: `config` is an object of another class, or PEFT's with a setting that is not supported.
@@ -182,11 +183,11 @@ def _in_layers(where: str, target_modules: str | Sequence[str], layers: int | Se
 
     Args:
       where: the called function, for messages.
-      target_modules: last parts of the names, or "all-linear".
-      layers: the index of one layer, or several.
+      target_modules: a list of last parts of names, or "all-linear". Any other string is a regular expression.
+      layers: the index of one layer, from 0, or several.
       module: the model.
     Raises:
-      ValueError: the model has no such layer, or target_modules is a regular expression already.
+      ValueError: `layers` is empty or names a layer that the model lacks, or target_modules is a regular expression.
     """
     wanted = [layers] if isinstance(layers, int) else sorted(layers)
     if isinstance(target_modules, str) and target_modules != "all-linear":

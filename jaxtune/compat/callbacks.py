@@ -2,7 +2,7 @@
 
 Every event gets `args`, `state` and `control`, and by name `model` (with the current weights), `processing_class`, and
 what transformers passes in addition. What a callback sets in `control` is done in the same step, as in transformers. If
-a callback listens to on_log, each step's numbers are waited for.
+a callback listens to on_log, the numbers of each step that is logged are waited for.
 """
 
 from __future__ import annotations
@@ -65,34 +65,44 @@ class TrainerCallback:
     is accepted too."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called when the trainer has been made."""
+        """Called when the trainer has been made. It may change `control` or return another one; `kwargs` has `model`,
+        `processing_class` and more."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before the first step of a call of train()."""
+        """Called before the first step of a call of train(). It may change `control` or return another one; `kwargs`
+        has `model`, `processing_class` and more."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called at the end of train(), when the model has the trained weights."""
+        """Called at the end of train(), when the model has its final weights: the trained ones, or the best ones with
+        load_best_model_at_end. `kwargs` has `model`, `processing_class` and more."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before the first step of an epoch."""
+        """Called before the first step of an epoch. It may change `control` or return another one; `kwargs` has
+        `model`, `processing_class` and more."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after the last step of an epoch, and after the last step of the run."""
+        """Called after the last step of an epoch, and after the last step of the run. It may change `control` or return
+        another one, which takes effect in the same step; `kwargs` has `model`, `processing_class` and more."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before an optimizer step."""
+        """Called before an optimizer step. It may change `control` or return another one; `kwargs` has `model`,
+        `processing_class` and more."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after an optimizer step was dispatched; its numbers may not have arrived."""
+        """Called after an optimizer step was dispatched; its numbers may not have arrived. It may change `control` or
+        return another one, which takes effect in the same step; `kwargs` has `model`, `processing_class` and more."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called with `logs`, the numbers of a step or of an evaluation."""
+        """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
+        has `model`, `processing_class` and more."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after an evaluation with `metrics`, its numbers."""
+        """Called after an evaluation with `metrics` in `kwargs`, its numbers by name; `kwargs` also has `model`, with
+        the weights that were evaluated, `processing_class` and more. It may change `control` or return another one."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after a checkpoint was saved."""
+        """Called after a checkpoint was saved. It may change `control` or return another one; `kwargs` has `model`,
+        `processing_class` and more."""
 
 
 class EarlyStoppingCallback(TrainerCallback):
@@ -137,8 +147,9 @@ def best_name(args: Any) -> str:
 
 
 def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
-    """Returns the number among an evaluation's `metrics` by which evaluations are compared: the one that
-    metric_for_best_model of `args`, the SFTConfig, names.
+    """Returns the number in an evaluation's `metrics` by which evaluations are compared: the one that
+    metric_for_best_model of `args`, the SFTConfig, names, with "eval_" added if the name lacks it ("loss" is
+    "eval_loss"). metric_for_best_model must not be None.
 
     Raises:
       ValueError: the evaluation has no such number.
@@ -167,10 +178,11 @@ _WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"
 
 
 def checked(callback: Any) -> Any:
-    """Returns a script's callback, which is given as an instance or a class, as an instance.
+    """Returns a script's callback as an instance; a class is called without arguments.
 
     Raises:
-      ValueError: it is not a callback, or listens to events within a step.
+      ValueError: it is not a callback, or its class defines on_substep_end, on_pre_optimizer_step or on_optimizer_step,
+        which cannot be called because a step is one compiled program.
     """
     callback = callback() if isinstance(callback, type) else callback
     if not any(callable(getattr(callback, f"on_{event}", None)) for event in ("step_end", "log", "train_begin")):
@@ -209,8 +221,8 @@ class Events(Callback):
       measure: returns the numbers of the script's compute_metrics for the current model; it is called after each
         evaluation.
       handed_back: maps a module of the run to the one that the script sees, for example with dropout turned on again.
-      leave: called after a save that save_steps made due or a callback requested, with the number of steps done: writes
-        the current model as a checkpoint-N folder.
+      leave: called after a save at a step at which save_steps made one due or a callback requested one, with the number
+        of steps done: writes the current model as a checkpoint-N folder.
     Attributes:
       best: the trained arrays of the best evaluation as numpy arrays, if load_best_model_at_end asks for them; None
         otherwise, and before an evaluation.
@@ -270,8 +282,8 @@ class Events(Callback):
     # ---- the run
 
     def begin(self, config: TrainConfig, total_steps: int, steps_per_epoch: int) -> None:
-        """Called before the first step of a call of train(): sets the state and calls on_train_begin, on_epoch_begin
-        and on_step_begin.
+        """Called before the first step of a call of train(): sets the state, forgets the best evaluation of an earlier
+        call, and calls on_train_begin, on_epoch_begin and on_step_begin.
 
         Args:
           config: the run's config, which says after how many steps it logs, evaluates and saves without a request.
@@ -302,7 +314,7 @@ class Events(Callback):
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
         for name, is_due in due.items():
             setattr(control, f"should_{name}", is_due)
-        self._asked = moment.step if due["save"] else -1  # a save caused by a signal leaves no folder for the script
+        self._asked = moment.step if due["save"] else -1  # other saves, such as after a signal, leave no folder
         self.tell("on_step_end")
         self._do(moment, due)
         epoch_ended = moment.last or moment.step % self._steps_per_epoch == 0
@@ -365,9 +377,9 @@ class Events(Callback):
         self._at(step, model)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
-        """Called by jaxtune's trainer after an evaluation, with its numbers: adds those of compute_metrics to
-        `metrics`, in place, calls on_log and on_evaluate with them, and keeps a copy of the trained weights if they are
-        the best so far and load_best_model_at_end is set. step: the number of steps done."""
+        """Called by jaxtune's trainer after an evaluation, with its numbers: adds the epoch and the numbers of
+        compute_metrics to `metrics`, in place, calls on_log and on_evaluate with them, and keeps a copy of the trained
+        weights if they are the best so far and load_best_model_at_end is set. step: the number of steps done."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
         self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too
@@ -382,8 +394,9 @@ class Events(Callback):
                 self.best = jax.tree.map(np.array, jax.device_get(nnx.state(self.model.module, nnx.Param)))
 
     def saved(self, step: int) -> None:
-        """Called by jaxtune's trainer after a save, with the number of steps done: calls on_save, and before it writes
-        the checkpoint-N folder, unless the save was caused by a signal."""
+        """Called by jaxtune's trainer after each save, with the number of steps done. It writes the checkpoint-N folder
+        if save_steps made a save due at this step or a callback requested one, and then calls on_save. After other
+        saves, such as one that a signal caused, it only calls on_save."""
         if step == self._asked:
             self._leave(step)
         self.tell("on_save")

@@ -41,10 +41,12 @@ class DistilledConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class DistillationConfig(DistilledConfig):
-    """The arguments of a DistillationTrainer: TRL's DistillationConfig, where the fields of SFTConfig have Unsloth's
-    defaults. An update trains on per_device_train_batch_size * gradient_accumulation_steps answers."""
+    """The arguments of a DistillationTrainer: TRL's DistillationConfig. The fields that are defined here and in
+    DistilledConfig have TRL's defaults, and those that are inherited from SFTConfig have Unsloth's. An update trains on
+    per_device_train_batch_size * gradient_accumulation_steps answers."""
 
-    table = DISTILLATION  # the arguments that are not fields: without effect here, or refused
+    # {name: Argument} of the arguments that are no fields: one without effect is printed, others raise ValueError
+    table = DISTILLATION
 
     learning_rate: float = 1e-6
     disable_dropout: bool = False  # True: the adapter's dropout is turned off; False: it is used
@@ -58,8 +60,9 @@ class DistillationConfig(DistilledConfig):
 
 @dataclasses.dataclass(init=False)
 class GKDConfig(DistilledConfig):
-    """The arguments of a GKDTrainer: TRL's GKDConfig. The temperature divides the logits only when answers are sampled,
-    and not in the loss, as in TRL."""
+    """The arguments of a GKDTrainer: TRL's GKDConfig. The fields that are defined here and in DistilledConfig have
+    TRL's defaults, and those that are inherited from SFTConfig have Unsloth's. The temperature divides the logits only
+    when answers are sampled, and not in the loss, as in TRL."""
 
     table = GKD  # the arguments that are not fields: without effect here, or refused
 

@@ -59,7 +59,8 @@ class Evaluations(Reports):
           ignore_keys: has no effect; transformers' method has it.
           metric_key_prefix: what the names begin with in place of "eval".
         Raises:
-          ValueError: there are no rows to evaluate on, or they have another format than the trained ones.
+          ValueError: there are no rows to evaluate on, or they have another format than the trained ones;
+            compute_metrics needs all logits, which take more than half of the host's memory, or returns no numbers.
         """
         del ignore_keys
         trainer = self._trainer() if eval_dataset is None else self._on(eval_dataset)

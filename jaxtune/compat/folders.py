@@ -64,11 +64,11 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
     """Decides from the argument of train() whether it continues a run.
 
     Args:
-      given: resume_from_checkpoint: None or False starts a new run, True continues from the last checkpoint, and the
-        path of a checkpoint-N folder continues from that one.
+      given: resume_from_checkpoint: None or False starts a new run, True continues from the last checkpoint (or starts
+        a new run if there is none), and the path of a checkpoint-N folder continues from that one.
       output: output_dir.
     Returns:
-      (True if a run is continued, and False if a new one starts; the step N to continue from, or None for the last one)
+      (True if a run is to be continued, else False; the step N to continue from, or None for the last one)
     Raises:
       ValueError: a path that is not a checkpoint of the run in output_dir; or output_dir has checkpoints of a run, and
         `given` is None or False.
@@ -118,7 +118,7 @@ class Checkpoints:
       output: output_dir.
       tokenizer: is saved in each folder.
       state: the TrainerState, which is written to each folder as trainer_state.json.
-      limit: how many folders that jaxtune wrote are kept (SFTConfig's save_total_limit); None: all.
+      limit: how many folders that jaxtune wrote are kept (SFTConfig's save_total_limit); None or 0: all.
     Attributes:
       written: the steps N whose folders this call of train() has written.
     """

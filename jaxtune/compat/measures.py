@@ -47,7 +47,7 @@ def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) 
       preprocess: preprocess_logits_for_metrics: maps (logits float32[1, length, vocab], labels int32[1, length]), NumPy
         arrays whose argmax accepts torch's dim too, to an array or a tuple of arrays with the same first axis.
     Raises:
-      ValueError: all logits take more than half of the host's memory.
+      ValueError: all logits take more than half of the host's memory, and `preprocess` is None.
     """
     rows = batches.steps_per_epoch
     logit_bytes = rows * batches.length * module.config.vocab_size * 4

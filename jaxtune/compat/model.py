@@ -54,7 +54,7 @@ class CompatModel(ModelMethods):
     """The model of an Unsloth script: a reference to the current module, and settings for the trainer.
 
     Attributes:
-      module: jaxtune.Decoder; replaced by training.
+      module: the current jaxtune.Decoder. Training replaces it, and callbacks find one with the current weights in it.
       tokenizer: the model's.
       max_seq_length: the most tokens of a row; None: the trainer's max_length.
       residuals: a fixed plan for all residuals of the backward pass: "keep" keeps them on the device, as scripts ask
@@ -63,7 +63,7 @@ class CompatModel(ModelMethods):
       full_finetuning: True: all weights train; False: only an adapter trains.
       random_state: the seed of sampling and of a new adapter.
       packing: the value of SFTConfig's packing if a script does not set it.
-      config: the values of config.json, read-only.
+      config: the values of config.json as attributes. Setting one raises no error and has no effect.
     """
 
     def __init__(
@@ -139,14 +139,14 @@ class CompatModel(ModelMethods):
         pad_token_id: int | None = None,
         **others: Any,
     ) -> np.ndarray:
-        """transformers' generate: input_ids, int[B, T] padded on either side -> int32[B, T + new], padded on the right.
-        attention_mask has 0 at padding; None: there is none. At most max_new_tokens are sampled, up to one of
-        eos_token_id.
+        """transformers' generate: input_ids, int[B, T] padded on either side -> int32[B, T + new], the prompts and the
+        new tokens, padded on the right. attention_mask has 0 at padding; None: there is none. At most max_new_tokens
+        are generated, up to one of eos_token_id (None: the model's).
 
         Arguments that are not given come from the model's generation_config.json, else from transformers' defaults (a
         top_k of 50 when sampling). It also samples if only a temperature, top_k, top_p or min_p is given; a temperature
-        of 0 takes the likeliest token. The module's adapters are used. A streamer gets each token of the only row as it
-        is generated.
+        of 0 takes the likeliest token. A streamer gets each token of the only row. Raises ValueError for an argument
+        that is not supported or contradicts greedy decoding, and for a streamer with several rows.
         """
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
@@ -194,7 +194,7 @@ class CompatModel(ModelMethods):
         return np.concatenate([ids.astype(np.int32), tail], axis=1)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
-        """Saves the adapter as a PEFT folder, or the whole model for transformers if it has no adapter."""
+        """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer."""
         settle("save_pretrained", others, SAVE)
         (jaxtune.save_adapter if self.has_adapter else jaxtune.save_pretrained)(self.module, save_directory)
 
@@ -259,9 +259,8 @@ class CompatModel(ModelMethods):
             export_model(self.module, folder, to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
-        """Saves what save_pretrained saves into a repository ("owner/name") of the hub, which is created if it does not
-        exist. token: of the hub; None: this machine's login. private: True makes a new repository private; None and
-        False: public."""
+        """Saves what save_pretrained saves into a repository ("owner/name") of the hub, which is created if it is
+        missing: private if `private` is True, else public. token: of the hub; None: this machine's login."""
         settle("push_to_hub", others, SAVE)
         self._push(repository, token, private, lambda folder: self.save_pretrained(folder))
 
@@ -274,7 +273,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_merged saves into a repository of the hub; push_to_hub has token and private."""
+        """Saves what save_pretrained_merged saves to a hub repository, a new one privately if `private` is True."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -289,7 +288,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_gguf saves into a repository of the hub; push_to_hub has token and private."""
+        """Saves what save_pretrained_gguf saves to a hub repository, a new one privately if `private` is True."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)
@@ -297,8 +296,8 @@ class CompatModel(ModelMethods):
 
     @staticmethod
     def _push(repository: str, token: str | None, private: bool | None, write: Callable[[str], None]) -> None:
-        """Calls `write` with the name of a temporary folder, and uploads what it wrote there to a repository of the
-        hub; the other arguments are those of push_to_hub."""
+        """Calls `write` with the name of a temporary folder, and uploads what it wrote there to the hub's `repository`,
+        which is made if it is missing: private if `private` is True. token: of the hub; None: this machine's login."""
         from huggingface_hub import HfApi
 
         with TemporaryDirectory() as folder:
@@ -328,12 +327,13 @@ class FastLanguageModel:
         base.
 
         dtype None is bfloat16; torch's dtypes are accepted by name. load_in_4bit, the default, is NF4 with double
-        quantisation; full_finetuning=True (all weights train) or load_in_16bit turns it off. load_in_fp8 stores the
-        layers' weights in FP8, with a scale for each row or as the files have them, and multiplies in FP8, forward and
-        backward. An adapter's folder that records the format and dtype of its base gets them by default.
-        use_gradient_checkpointing=False keeps all residuals on the device. random_state is the seed of sampling.
-        packing is SFTConfig's packing if a script does not set it. num_labels=1 adds a head that scores texts.
-        max_seq_length is the most tokens of a row; a line names `others` without effect.
+        quantisation; full_finetuning=True (all weights train) turns it off, and load_in_16bit needs
+        load_in_4bit=False. load_in_fp8 stores the layers' weights in FP8, with a scale for each row or as the files
+        have them, and multiplies in FP8. An adapter's folder that records the format and dtype of its base gets them by
+        default. use_gradient_checkpointing=False keeps all residuals on the device. random_state: the seed of sampling.
+        packing: SFTConfig's packing if a script does not set it. num_labels=1 adds a head that scores texts.
+        max_seq_length: the most tokens of a row. A line names `others` without effect. Raises ValueError for an
+        argument that contradicts another or is not supported.
         """
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}

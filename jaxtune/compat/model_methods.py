@@ -56,7 +56,7 @@ class ModelMethods:
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None) -> None:
         """Lets the planner recompute or offload residuals that do not fit in the device's memory, as it does by
-        default. The argument is ignored."""
+        default, unless SFTConfig's gradient_checkpointing is set. The argument is ignored."""
         del gradient_checkpointing_kwargs
         self.residuals = None
 

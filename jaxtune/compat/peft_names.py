@@ -56,7 +56,8 @@ def get_peft_model(
       adapter_name: must be "default", because an adapter has no name here.
       others: PEFT's other arguments. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: another adapter_name, or one of `others` would change the result or is unknown.
+      ValueError: another adapter_name; peft_config is no LoraConfig, or has a setting that is not supported; or one of
+        `others` would change the result or is unknown.
     """
     settle("get_peft_model", {"adapter_name": adapter_name, **others}, PEFT_MODEL, get_peft_model)
     settings = lora_settings(peft_config)

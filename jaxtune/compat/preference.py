@@ -28,8 +28,9 @@ from jaxtune.train.objectives.kto import mismatched_in_groups
 
 @dataclasses.dataclass(init=False)
 class PreferenceConfig(SFTConfig):
-    """The base class of the preference configs (DPOConfig, ORPOConfig, ...): SFTConfig with one more argument. An
-    argument that is not a field is accepted only if it has no effect here, as in SFTConfig."""
+    """The base class of the configs of all other trainers (DPOConfig, GRPOConfig, ...): SFTConfig with one more
+    argument. An argument that is not a field is accepted if it has no effect here, or has a value that changes nothing;
+    any other raises ValueError."""
 
     disable_dropout: bool = True  # True: the adapter's dropout is turned off; False: it is used
 
@@ -48,7 +49,7 @@ class DPOConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class ORPOConfig(PreferenceConfig):
-    """The arguments of an ORPOTrainer: TRL's ORPOConfig."""
+    """The arguments of an ORPOTrainer: TRL's ORPOConfig, where the fields of SFTConfig have Unsloth's defaults."""
 
     table = ORPO  # the arguments that are not fields: without effect here, or refused
 
@@ -74,7 +75,7 @@ class KTOConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class RewardConfig(PreferenceConfig):
-    """The arguments of a RewardTrainer: TRL's RewardConfig."""
+    """The arguments of a RewardTrainer: TRL's RewardConfig, where the fields of SFTConfig have Unsloth's defaults."""
 
     table = REWARD  # the arguments that are not fields: without effect here, or refused
 

@@ -19,7 +19,7 @@ class TrainOutput:
     """What train() returns, as in transformers."""
 
     global_step: int  # optimizer steps done, those before a continued run included
-    training_loss: float  # mean loss of the run's steps
+    training_loss: float  # mean loss of the steps of this call of train(); NaN if it made none
     # train_runtime (seconds), train_loss, epoch, train_samples_per_second and train_steps_per_second
     metrics: dict[str, float]
 
@@ -27,7 +27,7 @@ class TrainOutput:
 def rows_report(name: str, trainer: Trainer) -> list[str]:
     """Returns lines about a run's rows, which train() prints before the first step: those that `jaxtune train` prints,
     and then what users of TRL may not expect (how packing changes the number of updates, how many documents are cut,
-    how many tokens are trained on).
+    how many tokens are trained on). The latter are left out if rows are streamed or answers are sampled.
 
     Args:
       name: the class of the script's trainer, with which these further lines begin.

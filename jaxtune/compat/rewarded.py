@@ -78,8 +78,8 @@ _SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "no
 
 @dataclasses.dataclass(init=False)
 class RewardedConfig(PreferenceConfig):
-    """The arguments that GRPOConfig and RLOOConfig share, under TRL's names, beside those of SFTConfig.
-    per_device_train_batch_size counts answers, not prompts, as in TRL. Lengths are in tokens."""
+    """The arguments that GRPOConfig and RLOOConfig share, under TRL's names and with its defaults, beside those of
+    SFTConfig. per_device_train_batch_size counts answers, not prompts, as in TRL. Lengths are in tokens."""
 
     learning_rate: float = 1e-6
     disable_dropout: bool = False  # True: the adapter's dropout is turned off; False: it is used
@@ -105,40 +105,43 @@ class RewardedConfig(PreferenceConfig):
 @dataclasses.dataclass(init=False)
 class GRPOConfig(RewardedConfig):
     """The arguments of a GRPOTrainer, named as in TRL's GRPOConfig. Fields that SFTConfig has too have Unsloth's
-    defaults; the others have TRL's. Fields with vllm_ in their name correct for the difference between the sampler's
-    probabilities and the trainer's. The sampler is jaxtune's own: vLLM is not used."""
+    defaults, except learning_rate; it and the others have TRL's. Fields with vllm_ in their name correct for the
+    difference between the sampler's probabilities and the trainer's. The sampler is jaxtune's own: vLLM is not used."""
 
     table = GRPO  # the arguments that are not fields: without effect here, or refused
 
     max_tool_calling_iterations: int | None = None  # the most rounds of tool calls in an answer; None: no limit
-    delta: float | None = None  # upper bound of the ratio for answers of negative advantage; None: none
+    delta: float | None = None  # bounds the ratio from above in answers with negative advantage; None: no bound
     loss_type: str = "dapo"  # "grpo", "dr_grpo", "dapo", "bnpo", "cispo" or "sapo"
     importance_sampling_level: str = "token"  # a ratio for each "token", or one for each answer ("sequence")
     multi_objective_aggregation: str = "sum_then_normalize"  # or "normalize_then_sum": how rewards become one
-    # whose standard deviation divides advantages: "group" or True (the answers to a prompt), "batch", "none" or False
+    # advantages are divided by the standard deviation of the rewards: "group" or True: of the answers to a prompt;
+    # "batch": of all answers that are sampled at once; "none" or False: they are not divided
     scale_rewards: str | bool = "group"
     top_entropy_quantile: float = 1.0  # the share of tokens, those of largest entropy, that count in the loss
-    entropy_coef: float = 0.0  # the factor of the mean entropy that is added to the objective
-    # the slopes of sapo's clipping: for advantages that are not positive, and for positive ones
+    entropy_coef: float = 0.0  # the factor of the mean entropy, which is subtracted from the loss
+    # the slope of the sigmoid by which "sapo" clips ratios: for advantages of 0 or less, and for those above 0
     sapo_temperature_neg: float = 1.05
     sapo_temperature_pos: float = 1.0
     use_bias_correction_kl: bool = True  # True: the KL term is multiplied by the ratio; False: it is not
     # True: the loss corrects for the sampler's probabilities, by the mode and within the bounds below; False: not
     vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_mode: str = "sequence_mask"  # or TRL's other modes (see grpo.importance_ratio)
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
 
 
 @dataclasses.dataclass(init=False)
 class RLOOConfig(RewardedConfig):
-    """The arguments of an RLOOTrainer: TRL's RLOOConfig, where the fields of SFTConfig have Unsloth's defaults."""
+    """The arguments of an RLOOTrainer: TRL's RLOOConfig. The fields of SFTConfig, except learning_rate, have Unsloth's
+    defaults; it and the others have TRL's."""
 
     table = RLOO  # the arguments that are not fields: without effect here, or refused
 
     num_generations: int = 2
-    beta: float = 0.05
-    normalize_advantages: bool = False  # True: advantages are scaled over a generation's answers; False: they are not
+    beta: float = 0.05  # beta times an answer's divergence from the reference is subtracted from its reward
+    # True: advantages get mean 0 and standard deviation 1 over all answers sampled at once; False: they do not
+    normalize_advantages: bool = False
 
 
 class RewardedTrainer(PreferenceTrainer):
@@ -429,7 +432,7 @@ class RewardedTrainer(PreferenceTrainer):
         return self._run(self.config(resume), callbacks)
 
     def evaluate(self) -> NoReturn:
-        """Raises ValueError: sampled answers have no held-out loss."""
+        """Always raises ValueError, which names other ways: sampled answers have no held-out loss."""
         raise ValueError(
             f"{type(self).__name__}: evaluate is not supported. Instead: the rewards that every step logs, or answers "
             "of model.generate to held-out prompts"
@@ -475,7 +478,7 @@ class GRPOTrainer(RewardedTrainer):
 
 
 class RLOOTrainer(RewardedTrainer):
-    """TRL's RLOOTrainer: an answer's advantage is its reward less the mean reward of the other answers to its
-    prompt."""
+    """TRL's RLOOTrainer: an answer's advantage is its reward less the mean reward of the other answers to its prompt.
+    From each reward, beta times the answer's divergence from the reference model is subtracted before."""
 
     config_type = RLOOConfig

@@ -192,8 +192,14 @@ def row_length(args: SFTConfig, model: Any) -> int:
 
 def max_steps(args: SFTConfig, streamed: bool) -> int | None:
     """Returns the number of updates that the argument max_steps asks for; None if it is not positive, so that
-    num_train_epochs decides. streamed: whether the rows are an IterableDataset, whose number is unknown. Raises
-    ValueError if it is and max_steps is not set."""
+    num_train_epochs decides.
+
+    Args:
+      args: the script's SFTConfig, or another of TRL's configs.
+      streamed: True: the rows are an IterableDataset, whose number is unknown; False: their number is known.
+    Raises:
+      ValueError: streamed is True, and max_steps is not positive.
+    """
     if args.max_steps > 0:
         return args.max_steps
     if streamed:
@@ -205,8 +211,8 @@ def max_steps(args: SFTConfig, streamed: bool) -> int | None:
 
 
 def total_steps(args: SFTConfig, steps_per_epoch: int) -> int:
-    """The number of updates of a run, as transformers counts them: max_steps, or else num_train_epochs times
-    `steps_per_epoch`, rounded up."""
+    """The number of updates of a run, as transformers counts them: the max_steps of `args` if it is positive, or else
+    num_train_epochs times `steps_per_epoch`, rounded up, at least 1."""
     return args.max_steps if args.max_steps > 0 else max(1, math.ceil(args.num_train_epochs * steps_per_epoch))
 
 

@@ -67,8 +67,9 @@ class NumpyTensor(np.ndarray):
 
 
 def without_torch(tokenizer: Any) -> Any:
-    """Changes a tokenizer in place so that it answers return_tensors="pt" with NumpyTensor arrays instead of torch's,
-    which need not be installed; a line says so at the first use. Returns the tokenizer."""
+    """Changes a tokenizer in place, and returns it: its results for return_tensors="pt" or "np" are NumpyTensor arrays,
+    so torch need not be installed. It prints a line at its first use of "pt". A tokenizer that was changed before stays
+    as it is."""
     base = type(tokenizer)
     if getattr(base, "_answers_numpy", False):
         return tokenizer

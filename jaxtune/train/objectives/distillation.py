@@ -65,7 +65,7 @@ def generalized_jsd(
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """How a student's answers are sampled for on-policy distillation. The names are TRL's, but for `slots`.
+    """How a student's answers are sampled for on-policy distillation. All names except `slots` are TRL's.
 
     Raises:
       ValueError: max_completion_length or slots is below 1.

@@ -65,7 +65,7 @@ class OwnSamples(BatchSource):
       decode: a function that makes text of token ids, to show a sample on the screen.
       ends: the token ids that end an answer.
     Raises:
-      ConfigError: the longest prompt and max_completion_length together are longer than a packed row.
+      ConfigError: the longest prompt with max_completion_length more tokens is longer than a packed row.
     """
 
     sees_model = True

@@ -40,8 +40,8 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How the answers of a run that learns from rewards are sampled, and how often they are trained on. The names are
-    TRL's, but for `slots`. The answers of one generation are sampled at once, by one state of the weights.
+    """How the answers of a run that learns from rewards are sampled, and how often they are trained on. All names
+    except `slots` are TRL's. The answers of one generation are sampled at once, by one state of the weights.
 
     Raises:
       ValueError: a number of answers, steps, tokens or slots is too small, or the temperature is not above 0.

@@ -44,9 +44,9 @@ def fill_reference(
     say: Callable[[str], None],
 ) -> None:
     """Fills `rows.reference` in place if it is not computed yet (NaN): from a file beside the token cache, or by a pass
-    of the reference over the rows, whose result is then stored in such a file. If it cannot be stored, the user is told
-    and the run goes on. In a run of several processes all of them call this; unless each can read the file, all compute
-    together, and the first process stores the result.
+    of the reference over the rows, whose result is then stored in such a file. If it cannot be stored, a line says so
+    and the run continues. In a run of several processes all of them call this; unless each can read the file, all take
+    part in the pass, and the first process stores the result.
 
     Args:
       rows: the packed pairs.
