@@ -70,12 +70,18 @@ def implementations(
 
 def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> Arguments:
     """Checks the arrays and options of a call, and returns the checker, with which the caller can check further arrays
-    against the same sizes. op is the name of the public function that was called, with which messages begin. query,
-    key, value, layout, scale, window, soft_cap and sinks are the arguments of that function, as attention_forward
-    describes them.
+    against the same sizes.
 
+    Args:
+      op: the name of the public function that was called, with which messages begin.
+      query, key, value: [B, T, heads, D] and twice [B, T, kv_heads, D], in one dtype, heads a multiple of kv_heads.
+      layout: a PackedLayout for B rows of T tokens.
+      scale: a number.
+      window: None, or a whole number from 1 on.
+      soft_cap: None, or a number above 0.
+      sinks: None, or float[heads].
     Raises:
-      TypeError, ValueError: an argument is not as described there.
+      TypeError, ValueError: an argument is not so.
     """
     check = Arguments(op)
     check.array("query", query, "B T heads D", FLOATS)
@@ -152,7 +158,7 @@ def attention_forward(
       implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
       (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], the natural logarithm of the sum of exponentials
-        of a query's scores). Padding gives out = 0; its lse means nothing.
+        of a query's scores, its head's sink included). Padding gives out = 0; its lse means nothing.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -210,11 +216,13 @@ def attention_backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attention(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """Returns attention, [B, T, heads, D], with a custom derivative, whose backward may run another implementation than
-    the forward.
+    """Returns packed causal attention, [B, T, heads, D], with a custom derivative, whose backward may run another
+    implementation than the forward.
 
     Args:
-      query, key, value, sinks, layout: the arguments of `attention`; sinks is None without sinks.
+      query, key, value: [B, T, heads, D] and twice [B, T, kv_heads, D].
+      sinks: float[heads], an extra logit for each head that has no value; None: none.
+      layout: the bounds of the documents.
       static: the keyword arguments scale, window and soft_cap as a tuple of pairs (name, value), because a static
         argument must be hashable.
       implementation, backward_implementation: the names of those that compute the forward and the gradients; None: the

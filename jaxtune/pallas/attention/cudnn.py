@@ -151,8 +151,8 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     operands. The None is for sinks. soft_cap and sinks must be None, because cuDNN has neither.
 
     Args:
-      query, key, value: the operands of `forward`.
-      out, lse: the results of `forward`, which were saved.
+      query, key, value: the operands of `forward`, [B, T, heads, D] and twice [B, T, kv_heads, D].
+      out, lse: its results, which were saved, [B, T, heads, D] and float32[B, heads, T].
       dout: the gradient of out, [B, T, heads, D].
       layout, scale, window: the arguments of `forward`.
     """

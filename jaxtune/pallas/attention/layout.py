@@ -51,7 +51,8 @@ def packed_layout(
 
     Args:
       shape: (rows, length), each at least 1.
-      segment_ids: int[B, T], 0 is padding; None: one document a row.
+      segment_ids: int[B, T], 0 is padding; None: one document a row without padding, which the layout then guarantees
+        (full, max_documents = 1), whatever max_documents is.
       max_documents: the caller's guarantee that no row has more documents than this; with 1, the document of each row
         starts at index 0. None: no guarantee. It is not verified here, because that would wait for the device.
     Raises:

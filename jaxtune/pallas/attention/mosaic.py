@@ -471,7 +471,8 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
     gradients do not fit the registers of one warpgroup, by that of mosaic_backward_wide.py. All arrays are padded.
 
     Args:
-      operands: (query, key, value, dout, stat, delta), as `_query_gradient` describes them.
+      operands: (query, key, value, dout, stat, delta). The first four are [B, T, heads or kv_heads, D]; stat and delta
+        are float32[B, heads, T], the log-sum-exp in units of log2, and the sum of out * dout over a head times scale.
       upper: int32[B, T], the query after the last that sees each key, from `_prepare`.
       blocks: how the kernel divides its work.
       layout: the documents of the call; only `full` is used.
@@ -504,7 +505,8 @@ def _halved_key_gradients(operands, upper, blocks: Blocks, value_blocks: Blocks,
     do not fit the registers at once. All arrays are padded.
 
     Args:
-      operands: (query, key, value, dout, stat, delta), as `_query_gradient` describes them.
+      operands: (query, key, value, dout, stat, delta). The first four are [B, T, heads or kv_heads, 512]; stat and
+        delta are float32[B, heads, T], the log-sum-exp in units of log2, and the sum of out * dout times scale.
       upper: int32[B, T], the query after the last that sees each key, from `_prepare`.
       blocks: how the kernel of dk divides its work.
       value_blocks: how the kernel of dv divides its work.
@@ -526,8 +528,8 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     without sinks.
 
     Args:
-      query, key, value: the operands of `forward`.
-      out, lse: its results, which were saved.
+      query, key, value: the operands of `forward`, [B, T, heads, D] and twice [B, T, kv_heads, D].
+      out, lse: its results, which were saved, [B, T, heads, D] and float32[B, heads, T].
       dout: the gradient of out, [B, T, heads, D].
       layout, scale, window, soft_cap, sinks: the arguments of `forward`.
     """

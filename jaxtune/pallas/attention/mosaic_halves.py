@@ -69,7 +69,9 @@ def bring_both(pieces, halves):
     256. The step uses first all pieces and then both halves, which stay until its end. A copy waits until its slot is
     free; the order of the copies is such that none waits behind a copy that is needed later.
 
-    pieces, halves: each a tuple (ref, place, number, ring, full, free), the arguments of `bring_pieces`.
+    pieces, halves: for each of the two blocks a tuple, the first arguments of `bring_pieces`: (the array in global
+    memory, the block's place in it, its number among the blocks that were loaded, the slots, the barriers of slots that
+    are full, and of those that are free).
     """
     for ring, which in ((pieces, (0, 1)), (halves, (0,)), (pieces, (2,)), (halves, (1,)), (pieces, (3,))):
         bring_pieces(*ring, which=which)
@@ -110,9 +112,10 @@ def two_products(shape, weight_operands, score_operands, number, zero):
 
     Args:
       shape: (tokens of the item, tokens of the block).
-      weight_operands: (own, ring, full, free), the operands of the gradients: `multiply` describes the first three;
-        `free` is a barrier for each slot, at which the slot is released when the product has read it.
-      score_operands: (own, ring, full), those of the scores.
+      weight_operands: (own, ring, full, free), the operands of the gradients: own [halves, rows, 256] is the item's
+        side in shared memory, ring has the slots with the block's pieces, full is a barrier for each slot, which
+        completes when a piece has arrived, and free one at which the slot is released when the product has read it.
+      score_operands: (own, ring, full), the same of the scores.
       number: int32[], the number of the block.
       zero: unknown_zero of the step.
     """

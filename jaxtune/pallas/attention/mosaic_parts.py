@@ -307,8 +307,14 @@ class QuerySide:
         return lax.rem(item[0], jnp.int32(self.parts))
 
     def place(self, item, wg=None):
-        """Where the queries of a warpgroup are: (row, head, first query), int32[] each. `item` is one of `items`, as
-        Items.at returns it; wg is the warpgroup's number, None for the one that runs this code."""
+        """Says which queries of an item a warpgroup computes: (row of the batch, query head, index of the first query
+        in the row), int32[] each; there are `blocks.own`. With `pairs` the two warpgroups have the same queries of two
+        heads, with `shared` the same queries of one head, and otherwise neighbouring ones of one head.
+
+        Args:
+          item: [head number, row, first query, first block of keys, number of blocks], int32[] each, from Items.at.
+          wg: the number of a computing warpgroup, 0 or 1; None: that of the one that runs this code.
+        """
         own, wg = self.blocks.own, self.wg if wg is None else wg
         if self.shared:
             return item[1], self._head(item), pl.multiple_of(item[2], own)

@@ -1,5 +1,5 @@
-"""Shapes of real models and rows with realistic document lengths, shared by tests and benchmarks. Each case has 32,768
-tokens."""
+"""Shapes of attention in real models and rows with realistic document lengths, for tests and benchmarks (CASES, each of
+32,768 tokens), and Case, which `jaxtune tune` fills in too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One benchmark case of attention."""
+    """The shapes and options of one call of attention that a benchmark, a test or the tuner makes."""
 
     name: str  # its name in reports
     rows: int  # rows of the batch

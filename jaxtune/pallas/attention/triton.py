@@ -65,7 +65,8 @@ _SHARED_MEMORY_KB = {(9, 0): 227, (8, 0): 163, (8, 7): 163}
 
 
 def tiles(dim: int) -> Tiles:
-    """The tiles for a head dim on the GPU to lower for; an unknown GPU gets those that fit everywhere."""
+    """The tiles for a head dim, 64, 128 or 512, on the GPU that is compiled for; an unknown GPU gets those that fit
+    everywhere."""
     capability = dispatch.compute_capability()
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99][dim]
 
@@ -169,8 +170,8 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     of the forward's operands. dsinks is None without sinks.
 
     Args:
-      query, key, value: the operands of `forward`.
-      out, lse: its results, which were saved.
+      query, key, value: the operands of `forward`, [B, T, heads, D] and twice [B, T, kv_heads, D].
+      out, lse: its results, which were saved, [B, T, heads, D] and float32[B, heads, T].
       dout: the gradient of out, [B, T, heads, D].
       layout, scale, window, soft_cap, sinks: the arguments of `forward`.
     """

@@ -28,8 +28,7 @@ def _block(
 @triton.jit
 def _store(array, values, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr):
     """Stores values [ROWS, DIM] as rows of one head from row `first` on, in the dtype of `array`, without those from
-    LENGTH on, the row's end. array points to the head's first row and has STRIDE numbers from row to row, as in
-    _block."""
+    LENGTH on, the row's end. array points to the head's first row and has STRIDE numbers from row to row."""
     rows = tl.arange(0, ROWS)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     values = values.to(array.dtype.element_ty)

@@ -57,7 +57,8 @@ def quant_matmul(
     Args:
       x: [..., in] bfloat16, float16 or float32, the compute dtype; weights in another dtype are cast to it.
       weights: each [out_i, in], an array or quantised (`formats.NF4.encode(array)`, `FP8.encode(array)`). Quantised
-        ones are decoded to x's dtype for each product, and get no gradient; no decoded weight is kept for the backward.
+        ones are decoded to x's dtype for each product, or, with few tokens, while a kernel multiplies; they get no
+        gradient, and no decoded weight is kept for the backward.
       loras: for each weight its adapter, or None for none; or None if no weight has one.
       biases: for each weight its bias, float[out_i], or None for none; or None if no weight has one.
       dropout_rate, dropout_key: dropout of the adapters' input, with one mask for all weights of the call (PEFT draws

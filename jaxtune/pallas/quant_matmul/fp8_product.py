@@ -255,13 +255,16 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
 
 
 def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, tiles=None):
-    """Does what `multiply` does by one of our kernels, fp8_mosaic.product or fp8_triton.product: it brings operands and
-    scales into the form that they take. grouped_matmul calls it too, for rows that are sorted by expert.
+    """The product over k of two operands in e4m3, times their scales, by one of our kernels, fp8_mosaic.product or
+    fp8_triton.product: dtype[n, columns]. It brings operands and scales into the form that they take. grouped_matmul
+    calls it too, for rows that are sorted by expert.
 
     Args:
-      codes, scale: e4m3[n, k] and its scales, from `rounded`.
-      u, add: the two operands of `more`, [n, r] and [columns, r]; None and None for no such product.
-      side, side_scale: the codes [columns, k] of the other operand, and its scales as in `multiply`.
+      codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)], from `rounded`.
+      u, add: two operands of an adapter, [n, r] and [columns, r], whose product u add^T is added; None and None for no
+        such product.
+      side, side_scale: the codes [columns, k] of the other operand, and its scales, float32[columns] or None for no
+        scales, or with `blocks` float32[columns / 128, k / 128].
       dtype: of the result.
       blocks: True if each 128 numbers along k have a scale, False if a whole row has one.
       name: the kernel, "mosaic" or "triton".

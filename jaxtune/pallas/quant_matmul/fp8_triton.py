@@ -1,6 +1,6 @@
 """The product of two arrays of e4m3 codes as a Triton kernel, for NVIDIA GPUs that multiply in FP8 (compute capability
-8.9 and later) other than Hopper. It has the options of fp8_mosaic.py: scales of rows or of 128 numbers, an adapter, and
-rows that are sorted by expert.
+8.9 and later); on Hopper the kernel of fp8_mosaic.py is tried first. It has the options of that one: scales of rows or
+of 128 numbers, an adapter, and rows that are sorted by expert.
 
 A program computes one tile of the output; programs are ordered in bands of rows. The kernel's body is in
 fp8_triton_kernels.py, which imports triton and is therefore imported only where it is used. It was run in Triton's

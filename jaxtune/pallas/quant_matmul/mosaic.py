@@ -2,9 +2,9 @@
 `small_matmul` multiplies a few tokens by a weight without writing the decoded weight to memory.
 
 `dequantize` precedes the vendor's GEMM; its time is that of reading half a byte and writing two per element.
-`small_matmul` (1 to 16 tokens, for decoding steps) reads only the codes, and multiplies on the tensor cores as they
-arrive. For one token it uses row_matmul.py, where a measurement on the GPU says so (pallas/tuning.py) line_matmul.py,
-and for more than 16 tokens triton.py.
+`small_matmul`, for decoding steps, reads only the codes, and multiplies on the tensor cores as they arrive. Up to 16
+tokens are multiplied by line_matmul.py where a measurement on the GPU says so (pallas/tuning.py), else a single one by
+row_matmul.py if it can take the weight, and the others by this file's kernel; more than 16 by triton.py.
 """
 
 from __future__ import annotations

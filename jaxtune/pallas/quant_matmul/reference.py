@@ -4,7 +4,8 @@ multiplied in full float32.
 The backward is written such that every sum is the `c` of a GEMM (a b + c): dx = dz A, + dy_1 W_1, + dy_2 W_2, ...
 Autodiff would add the products pairwise, and XLA then spends a pass over memory on each addition.
 
-Weights in four bits are decoded before each product, in forward and backward; no decoded weight is a residual. The
+Quantised weights are decoded before each product, in forward and backward, unless they are multiplied as they are
+stored (as_stored.py) or the tokens are few; no decoded weight is a residual. The
 argument `kernels` is the module that decodes weights, and multiplies few tokens by a weight without decoding it first:
 this module, mosaic.py or triton.py. Each has the functions `refusal`, `dequantize`, `small_refusal` and `small_matmul`.
 """
@@ -97,7 +98,7 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
         kernels.small_matmul can multiply these few tokens by its codes.
       contract: the axes that are summed over, (axis of x, axis of weight): (1, 1) in the forward, (1, 0) in the
         backward.
-      kernels: the module that decodes and multiplies few tokens (see the top of this file).
+      kernels: the module that decodes weights and multiplies few tokens: this one, mosaic.py or triton.py.
       more: None, or two arrays whose product over the same axes is added: the adapters' thin operands.
       bias: float[columns of the result], or None.
     """
@@ -142,8 +143,17 @@ def _join(loras, dtype):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _products(x, source, weights, loras, biases, static):
     """The outputs of all weights, a tuple of [tokens, out_i], from x [tokens, in], with adapters and biases. Its custom
-    derivative decodes quantised weights again in the backward instead of keeping decoded ones. `_products_fwd`
-    describes the arguments; `static` is not differentiated."""
+    derivative decodes quantised weights again in the backward instead of keeping decoded ones.
+
+    Args:
+      x: [tokens, in].
+      source: the adapters' input, [tokens, in], if it differs from x because of dropout; None: it is x.
+      weights: all that share x, each [out_i, in].
+      loras: a pair (a [r, in], b [out_i, r]) for each adapter; weights without one have no entry.
+      biases: for each weight [out_i] or None.
+      static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights,
+        the tuple `as_stored` of `matmul`).
+    """
     return _products_fwd(x, source, weights, loras, biases, static)[0]
 
 
@@ -188,7 +198,8 @@ def _products_bwd(static, residuals, doutputs):
     entry is None where the argument is None, and for a quantised weight, which gets no gradient.
 
     Args:
-      static: as for `_products_fwd`.
+      static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights,
+        the tuple `as_stored` of `matmul`).
       residuals: from `_products_fwd`.
       doutputs: the gradients of the outputs, a tuple of [tokens, out_i].
     """
@@ -266,8 +277,8 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
       loras: a LoraWeights or None for each weight.
       biases: [out_i] or None for each weight.
       dropout_rate, dropout_key: dropout of the adapters' input; without a key there is none.
-      dropout_part: int32[], as `part` of `dropout`.
-      kernels: the module that decodes weights and multiplies few tokens (see the top of this file).
+      dropout_part: int32[]. If tokens are divided over devices in equal runs, the number of the run that x is.
+      kernels: the module that decodes weights and multiplies few tokens: this one, mosaic.py or triton.py.
       as_stored: an empty tuple: all quantised weights are decoded. A tuple of one: weights whose format has a product
         without decoding (as_stored.product_of) are multiplied by it, and the tuple's element is the implementation that
         the caller requests, or None.

@@ -63,12 +63,17 @@ def few_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Multiplies all COUNT tokens by ROWS rows of W, over one of SPLITS equal runs of the columns: out [SPLITS, COUNT,
-    OUTER] are the sums of each run, which the caller adds up. x [2, COUNT, INNER / 2] has the even columns of the
-    tokens, then the odd ones, because a byte of codes has an even column in its high four bits and the next one in its
-    low ones. W [OUTER, INNER] is given by codes, absmax, nested_absmax, nested_map, offset and table, as
-    triton_kernels.py describes them. NESTED: 1 if absmax is quantised, else 0. TOKENS: COUNT rounded up to 32 or 64.
-    STAGES: how many blocks of 64 columns are loaded ahead. Grid: (OUTER / ROWS, SPLITS)."""
+    """Multiplies all COUNT tokens (17 to 64) by ROWS rows of a weight W [OUTER, INNER] in NF4, over one of SPLITS equal
+    runs of the columns. It writes the sums of each run to out [SPLITS, COUNT, OUTER]; the caller adds up the runs.
+
+    x is [2, COUNT, INNER / 2] bfloat16: the even columns of the tokens, then the odd ones, because a byte of codes has
+    an even column in its high four bits and the next one in its low ones. W is given by codes uint8[OUTER * INNER / 2],
+    absmax (one for each 64 columns of a row; with NESTED = 1 an index into nested_map), nested_absmax (one for each 256
+    absmax), nested_map float32[256] and offset. On a GPU NF4's values are built into _PTX, rounded to bfloat16, and
+    `table` is not read; Triton's interpreter reads them from it. NESTED: 1 if absmax is quantised, else 0. TOKENS: 32
+    or 64, the smaller one that is at least COUNT. STAGES: how many blocks of 64 columns are loaded ahead. INNER is a
+    multiple of 64 * SPLITS, and OUTER one of ROWS, because the loads of W are not masked. Grid: (OUTER / ROWS,
+    SPLITS)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     split = tl.program_id(1)

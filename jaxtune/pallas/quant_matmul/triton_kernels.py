@@ -49,8 +49,9 @@ def dequantise_kernel(
     BLOCKS: tl.constexpr,
 ):
     """Decodes BLOCKS blocks of 64 elements of a tensor of SIZE elements into the flat array `out`, in out's dtype; the
-    last program may have fewer. The tensor is given by codes, absmax, nested_absmax, nested_map, offset and table,
-    which the module describes. NESTED: 1 if absmax is quantised, else 0. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
+    last program may have fewer. The tensor is given by codes uint8[SIZE / 2], absmax (one for each block), table
+    float32[16], the numbers that codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one
+    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     left = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
     WHOLE: tl.constexpr = SIZE % (BLOCKS * 64) == 0  # without masks, loads and stores are wide
@@ -114,9 +115,10 @@ def vector_kernel(
     BLOCKS: tl.constexpr,
 ):
     """Multiplies one or two tokens (COUNT) by ROWS rows of W on the ordinary cores: out [COUNT, OUTER] = x [COUNT,
-    INNER] W^T. A program goes over its rows with BLOCKS blocks of each at a time, and loads the next ones while it
-    multiplies. W [OUTER, INNER] is given by codes, absmax, nested_absmax, nested_map, offset and table, which the
-    module describes. NESTED: 1 if absmax is quantised, else 0. Grid: (ceil(OUTER / ROWS),)."""
+    INNER] W^T. A program goes over its rows with BLOCKS blocks of 64 columns of each at a time, and loads the next ones
+    while it multiplies. W [OUTER, INNER] is given by codes uint8[OUTER * INNER / 2], absmax (one for each block), table
+    float32[16], the numbers that codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one
+    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(OUTER / ROWS),)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = x.to(tl.pointer_type(tl.uint32))
     per_row: tl.constexpr = INNER // 64  # blocks
@@ -161,9 +163,10 @@ def matrix_kernel(
     BLOCKS: tl.constexpr,
 ):
     """Multiplies up to 16 tokens (COUNT) by ROWS rows of W on the tensor cores: out [COUNT, OUTER] = x [COUNT, INNER]
-    W^T. A program goes over its rows with BLOCKS blocks of each at a time, and loads the next ones while it multiplies.
-    W [OUTER, INNER] is given by codes, absmax, nested_absmax, nested_map, offset and table, which the module describes.
-    NESTED: 1 if absmax is quantised, else 0. Grid: (ceil(OUTER / ROWS),)."""
+    W^T. A program goes over its rows with BLOCKS blocks of 64 columns of each at a time, and loads the next ones while
+    it multiplies. W [OUTER, INNER] is given by codes uint8[OUTER * INNER / 2], absmax (one for each block), table
+    float32[16], the numbers that codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one
+    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(OUTER / ROWS),)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, 16)
     per_row: tl.constexpr = INNER // 64
