@@ -111,9 +111,9 @@ def begin_checks() -> None:
     kernel with the reference implementation on a small case, before the kernel is used on this GPU for the first time.
 
     A start of training calls it once a program is lowered, and XLA, which needs no Python, then compiles at the same
-    time; waiting for a check starts the queued ones too. The checks do not run while JAX lowers, because they trace in Python threads and would slow lowering down through the GIL: lowering a
-    step of Qwen3-30B-A3B took 7 s in place of 4 with checks beside it, and XLA waited all that time. The checks
-    themselves take less time than XLA.
+    time; waiting for a check starts the queued ones too. The checks do not run while JAX lowers, because they trace in
+    Python threads and would slow lowering down through the GIL: lowering a step of Qwen3-30B-A3B took 7 s in place of 4
+    with checks beside it, and XLA waited all that time. The checks themselves take less time than XLA.
     """
     with _first_use_lock:
         for check in _pending:
