@@ -30,6 +30,7 @@ from jaxtune.commands import (
     launch,
     profile,
     report,
+    sensitivity,
     serve,
     train,
     tune,
@@ -57,6 +58,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
         doctor,
         launch,
         convert,
+        sensitivity,
     )
 }
 # Commands whose results are files or a page. The result of all other commands is what they print.

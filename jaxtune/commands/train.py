@@ -15,8 +15,9 @@ from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> int | None:
-    """Fine-tune a model, or train one from scratch, as a recipe says. Without --plan it first makes this process one of
-    several, if the options or the environment say so.
+    """Fine-tune a model, or train one from scratch, as a recipe says.
+
+    Without --plan it first makes this process one of several, if the options or the environment say so.
 
     Args:
       arguments: the words of the command line after `train`: a recipe, overrides (key=value) and options.

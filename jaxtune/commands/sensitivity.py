@@ -1,0 +1,62 @@
+"""The command `jaxtune sensitivity`, which measures the matrices of a model that suffer most from quantisation.
+
+`run` takes the words of the command line after `sensitivity`; its docstring is the text that --help prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtune.commands import common
+from jaxtune.pallas.format_names import LOADED
+from jaxtune.system.terminal import counted, say
+
+_SHOWN = 12  # matrices that are listed
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Measure which matrices a format harms; print a precision map.
+
+    Each matrix alone is quantised, and the divergence of the answers' next-token distributions from the unquantised
+    model's is measured, on the held-out rows if the recipe has some. What is printed is YAML: the figures as comments,
+    and with --memory-gb the keys of a recipe that keeps those matrices in 16 bits which lose most for each byte. The
+    model must fit on the device in 16 bits.
+    """
+    parser = common.parser("sensitivity", run.__doc__)
+    parser.add_argument("recipe", help="a recipe, whose model and rows are used")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.path=FOLDER")
+    parser.add_argument("--format", choices=LOADED, default="nf4", help="the format to measure (default: nf4)")
+    parser.add_argument("--memory-gb", type=float, metavar="N", help="GB (1e9 bytes) that the model's weights may take")
+    parser.add_argument("--rows", type=int, default=32, metavar="N", help="packed rows to measure on (default: 32)")
+    options = parser.parse_intermixed_args(arguments)
+    if options.rows < 1:
+        parser.error(f"--rows {options.rows}: must be 1 or more")
+    import yaml
+
+    from jaxtune.train import sensitivity
+    from jaxtune.train.config.file import load_config
+    from jaxtune.train.program.program_cache import use_program_cache
+
+    config = load_config(options.recipe, options.overrides)
+    use_program_cache()
+    model, batches = sensitivity.model_and_batches(config, options.rows)
+    of = sensitivity.Sensitivity(model, batches, options.format)
+    with counted("matrices", of.count) as done:
+        matrices = of.measure(done)
+    worst = sorted(matrices, key=lambda each: -each.loss)[:_SHOWN]
+    say(f"# Mean divergence in nats a token over {of.tokens:,.0f} tokens, of single matrices in {options.format}:")
+    for each in worst:
+        say(f"# {each.loss:.2e}  {each.name} ({each.saved_bytes / 1e6:,.1f} MB saved)")
+    say(f"# {of.divergence([]):.2e}  none: what two programs of the same numbers differ by")
+    size = of.weight_bytes - sum(each.saved_bytes for each in matrices)
+    say(f"# {of.divergence():.2e}  all {len(matrices)}: the weights take {size / 1e9:.3f} GB")
+    if options.memory_gb is None:
+        return
+    kept = sensitivity.choose(matrices, of.weight_bytes, options.memory_gb * 1e9)
+    packed = [each for each in matrices if each.name not in kept]
+    size = of.weight_bytes - sum(each.saved_bytes for each in packed)
+    lost = of.divergence([each.name for each in packed])
+    say(f"# {lost:.2e}  all but {len(kept)}, as follows: the weights take {size / 1e9:.3f} GB")
+    words = sensitivity.patterns(model, kept, config.computes_in)
+    keys = sensitivity.as_recipe(options.format, config.computes_in, words)
+    say(yaml.safe_dump(keys, sort_keys=False, allow_unicode=True).rstrip())

@@ -1,0 +1,244 @@
+"""Which matrices of a model suffer most from a format, measured on rows, and the precision map that this gives for a
+given memory. It is the work of `jaxtune sensitivity`.
+
+A matrix's loss is the mean divergence KL(model || model with this matrix alone quantised) of the next-token
+distributions, in nats, over the rows' trained tokens. `measure` finds it for every matrix with a forward pass each,
+`choose` keeps those in 16 bits that lose most for each byte, and `divergence` measures what a choice loses as a whole,
+because losses of single matrices need not add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxtune.models.components import components
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.layers.expert_linear import ExpertLinear
+from jaxtune.models.linear import Linear
+from jaxtune.models.lora import copy_structure
+from jaxtune.models.precision import Component
+from jaxtune.pallas.formats import FORMATS, Stored, dense
+from jaxtune.pallas.linear_cross_entropy import linear_divergence
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.data import TokenDataset
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.folder.run_rows import Reader, run_rows
+from jaxtune.train.loading import load_model
+from jaxtune.train.objectives.sft import SFT
+
+_BATCH_TOKENS = 8192  # of a forward pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A matrix (or a layer's stack of experts' matrices) that can be quantised, and what quantising it costs."""
+
+    name: str
+    """The name of its module in checkpoints, such as "model.layers.0.mlp.down_proj"."""
+    loss: float
+    """The mean divergence if it alone is quantised, in nats a token."""
+    plain_bytes: int
+    """Its bytes in the model's dtype."""
+    packed_bytes: int
+    """Its bytes in the format, scales included."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes that quantising it saves."""
+        return self.plain_bytes - self.packed_bytes
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _hidden(graph: nnx.GraphDef, state: nnx.State, batch: Batch) -> jax.Array:
+    """The hidden states [B, T, hidden] of the model nnx.merge(graph, state) for `batch`."""
+    return nnx.merge(graph, state).hidden_states(batch.tokens, batch.segment_ids, batch.positions)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _divergence(graph: nnx.GraphDef, state: nnx.State, batch: Batch, expected: jax.Array) -> jax.Array:
+    """float32[]: the sum of KL(expected || model) over the trained tokens of `batch`, in nats. expected: the hidden
+    states [B, T, hidden] of the unquantised model, which has the same head."""
+    model = nnx.merge(graph, state)
+    hidden = model.hidden_states(batch.tokens, batch.segment_ids, batch.positions)
+    head, hidden = model.head_operands(hidden)
+    scale, cap = model.config.logit_scale, model.config.final_soft_cap
+    total, *_ = linear_divergence(
+        hidden,
+        head,
+        expected.astype(hidden.dtype),
+        head,
+        batch.weights,
+        beta=0.0,
+        logit_scale=scale,
+        soft_cap=cap,
+        teacher_logit_scale=scale,
+        teacher_soft_cap=cap,
+        head_gradient=False,
+    )
+    return total
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _rounded(weight: jax.Array, format: str) -> jax.Array:
+    """`weight` [..., out, in] as it is read again after it was stored in the format, in its own dtype."""
+    return dense(FORMATS[format].encode(weight), weight.dtype)
+
+
+class Sensitivity:
+    """Measures one model on fixed rows. It keeps the hidden states of the unquantised model for all rows in host
+    memory.
+
+    Args:
+      model: a language model with a head for text, all weights unquantised and on one device, without adapters.
+      batches: the rows; at least one token has a weight.
+      format: the format to measure, a value of model.load_in such as "nf4".
+
+    Attributes:
+      tokens: the number of trained tokens in the batches.
+      weight_bytes: the bytes of all weights of the unquantised model.
+
+    Raises:
+      ValueError: the model has another head or quantised weights, or no matrix that the format can store; no token of
+        the batches counts.
+    """
+
+    def __init__(self, model: Decoder, batches: Sequence[Batch], format: str):
+        if not model.config.head.is_text:
+            raise ValueError("sensitivity: the model has no head for text, whose next-token distributions are compared")
+        if any(isinstance(module.weight.get_value(), Stored) for *_, module in components(model)):
+            raise ValueError(
+                "sensitivity: the checkpoint stores quantised weights, which are compared with unquantised ones: "
+                "name the model that it was made from"
+            )
+        self.format, self.batches = format, batches
+        self.tokens = float(sum(np.asarray(batch.weights).sum() for batch in batches))
+        if not self.tokens:
+            raise ValueError("sensitivity: no token of these rows is trained on, so there is nothing to measure")
+        self._model = model
+        self._names = [each.name for each, *_ in _quantizable(model)]
+        if not self._names:
+            raise ValueError(f"sensitivity: the model has no matrix that can be stored in {format}")
+        graph, state = nnx.split(model)
+        self.weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        self._expected = [np.asarray(_hidden(graph, state, batch)) for batch in batches]
+
+    @property
+    def count(self) -> int:
+        """The number of matrices that the format can store, each of which `measure` measures."""
+        return len(self._names)
+
+    def measure(self, done: Callable[[int], None] = lambda count: None) -> list[Matrix]:
+        """Measures every matrix by a forward pass over the rows; returns them in the model's order. done: called with 1
+        after each."""
+        found = []
+        for each, module in _quantizable(self._model):
+            weight = module.weight.get_value()
+            packed = jax.eval_shape(FORMATS[self.format].encode, weight)
+            size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(packed))
+            found.append(Matrix(each.name, self.divergence([each.name]), weight.nbytes, size))
+            done(1)
+        return found
+
+    def divergence(self, names: Sequence[str] | None = None) -> float:
+        """The mean divergence, in nats a token, of the model with these modules (None: all that can be) quantised from
+        the model itself."""
+        names = self._names if names is None else names
+        model = copy_structure(self._model)
+        for each, module in _quantizable(model):
+            if each.name in names:
+                module.weight = module.weight.replace(_rounded(module.weight.get_value(), self.format))
+        graph, state = nnx.split(model)
+        sums = [_divergence(graph, state, *pair) for pair in zip(self.batches, self._expected, strict=True)]
+        return sum(map(float, sums)) / self.tokens
+
+
+def _quantizable(model: Decoder) -> list[tuple[Component, Linear | ExpertLinear]]:
+    """(Component, module) of each module of `model` whose weight a format can store."""
+    found = ((each, module) for each, _, module in components(model) if each.quantizable)
+    return [(each, module) for each, module in found if isinstance(module, Linear | ExpertLinear)]
+
+
+def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Batch]]:
+    """Loads what `Sensitivity` needs: (the model of a recipe in 16 or 32 bits without its adapter; batches of the first
+    `rows` packed rows, held-out ones if the recipe has some, otherwise of those that it trains on).
+
+    Raises:
+      ValueError: the recipe trains on other rows than those of supervised fine-tuning, or on rows that are not all read
+        before the run; it has a precision map already.
+    """
+    if config.objective.name != "sft":
+        raise ValueError(
+            f"sensitivity: objective = {config.objective.name}: the rows must be those of supervised fine-tuning: give "
+            "objective=sft and data.train=FILE"
+        )
+    if config.components:
+        raise ValueError(
+            f"sensitivity: precision names modules already, such as {next(iter(config.components))!r}: give "
+            f"precision={config.computes_in}"
+        )
+    plain = dataclasses.replace(config.model, load_in=None, compute=None)
+    config = dataclasses.replace(
+        config, model=plain, adapter=None, qat=None, objective=ObjectiveConfig(), precision=config.computes_in
+    )
+    model, tokenizer = load_model(config)
+    train, held_out = run_rows(Reader(SFT(), tokenizer, config, model.config))
+    found = train if held_out is None else held_out
+    if not isinstance(found, TokenDataset):
+        raise ValueError(
+            "sensitivity: the rows are streamed or mixed: set data.eval to a file of rows, which are then measured on"
+        )
+    found = found.in_rows(max(found.longest, config.data.length))
+    rows = min(rows, len(found.rows))
+    size = min(rows, max(1, _BATCH_TOKENS // found.length))
+    source = found.batches(size, shuffle=False)
+    return model, [source.batch_at(step) for step in range(rows // size)]
+
+
+def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> list[str]:
+    """Chooses the matrices that stay in the model's dtype, so that the weights take at most `most_bytes`: those first
+    that lose most for each byte that quantising them saves.
+
+    Args:
+      matrices: all that can be quantised.
+      weight_bytes: the bytes of all weights of the unquantised model.
+      most_bytes: the bytes that the weights may take.
+    Returns:
+      their names, in the order of `matrices`.
+    Raises:
+      ValueError: the weights take more even if all matrices are quantised.
+    """
+    left = most_bytes - (weight_bytes - sum(each.saved_bytes for each in matrices))
+    if left < 0:
+        raise ValueError(
+            f"--memory-gb {most_bytes / 1e9:g}: with all matrices quantised the weights take "
+            f"{(most_bytes - left) / 1e9:.2f} GB; give at least as much, or another --format"
+        )
+    kept = set()
+    for each in sorted(matrices, key=lambda each: -each.loss / max(each.saved_bytes, 1)):
+        if each.saved_bytes <= left:
+            kept.add(each.name)
+            left -= each.saved_bytes
+    return [each.name for each in matrices if each.name in kept]
+
+
+def patterns(model: Decoder, kept: Sequence[str], word: str) -> dict[str, str]:
+    """The precision map {pattern: word} that names the modules `kept`: by the last part of a name where all modules
+    with this end are kept, otherwise by whole names. word: their dtype, such as "bf16"."""
+    listed, found = [each for each, _ in _quantizable(model)], {}
+    for name in kept:
+        end = name.rpartition(".")[2]
+        alike = [each.name for each in listed if each.matches(end)]
+        found[end if set(alike) <= set(kept) else name] = word
+    return found
+
+
+def as_recipe(format: str, computes_in: str, kept: Mapping[str, str]) -> dict[str, object]:
+    """The keys of a recipe that load the model so: all matrices in the format but those of the precision map `kept`.
+    computes_in: the dtype of the run, such as "bf16"."""
+    return {"model": {"load_in": format}, "precision": {"*": computes_in} | dict(kept) if kept else computes_in}
