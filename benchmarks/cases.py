@@ -59,6 +59,7 @@ STEPS = {
     "qwen35_35b_nf4": Step(f"{_35}35b-a3b --load-in nf4 --plan auto --budget-gb 36 --optim adamw_8bit"),
     "gemma4_e4b": Step(f"{_GEMMA}e4b --plan auto --budget-gb 24", steps=5),
     "gemma4_12b": Step(f"{_GEMMA}12b --plan auto", steps=5),
+    "gemma4_12b_packed": Step(f"{_GEMMA}12b --plan auto --documents packed", steps=5),
     "gemma4_12b_nf4": Step(f"{_GEMMA}12b --load-in nf4 --plan auto --budget-gb 16", steps=5),
     "gemma4_26b": Step(f"{_GEMMA}26b-a4b --plan auto --optim adamw_8bit", steps=5),
     "gemma4_26b_nf4": Step(f"{_GEMMA}26b-a4b --load-in nf4 --plan auto --budget-gb 24 --optim adamw_8bit", steps=5),

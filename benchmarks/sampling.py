@@ -76,6 +76,7 @@ CASES = {
     "8b_nf4": Case("llama-3.1-8b", (64, 128), "nf4"),
     "0.6b": Case(QWEN3_06B, (64, 256)),
     "30b_a3b": Case("qwen3-30b-a3b", (64, 256)),
+    "gemma4_12b": Case("gemma-4-12b", (64,)),
     "8b_adapter": Case("llama-3.1-8b", adapter=(64, 128)),
     "mismatch": Case({}),
     "first_cold": Case("llama-3.1-8b", others=("first_answer",)),
@@ -110,9 +111,9 @@ def roof(model: Any, slots: int, bandwidth: float, flops: float, new: int) -> fl
     shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
     small, large = (
         sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(device.states_shape(structure, shapes, slots, length)))
-        for length in (1024, 2048)
+        for length in (256, 512)  # at most the windows of Gemma 4's sliding layers, whose caches grow no further
     )
-    cache = (large - small) / 1024 * (_PROMPT + new / 2)
+    cache = (large - small) / 256 * (_PROMPT + new / 2)
     embedding = 0 if model.head is None else model.embedding.weight.nbytes
     weights = sum(a.nbytes for a in leaves) - embedding
     moe = model.config.moe

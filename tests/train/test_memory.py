@@ -37,7 +37,7 @@ from jaxtune.train.planning import choice, devices, fitting
 from jaxtune.train.planning.choice import PlanError, choose, saved_bytes
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
-from jaxtune.train.planning.forecasts import forecast
+from jaxtune.train.planning.forecasts import forecast, head_forecast
 from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.trainer import Trainer
@@ -206,6 +206,14 @@ def test_gate_and_up_are_written_over_on_hopper_only(parts_8b):
         parts = step_cost(abstract_model(SHAPE, config), config)
         hopper, ampere = (forecast(parts, plan, find_device(name)).peak_bytes for name in ("NVIDIA H100", "A100"))
         assert hopper == ampere
+
+
+def test_capped_logits_are_counted_beside_those_that_they_are_made_of(parts_8b):
+    """As tests/gpu/aot/test_memory.py finds in the compiled loss."""
+    capped = dataclasses.replace(SHAPE, final_soft_cap=30.0)
+    parts = step_cost(abstract_model(capped, config_8b()), config_8b())
+    most, usual = (head_forecast(one, 512, 4096, H200)[0] for one in (parts, parts_8b))
+    assert most - usual == 2 * 512 * SHAPE.vocab_size
 
 
 def test_measured_steps_of_the_8b_shape(parts_8b):

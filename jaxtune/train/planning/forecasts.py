@@ -381,7 +381,7 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
     rows = max(round(tokens / parts.length), 1)
     chunk = rows * chunk_length(rows, parts.length, int(chunk_tokens))
     hidden = tokens * parts.hidden_size * parts.dtype.itemsize
-    logits = (chunk + -chunk % 8) * parts.vocab_size * (4.0 + parts.dtype.itemsize)  # XLA pads to a multiple of 8
+    logits = (chunk + -chunk % 8) * parts.vocab_size * parts.logit_bytes  # XLA pads to a multiple of 8
     products = 3 if parts.head_trains else 2
     flops = 2.0 * products * parts.vocab_size * parts.hidden_size * tokens
     fit = _step_time(device)
