@@ -59,16 +59,17 @@ def wide(tree):
     return jax.tree.map(lambda array: array.astype(jnp.float32), tree)
 
 
-@pytest.mark.parametrize("rows", [5, 33])
-def test_adapters_are_part_of_the_products(rows):
-    """Of several ranks and scales, and one weight has none; the sums are those of merged weights."""
+@pytest.mark.parametrize(("rows", "sizes"), [(5, (128, 64, 192)), (33, (128, 64, 192)), (100, (128, 128, 256))])
+def test_adapters_are_part_of_the_products(rows, sizes):
+    """Of several ranks and scales, and one weight has none; the sums are those of merged weights. More than 64 rows
+    have larger tiles."""
     x = normal(rows, 2048)
-    weights = [normal(size, 2048, seed=i + 1, scale=0.05) for i, size in enumerate((128, 64, 192))]
-    loras = [adapter(128, 2048, 8, 2.0, 10), None, adapter(192, 2048, 20, 0.7, 20)]
+    weights = [normal(size, 2048, seed=i + 1, scale=0.05) for i, size in enumerate(sizes)]
+    loras = [adapter(sizes[0], 2048, 8, 2.0, 10), None, adapter(sizes[2], 2048, 20, 0.7, 20)]
     with interpreted(HOPPER):
         parts = products(x, weights, loras)
     assert dispatch.record["products"][0] == "triton"
-    assert parts.shape == (8, rows, 384) and parts.dtype == jnp.float32
+    assert parts.shape == (8, rows, sum(sizes)) and parts.dtype == jnp.float32
     near(parts.sum(0), reference.products(wide(x), wide(weights), wide(loras))[0], 5e-4)
     merged = [
         weight if lora is None else weight + lora.scale * lora.b @ lora.a

@@ -22,18 +22,11 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _with_adapter(total, inner, b, rows, rank, scale, RANK: tl.constexpr, DTYPE: tl.constexpr):
-    """Adds an adapter's second product to `total`, float32[ROWS, TOKENS], and returns the sum: total + scale (x A^T)
-    B^T, transposed.
-
-    Args:
-      inner: x A^T, float32[TOKENS, RANK], which is multiplied by `scale` and rounded to DTYPE.
-      b: B, [.., rank], of which the rows `rows` are read.
-      rank: the adapter's, at most RANK; 0: there is no adapter, and `total` stays what it is.
-    """
-    ranks = tl.arange(0, RANK)
-    side = tl.load(b + rows[:, None] * rank + ranks[None, :], mask=(ranks < rank)[None, :], other=0.0)
-    return tl.dot(side, tl.trans((inner * scale).to(DTYPE)), total)
+def _rows_of_b(b, rows, ranks, rank):
+    """Loads rows of an adapter's B, [.., rank], for the tensor cores: [rows, ranks], with zeros in the columns `ranks`
+    that are negative or not below `rank`."""
+    real = (ranks >= 0) & (ranks < rank)
+    return tl.load(b + rows[:, None] * rank + ranks[None, :], mask=real[None, :], other=0.0)
 
 
 @triton.jit
@@ -125,8 +118,15 @@ def product_kernel(
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
     if RANK > 0:
-        inner = tl.zeros([TOKENS, RANK], tl.float32)
-        up_inner = tl.zeros([TOKENS, RANK], tl.float32)
+        # Those of gate and up are one product of twice the rank.
+        THIN: tl.constexpr = 2 * RANK if ACTIVATION else RANK
+        ranks = tl.arange(0, THIN)
+        thin_lines, exists = a + ranks * INNER, ranks < rank
+        if ACTIVATION:
+            thin_lines = tl.where(ranks < RANK, thin_lines, second_a + (ranks - RANK) * INNER)
+            exists = tl.where(ranks < RANK, exists, ranks < RANK + SECOND_RANK)
+            scale = tl.where(ranks < RANK, scale, SECOND_SCALE)[None, :]
+        inner = tl.zeros([TOKENS, THIN], tl.float32)
     for step in tl.range(split * steps, (split + 1) * steps, num_stages=STAGES):
         columns = step * DEPTH + tl.arange(0, DEPTH)
         part = tl.load(x + tokens[None, :] * INNER + columns[:, None], mask=real, other=0.0)
@@ -134,17 +134,16 @@ def product_kernel(
         if ACTIVATION:
             up = tl.dot(tl.load(second + lines + columns[None, :], eviction_policy="evict_first"), part, up)
         if RANK > 0:
-            ranks = tl.arange(0, RANK)
-            thin_lines = ranks[:, None] * INNER
-            thin = tl.load(a + thin_lines + columns[None, :], mask=(ranks < rank)[:, None], other=0.0)
+            thin = tl.load(thin_lines[:, None] + columns[None, :], mask=exists[:, None], other=0.0)
             inner = tl.dot(tl.trans(part), tl.trans(thin), inner)
-            if ACTIVATION:
-                thin = tl.load(second_a + thin_lines + columns[None, :], mask=(ranks < SECOND_RANK)[:, None], other=0.0)
-                up_inner = tl.dot(tl.trans(part), tl.trans(thin), up_inner)
     if RANK > 0:
-        total = _with_adapter(total, inner, b, rows, rank, scale, RANK, DTYPE)
+        inner = tl.trans((inner * scale).to(DTYPE))
+        side = _rows_of_b(b, rows, ranks, rank)
+        if ACTIVATION:  # read at the same time
+            up_side = _rows_of_b(second_b, rows, ranks - RANK, SECOND_RANK)
+        total = tl.dot(side, inner, total)
         if ACTIVATION:
-            up = _with_adapter(up, up_inner, second_b, rows, SECOND_RANK, SECOND_SCALE, RANK, DTYPE)
+            up = tl.dot(up_side, inner, up)
     if ACTIVATION:
         gate = _activated(total.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
         total = gate * up.to(DTYPE).to(tl.float32)
