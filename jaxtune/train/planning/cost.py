@@ -98,7 +98,8 @@ class StepCost:
     fixed: Mapping[str, float]  # {what: bytes} that are in memory during the whole step
     cast_bytes: float  # the layers' trained weights in the compute dtype, which live from forward to backward
     head_bytes: float  # at the loss: gradient and compute-dtype copies of a trained head, and a head padded by the loss
-    logit_bytes: float  # at the loss: of one logit, as long as its chunk exists
+    # at the loss: of one logit, while its chunk exists: float32, beside it its 16-bit gradient or the capped float32 logit
+    logit_bytes: float
     head_gradient_bytes: float  # after the loss: gradient of a trained head
     head_trains: bool  # whether the output head trains; False: it has no gradient
     trained: float  # number of trained parameters
@@ -203,7 +204,6 @@ def step_cost(
         fixed=fixed,
         cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
         head_bytes=head_bytes,
-        # The product's float32 result, and either the 16-bit gradient or, before that, the capped float32 logits.
         logit_bytes=8.0 if shape.final_soft_cap is not None else 4.0 + dtype.itemsize,
         head_gradient_bytes=head_gradient_bytes,
         head_trains=isinstance(head, nnx.Param),
