@@ -98,7 +98,7 @@ class StepCost:
     fixed: Mapping[str, float]  # {what: bytes} that are in memory during the whole step
     cast_bytes: float  # the layers' trained weights in the compute dtype, which live from forward to backward
     head_bytes: float  # at the loss: gradient and compute-dtype copies of a trained head, and a head padded by the loss
-    # at the loss: of one logit, while its chunk exists: float32, beside it its 16-bit gradient or the capped float32 logit
+    # at the loss: of a logit, while its chunk exists: in float32, and its 16-bit gradient or, capped, in float32 again
     logit_bytes: float
     head_gradient_bytes: float  # after the loss: gradient of a trained head
     head_trains: bool  # whether the output head trains; False: it has no gradient
