@@ -33,7 +33,12 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
             module, Linear | ExpertLinear | Router | RMSNorm | LayerNorm | Embedding
         ):
             continue
-        name = tensor_name((*path, "weight"), norms, config.layers, config.head.name).removesuffix(".weight")
+        named = norms
+        if path[0] == "layers":
+            part, spec = str(path[2]), config.layers[int(str(path[1]))]
+            if part not in norms and part not in spec.hf_names:  # a layer of one's own: no checkpoint names it
+                named = {**norms, part: part}
+        name = tensor_name((*path, "weight"), named, config.layers, config.head.name).removesuffix(".weight")
         routes = isinstance(module, Router) or "router" in path
         kind = ROUTER if routes else NORMS if isinstance(module, RMSNorm | LayerNorm) else ""
         tied = isinstance(module, Embedding) and model.head is None

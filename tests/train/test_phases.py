@@ -38,8 +38,13 @@ def watched(owner, name, key):
 
     def measured(*arguments, **options):
         result = real(*arguments, **options)
-        gc.collect()
-        live = {{a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays()}}  # a shared buffer counts once
+        while True:
+            gc.collect()
+            try:
+                live = {{a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays()}}  # a shared buffer counts once
+                break
+            except jax.errors.JaxRuntimeError:  # another thread has just donated one of them to a step
+                continue
         seen[key] = max(seen[key], sum(live.values()))
         return result
 
