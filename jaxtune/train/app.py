@@ -263,7 +263,8 @@ class _Delivery:
     """What the train command does with the trained model: it is exported first, so that no later failure can lose it,
     and then answers the held-out questions. The Trainer calls `begin` before the first step and `finish` after the last
     (folder.results.Delivery). The attribute `numbers` has the content of results.json: exact match "before" and "after"
-    training (what `answer` returns), "eval_loss": {"first", "last"}.
+    training (what `answer` returns), "eval_loss": {"first", "last"}, and with checkpoint.best the evaluation whose
+    weights are exported, "best_checkpoint": {"step", "metric", "value"}.
 
     trainer: the run's. console: prints. Raises ValueError if exact match is asked for and a row cannot be asked."""
 
@@ -390,6 +391,7 @@ class _Delivery:
         evaluations = list(m.evaluations(self.output / m.JSONL, self.rows).values())
         if evaluations:
             self.numbers["eval_loss"] = {"first": evaluations[0], "last": evaluations[-1]}
+        self.numbers |= self.trainer.best
         if self.numbers:
             self._write_numbers(run)
 

@@ -4,6 +4,7 @@ are loaded, and the scores on the held-out rows."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +20,11 @@ from jaxtune.train.app import answer, require_fit_for_processes, sampled_by
 from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
+from jaxtune.train.folder.best import BEST, BestEvaluation, best_saved
 from jaxtune.train.folder.checkpoint import saved_steps
+from jaxtune.train.folder.record import is_digest_of
 from jaxtune.train.folder.results import Result, read_result
-from jaxtune.train.folder.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED
+from jaxtune.train.folder.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED, RESULTS
 from jaxtune.train.loading import load_model
 from jaxtune.train.planning.phases import phase
 from jaxtune.train.program.program_cache import use_program_cache
@@ -30,15 +33,17 @@ from jaxtune.train.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Which weights an evaluation scores: those that the config names, those of a run's newest checkpoint, or those
-    that a run exported."""
+    """Which weights an evaluation scores: those that the config names, those of a run's best or newest checkpoint, or
+    those that a run exported."""
 
     text: str
     """The weights in words, for the screen and the results."""
     config: TrainConfig
     """The config that loads the weights, or the model into which the checkpoint's are restored."""
     checkpoints: Path | None = None
-    """The folder of the run's checkpoints, if the newest intact one in it has the weights; otherwise None."""
+    """The folder of the run's checkpoints, if one of them has the weights; otherwise None."""
+    step: int | None = None
+    """The step of that checkpoint; None for the newest intact one."""
     result: Result | None = None
     """The folder that the run exported (an adapter or a merged model), with the step whose weights it has, if it has
     the weights; otherwise None."""
@@ -48,7 +53,8 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
     """Finds the weights that `jaxtune evaluate` scores: the result of a run if `recipe` is the config.yaml of its
     folder, otherwise the model that the recipe names.
 
-    A run's result is its exported adapter or model, or its last checkpoint if that is of a later step. If an override
+    A run's result is its exported adapter or model, or a checkpoint if there is one of a later step: with
+    checkpoint.best that of the best evaluation, as in what the run exports, otherwise the newest one. If an override
     sets a key of `model` or `adapter`, the weights are those that the config names.
 
     Args:
@@ -78,8 +84,19 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
             "begins from, name its recipe, or set model.path"
         )
     if result is None or saved > result.step:
-        return Scored(f"checkpoint of step {saved} in {run / CHECKPOINTS}", config, run / CHECKPOINTS)
-    text = f"{result.folder} (step {result.step})"
+        best = best_saved(run, config.checkpoint)
+        text, step = f"checkpoint of step {saved} in {run / CHECKPOINTS}", None
+        if best is not None:
+            step = best["step"]
+            text = f"checkpoint of step {step} in {run / CHECKPOINTS} ({_best(best)}; the newest is of step {saved})"
+        elif config.checkpoint.best is not None:
+            text += f" (the newest: no evaluation of a saved step has {config.checkpoint.best})"
+        return Scored(text, config, run / CHECKPOINTS, step)
+    exported = _exported(run, result)
+    of_step = (
+        f"step {result.step}" if exported is None else f"step {exported['step']} of {result.step}, {_best(exported)}"
+    )
+    text = f"{result.folder} ({of_step})"
     if result.folder.name == ADAPTER:
         config = replace(config, adapter=AdapterConfig(path=str(result.folder)))
         return Scored(f"{text} on {config.model.path}", config, result=result)
@@ -89,6 +106,24 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
     words = {pattern: word for pattern, word in config.components.items() if word in DTYPES}  # merged weights are plain
     config = replace(config, precision=words | {"*": config.computes_in})
     return Scored(text, replace(config, model=model, adapter=None, qat=None, optim=optim), result=result)
+
+
+def _best(found: BestEvaluation) -> str:
+    """A best evaluation in words: "the best by eval_loss, 0.1234"."""
+    return f"the best by {found['metric']}, {found['value']:.4f}"
+
+
+def _exported(run: Path, result: Result) -> BestEvaluation | None:
+    """The evaluation whose weights a run exported as its best ones, as results.json in its folder `run` names it; None
+    if it exported the last ones, or if the file is missing, cannot be read or is of another run than `result`."""
+    try:
+        numbers = json.loads((run / RESULTS).read_text(encoding="utf-8"))
+        found = numbers[BEST] if is_digest_of(numbers["run"], result.run) else None
+        return found and BestEvaluation(
+            step=int(found["step"]), metric=str(found["metric"]), value=float(found["value"])
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()) -> Scored:
@@ -171,7 +206,7 @@ def evaluate(
         results |= trainer.evaluate(trained=bool(config.adapter and config.adapter.path))
     else:
         del model  # so that the checkpoint's weights can take the place of its trained tensors
-        values, model = trainer.evaluate_checkpoint(scored.checkpoints)
+        values, model = trainer.evaluate_checkpoint(scored.checkpoints, scored.step)
         results |= values
     unit = trainer.objective.unit
     if "eval_loss" in results:

@@ -239,7 +239,7 @@ class Trainer:
             del resumed
             trainable = state.trainable
             del state  # frees the optimizer's states, which are not needed any more
-            trainable = saver.best.weights(trainable, say)
+            trainable, self.best = saver.best.weights(trainable, say)
             trained = with_end_tokens(self.model.finished(trainable), self.tokenizer)
             del trainable
             saved = checkpointer.latest() == self.steps_done
@@ -386,11 +386,11 @@ class Trainer:
         program = self.program if trained else self.engine.before_qat or self.program
         return self._eval_loss(program, *self.model.weights(self.engine))
 
-    def evaluate_checkpoint(self, folder: Path) -> tuple[dict[str, Any], Decoder]:
-        """Evaluates the last intact checkpoint in a folder of this run: (what `evaluate` returns, the model with the
-        checkpoint's weights). The trained tensors of the given model are freed."""
+    def evaluate_checkpoint(self, folder: Path, step: int | None = None) -> tuple[dict[str, Any], Decoder]:
+        """Evaluates the checkpoint of `step` in a folder of this run, or the last intact one (None): (what `evaluate`
+        returns, the model with the checkpoint's weights). The trained tensors of the given model are freed."""
         with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
-            trainable = self._restore(checkpointer, lambda changes: None, weights_only=True)[1]["trainable"]
+            trainable = self._restore(checkpointer, lambda changes: None, True, step)[1]["trainable"]
         frozen = self.model.placed_frozen(self.engine)
         return self._eval_loss(self.program, trainable, frozen), self.model.finished(trainable)
 

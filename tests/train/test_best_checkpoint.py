@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
+from jaxtune.train.app import _Delivery
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, EvaluationConfig
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.display.metrics import ROWS
+from jaxtune.train.folder.best import best_saved
 from jaxtune.train.folder.checkpoint import saved_steps
+from jaxtune.train.scoring import weights_to_score
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
@@ -67,6 +74,49 @@ def test_the_best_weights_are_the_result_and_their_checkpoint_stays(checkpoint, 
     assert f"the weights after step {best}, where eval_score = {SCORES[best]:.4f} was best" in capsys.readouterr().out
     again = trainer_of(tmp_path, Scored(), **checkpoint).train()  # the run is complete
     assert same_weights(again, scored.weights[best])
+
+
+def test_results_name_the_best_checkpoint_and_evaluate_takes_it(tmp_path):
+    trainer = trainer_of(tmp_path, scored := Scored())
+    config = trainer.config
+    trainer.train(delivery=_Delivery(trainer, Console(file=io.StringIO())))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["best_checkpoint"] == {"step": 2, "metric": "eval_score", "value": 0.7}
+    recipe = str(tmp_path / "config.yaml")
+    found = weights_to_score(config, recipe)
+    said = f"{tmp_path / 'adapter'} (step 2 of 5, the best by eval_score, 0.7000)"
+    assert found.text.startswith(said) and found.checkpoints is None
+    for name in ("adapter", "merged"):  # as in a run that has not ended
+        shutil.rmtree(tmp_path / name)
+    found = weights_to_score(config, recipe)
+    folder = tmp_path / "checkpoints"
+    assert found.step == 2 and found.checkpoints == folder
+    assert found.text == f"checkpoint of step 2 in {folder} (the best by eval_score, 0.7000; the newest is of step 5)"
+    plain = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, best=None))
+    found = weights_to_score(plain, recipe, ["checkpoint.best=null"])
+    assert found.step is None and found.text == f"checkpoint of step 5 in {folder}"
+    _, model = trainer_of(tmp_path, Scored()).evaluate_checkpoint(folder, 2)
+    assert same_weights(model, scored.weights[2])
+
+
+def test_the_best_saved_evaluation_is_that_of_the_last_rows(tmp_path):
+    wanted = CheckpointConfig(best="eval_loss", every_minutes=None)
+    assert best_saved(tmp_path, wanted) is None
+    lines = [
+        dict(step=1, eval_loss=0.1, eval_rows="other"),
+        dict(step=2, eval_loss="nan", eval_rows="r"),
+        dict(step=3, eval_loss=0.5, eval_rows="r"),
+        dict(step=4, eval_loss=0.5, eval_rows="r"),
+        dict(step=5, eval_loss=0.2, eval_rows="r"),  # its checkpoint is gone
+        dict(step=6, loss=0.0),
+    ]
+    assert ROWS == "eval_rows"
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in (1, 2, 3, 4, 6):
+        (tmp_path / f"checkpoints/step_{step:08d}").mkdir(parents=True)
+    assert best_saved(tmp_path, wanted) == {"step": 3, "metric": "eval_loss", "value": 0.5}
+    assert best_saved(tmp_path, dataclasses.replace(wanted, best_is="greatest")) == best_saved(tmp_path, wanted)
+    assert best_saved(tmp_path, dataclasses.replace(wanted, best=None)) is None
 
 
 @pytest.mark.parametrize("cut_after", [2, 3, 4])

@@ -10,13 +10,46 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypedDict
 
 import jax
 
 from jaxtune.system import processes
 from jaxtune.train.config import CheckpointConfig, ConfigError
 from jaxtune.train.display.metrics import JSONL, ROWS, read_metrics
-from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError
+from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError, saved_steps
+from jaxtune.train.folder.run_folder import CHECKPOINTS
+
+BEST = "best_checkpoint"  # the entry of results.json that names the checkpoint whose weights were exported
+
+
+class BestEvaluation(TypedDict):
+    """The best evaluation of a run, as results.json names it."""
+
+    step: int
+    """The number of steps done."""
+    metric: str
+    """The name of the metric, checkpoint.best."""
+    value: float
+    """Its value."""
+
+
+def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
+    """The best evaluation of the run in the folder `output` by checkpoint.best (of `wanted`, the section `checkpoint`)
+    among those whose checkpoint exists, on the held-out rows of its last evaluation. None if no metric is named, or no
+    such evaluation has it. The files are only read, so a run that writes them meanwhile is not disturbed."""
+    name, path = wanted.best, output / JSONL
+    if name is None or not path.exists():
+        return None
+    lines = [line for line in read_metrics(path) if name in line]
+    rows, saved = lines[-1].get(ROWS) if lines else None, saved_steps(output / CHECKPOINTS)
+    found = [
+        BestEvaluation(step=line["step"], metric=name, value=float(line[name]))
+        for line in lines
+        if line["step"] in saved and line.get(ROWS, rows) == rows and not math.isnan(line[name])
+    ]
+    sign = -1 if wanted.best_is_greatest else 1
+    return min(found, key=lambda each: sign * each["value"], default=None)  # of equal ones the first, as in a run
 
 
 @dataclasses.dataclass
@@ -81,24 +114,26 @@ class BestCheckpoint:
             else:
                 self.checkpointer.best = known
 
-    def weights[T](self, last: T, say: Callable[[str], None]) -> T:
+    def weights[T](self, last: T, say: Callable[[str], None]) -> tuple[T, dict[str, BestEvaluation]]:
         """Returns the trained weights of the best evaluation, read from its checkpoint into the shardings of `last`,
-        the weights after the last step; `last` itself if these are the best, if no evaluation was taken, or if the
-        checkpoint is damaged. say: shows a line about which weights they are."""
+        the weights after the last step, and that evaluation as an entry of results.json, {"best_checkpoint": ...}. If
+        no evaluation was taken, or its checkpoint is damaged, they are `last` itself and {}. say: shows a line about
+        which weights they are."""
         if self.config.best is None:
-            return last
+            return last, {}
         if self.step is None:
             say(f"checkpoint.best = {self.config.best}: no evaluation has a best value; the last weights are taken")
-            return last
+            return last, {}
         about = f"step {self.step}, where {self.config.best} = {self.value:.4f} was best"
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), last)
         try:
             _, found, _ = self.checkpointer.restore(self.step, like={"state": {"trainable": like}}, partial=True)
         except CheckpointError as error:
             say(f"warning: the weights after {about}, cannot be read, and the last ones are taken: {error}")
-            return last
+            return last, {}
         say(f"the result has the weights after {about}")
-        return found["state"]["trainable"]
+        named = BestEvaluation(step=self.step, metric=self.config.best, value=self.value)
+        return found["state"]["trainable"], {BEST: named}
 
     def _is_better(self, value: float) -> bool:
         """Whether `value` is better than the best one so far. NaN never is."""
