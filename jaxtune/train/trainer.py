@@ -55,11 +55,12 @@ from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG
 from jaxtune.train.folder.run_rows import Reader, own_lanes, run_rows, samples, source_of
 from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
-from jaxtune.train.objectives import references, teachers
+from jaxtune.train.objectives import references
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.prompts import end_tokens
 from jaxtune.train.objectives.rollouts import SampledAnswers
+from jaxtune.train.objectives.stored_teachers import StoredTeacher
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
@@ -130,7 +131,8 @@ class Trainer:
         self.steps_done = 0
         self.sampled: Sampled | None = None  # how many questions are answered at a time, if any will be
 
-        self.model = TrainedModel(model, config, keeps_model, weights)
+        self.stored = StoredTeacher(objective or objective_of(config), config, model, self.tokenizer)
+        self.model = TrainedModel(self.stored.student(model), config, keeps_model, weights)
         if not jax.tree.leaves(self.model.trainable):
             raise ValueError("the model has no trainable tensor: add adapters (get_peft_model) or do not freeze it")
         own_parts.require_nothing_beside(config, optimizer, schedule, objective)
@@ -144,7 +146,7 @@ class Trainer:
         asked = config.data.eval if eval_rows is None else eval_rows
         rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
         self.answers = answer_metrics(config, asked, self.tokenizer, self.model.given, rewards)
-        rows, held_out = run_rows(reader, train_rows, eval_rows, not trains)
+        rows, held_out = self.stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))
         self.train_data = rows if isinstance(rows, TokenDataset) else None
         self.config = config = in_first_words(config)
         self.batches, self.eval_data, self.total_steps = source_of(rows, held_out, config)
@@ -159,8 +161,7 @@ class Trainer:
         config, mesh, planner = setup.planned(config, self.model, self.objective, self.batches, optimizer, trains)
         self.slots, self.answers = setup.with_slots(planner, self.model.prepared, self.batches, self.answers)
         self.batches.divide(mesh.size, own_lanes(mesh))
-        rows = self.eval_data and self.eval_data.rows
-        self.engine = Engine(*programs, planner, mesh, self.batches, config, rows)
+        self.engine = Engine(*programs, planner, mesh, self.batches, config, self.eval_data and self.eval_data.rows)
 
     @property
     def planner(self) -> Planner:
@@ -217,6 +218,7 @@ class Trainer:
             if processes.first():
                 remove_unfinished(self.output)
             with stop.at_once():
+                self.stored.fill((self.train_data, self.eval_data), self.engine)
                 resumed, start = self._resume(checkpointer, from_step)
                 if delivery is not None:
                     delivery.begin(self._same_run, start)
@@ -290,8 +292,7 @@ class Trainer:
             if due:
                 frozen = self.model.placed_frozen(self.engine)
                 self.fill_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print)
-                of_state = (self.program, resumed.trainable, frozen)
-                evaluate = self.eval_data and self.engine.compile_evaluate(*of_state)
+                evaluate = self.eval_data and self.engine.compile_evaluate(self.program, resumed.trainable, frozen)
                 run.evaluate(evaluate, resumed, frozen, start)
             return resumed, start
         if lacking := profile.lacking(self.total_steps - start):
@@ -342,7 +343,7 @@ class Trainer:
         """The teacher, the counts of rows, documents, tokens and steps, and warnings, as lines of text (str)."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
-        return "\n".join([*teachers.described(self.model.prepared, self.objective), about])
+        return "\n".join([*self.stored.described(self.model.prepared, self.objective), about])
 
     def memory_notes(self) -> list[str]:
         """Lines about the memory that each phase of the run takes, and about what will not fit; empty on a CPU, where
@@ -398,11 +399,11 @@ class Trainer:
         """The metrics of the held-out rows under a program, {} if there are only questions. trainable, frozen: the
         weights that train and the others, on the devices. A forward pass that does not fit is compiled again under a
         smaller plan. Raises ValueError without held-out rows."""
-        batches = self.eval_batches
-        if batches is None:
+        if (batches := self.eval_batches) is None:
             if self.answers is not None:
                 return {}
             raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
+        self.stored.fill((self.eval_data,), self.engine)
         self.fill_references((self.eval_data,), trainable, frozen)
         compiled = self.engine.compile_evaluate(program, trainable, frozen)
         planner = self.engine.planner
@@ -410,8 +411,7 @@ class Trainer:
             self.engine.follow_plan()
             chunk = self.program.chunk_tokens
             compiled = self.engine.compile_evaluate(dataclasses.replace(program, chunk_tokens=chunk), trainable, frozen)
-        shown = m.Progress(self.total_steps).evaluating
-        return self.engine.evaluate(compiled, trainable, frozen, batches, shown)
+        return self.engine.evaluate(compiled, trainable, frozen, batches, m.Progress(self.total_steps).evaluating)
 
     # ---- checkpoints
 
@@ -429,7 +429,7 @@ class Trainer:
             trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),
             storage=self.storage(),
             base=self.model.given,
-            teacher=self.model.teacher_digest,
+            teacher=self.stored.digest or self.model.teacher_digest,
             data=self.batches.identity(),
             total_steps=self.total_steps,
             own=self.own,

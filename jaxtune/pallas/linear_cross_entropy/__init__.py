@@ -1,7 +1,8 @@
-"""Losses (linear_cross_entropy, linear_token_losses), log-probabilities (linear_log_probs) and divergences between two
-models (linear_divergence) from hidden states and a vocabulary head, without storing the logits of all tokens, which
-would be the largest array of a training step. chunk_length, fills_up and filled_up are for the memory planner and for
-samplers: how many tokens have logits at a time, and heads padded to a size that 16-bit products need."""
+"""Losses (linear_cross_entropy, linear_token_losses), log-probabilities (linear_log_probs) and divergences from another
+model (linear_divergence) or its stored log-probabilities (linear_top_k, linear_top_k_divergence), from hidden states
+and a vocabulary head, without storing the logits of all tokens, which would be the largest array of a training step.
+chunk_length, fills_up and filled_up are for the memory planner and for samplers: how many tokens have logits at a time,
+and heads padded to a size that 16-bit products need."""
 
 from jaxtune.pallas.linear_cross_entropy.api import (
     chunk_length,
@@ -11,6 +12,7 @@ from jaxtune.pallas.linear_cross_entropy.api import (
 )
 from jaxtune.pallas.linear_cross_entropy.divergence import linear_divergence
 from jaxtune.pallas.linear_cross_entropy.reference import filled_up, fills_up
+from jaxtune.pallas.linear_cross_entropy.top_k import linear_top_k, linear_top_k_divergence
 
 __all__ = [
     "chunk_length",
@@ -20,4 +22,6 @@ __all__ = [
     "linear_divergence",
     "linear_log_probs",
     "linear_token_losses",
+    "linear_top_k",
+    "linear_top_k_divergence",
 ]

@@ -22,7 +22,17 @@ _OPTIONS = {
     "kto": ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs"),
     "simpo": ("beta", "simpo_gamma", "label_smoothing"),
     "reward": ("center_rewards_coefficient",),
-    "distill": ("teacher", "teacher_load_in", "beta", "temperature", "on_policy", "sampling_temperature", *_DRAWN),
+    "distill": (
+        "teacher",
+        "teacher_load_in",
+        "teacher_top_k",
+        "teacher_logprobs",
+        "beta",
+        "temperature",
+        "on_policy",
+        "sampling_temperature",
+        *_DRAWN,
+    ),
 }
 # The options that all objectives over rewards of sampled answers share; their defaults are in train/objectives.
 _REWARDED = (
@@ -119,6 +129,14 @@ class ObjectiveConfig:
     teacher_load_in: Annotated[LoadIn | None, "The format of the teacher's weights, such as nf4 or fp8 (16 bits)."] = (
         None
     )
+    teacher_top_k: Annotated[
+        int | None,
+        "Store this number of the teacher's largest log-probabilities for each trained token before the run, which "
+        "needs no teacher then (distill).",
+    ] = None
+    teacher_logprobs: Annotated[
+        str | None, "A file or folder with a teacher's log-probabilities, in place of a teacher (distill)."
+    ] = None
 
     on_policy: Annotated[
         float | None,
@@ -231,11 +249,12 @@ class ObjectiveConfig:
             f"{self.name} needs at least one, as in [rewards.py:is_right], or an environment with get_reward",
         )
         require(
-            self.name != "distill" or bool(self.teacher),
+            self.name != "distill" or bool(self.teacher or self.teacher_logprobs),
             "objective.teacher",
             self.teacher,
             "distill needs one: a model's folder or hub name, or base for the model with its adapter off",
         )
+        self._check_stored()
         require(
             self.teacher_load_in is None or self.teacher != "base",
             "objective.teacher_load_in",
@@ -255,6 +274,26 @@ class ObjectiveConfig:
             "objective.label_smoothing",
             self.label_smoothing,
             f"objective.loss_type = {self.loss_type} has no label smoothing; leave it out",
+        )
+
+    def _check_stored(self) -> None:
+        """Raises `ConfigError` if a teacher's log-probabilities are to be stored or read before the run, and an option
+        does not go with that."""
+        positive("objective.teacher_top_k", self.teacher_top_k)
+        for key in ("teacher", "teacher_load_in", "teacher_top_k"):
+            require(
+                self.teacher_logprobs is None or getattr(self, key) is None,
+                f"objective.{key}",
+                getattr(self, key),
+                "objective.teacher_logprobs is a file with the teacher's log-probabilities already; leave one of them "
+                "out",
+            )
+        require(
+            (self.teacher_top_k is None and self.teacher_logprobs is None) or self.on_policy == 0,
+            "objective.on_policy",
+            1.0 if self.on_policy is None else self.on_policy,
+            "the teacher's log-probabilities are stored before the run (objective.teacher_top_k, "
+            "objective.teacher_logprobs), and answers that are sampled during it are not known then; set 0",
         )
 
     @property

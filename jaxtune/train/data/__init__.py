@@ -9,6 +9,7 @@ batches. The files, in the order in which data flows through them:
   template, tokenise the text, and decide which tokens are trained on; `packaged.py` has templates for base models.
 - `workers.py` tokenises many rows in several processes; `cache.py` stores the result on disk.
 - `packing.py` (and `pairs.py` for preferences) packs the documents (`documents.py`) into rows of fixed length.
+- `teacher_values.py` has a teacher's stored log-probabilities beside them.
 - `batches.py` maps the number of a step to its batch; `steps.py` does so when every step trains on a fixed number of
   documents.
 - `streamed.py` does all of this during the run, for a window of rows at a time; `feeds.py` takes the rows of a step
@@ -37,6 +38,7 @@ from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.packaged import packaged_that_fit
 from jaxtune.train.data.packing import OVERFLOW_POLICIES, NothingUsable, Overflow, PackedRows, PackingReport
 from jaxtune.train.data.reading import Source, open_sources, read_rows
+from jaxtune.train.data.teacher_values import TaughtRows, TeacherValues
 from jaxtune.train.data.templates import resolve_template
 from jaxtune.train.data.workers import Chunk, encode_rows
 
@@ -77,6 +79,8 @@ class TokenDataset:
     does) or "given" (as they were packed)."""
     max_documents: int | None = None
     """The most documents that a packed row may have, and for which its batches have room; None sets no limit."""
+    teacher: TeacherValues | None = None
+    """A teacher's log-probabilities, which the batches of the rows then have too; None without."""
 
     @functools.cached_property
     def rows(self) -> PackedRows:
@@ -97,7 +101,7 @@ class TokenDataset:
             raise NothingUsable(
                 f"no document has a trained token within its first data.length={self.length} tokens; raise data.length"
             )
-        return rows
+        return rows if self.teacher is None else TaughtRows(rows, self.teacher)
 
     @property
     def report(self) -> PackingReport:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter, without_adapter
 from jaxtune.train.data import Batch
+from jaxtune.train.data.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxtune.train.objectives.preference import require_fixed_base
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.objectives.teachers import BASE
@@ -99,10 +100,11 @@ class Distill(SFT):
     supervised fine-tuning.
 
     The teacher is attached to the model that trains (teachers.with_teacher); without one, the model with its adapter
-    off is the teacher.
+    off is the teacher. With teacher_top_k or teacher_logprobs its largest log-probabilities are stored before the run.
 
     Raises:
-      ValueError: beta or on_policy is not from 0 to 1, or a temperature is not above 0.
+      ValueError: beta or on_policy is not from 0 to 1, a temperature is not above 0, or on_policy is not 0 with stored
+        log-probabilities.
     """
 
     teacher: str | None = None
@@ -124,6 +126,13 @@ class Distill(SFT):
     drawing: Drawing = dataclasses.field(default_factory=Drawing)
     """How answers are sampled."""
 
+    teacher_top_k: int | None = None
+    """The number of log-probabilities of the teacher that are stored for each trained token before the run, in which
+    the teacher is not in memory then; None: the teacher runs beside the student."""
+
+    teacher_logprobs: str | None = None
+    """The file with a teacher's log-probabilities, which take the place of a teacher; None: there is none."""
+
     name: ClassVar[str] = "distill"
     sums: ClassVar[tuple[str, ...]] = ("entropy",)
 
@@ -134,6 +143,11 @@ class Distill(SFT):
             raise ValueError(f"on_policy = {self.on_policy}: must be from 0 to 1")
         if min(self.temperature, self.sampling_temperature) <= 0:
             raise ValueError(f"temperature = {self.temperature}: must be above 0, as that of sampling")
+        if self.offline and self.on_policy:
+            raise ValueError(
+                f"on_policy = {self.on_policy}: a teacher's log-probabilities are stored before the run, and answers "
+                "that are sampled during it are not known then; set it to 0"
+            )
 
     @classmethod
     def of(cls, sampling_temperature: float | None = None, **options: object) -> Distill:
@@ -153,15 +167,21 @@ class Distill(SFT):
         return self.temperature if self.drawing.temperature is None else self.drawing.temperature
 
     @property
+    def offline(self) -> bool:
+        """Whether the teacher's log-probabilities are stored before the run (stored_teachers.py); False: the teacher
+        runs in each step."""
+        return self.teacher_top_k is not None or self.teacher_logprobs is not None
+
+    @property
     def reference_runs(self) -> int:
-        """The number of forward passes of a frozen model in the computation of each loss: 1, the teacher's. The planner
-        adds its time to the forecast of a step."""
-        return 1
+        """The number of forward passes of a frozen model in the computation of each loss: 1, the teacher's, or 0 with
+        stored log-probabilities. The planner adds its time to the forecast of a step."""
+        return 0 if self.offline else 1
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError if the model has no teacher attached, and the model with its adapter off cannot be the
         teacher: because `teacher` names another one, the model has no adapter, or its base is trained too."""
-        if model.teacher is not None:
+        if model.teacher is not None or self.offline:
             return
         if self.teacher not in (None, BASE):
             raise ValueError(
@@ -179,7 +199,14 @@ class Distill(SFT):
         """The loss of `batch`, a micro-batch: (the sum of the divergences at trained targets, in nats; their number;
         {"entropy": the sum of the student's entropies there}), float32 scalars that are added up over micro-batches and
         devices. forward: runs `model`, the student, and its teacher: `model.teacher`, or, if that is None, the model
-        with its adapter off."""
+        with its adapter off. With stored log-probabilities no teacher runs, and the tokens that are not stored are one
+        outcome of the distributions (linear_top_k_divergence)."""
+        if self.offline:
+            hidden, stored = forward(model, batch), (batch.extra[TEACHER_IDS], batch.extra[TEACHER_LOG_PROBS])
+            loss, entropy = forward.top_k_divergence(
+                model, hidden, *stored, batch.weights, beta=self.beta, temperature=self.temperature
+            )
+            return loss, batch.weights.sum(), {"entropy": entropy}
         teacher = without_adapter(model) if model.teacher is None else model.teacher
         hidden, of_teacher = forward(model, batch), forward.frozen(teacher, batch)
         loss, entropy = forward.divergence(

@@ -84,11 +84,17 @@ def teacher_of(config: TrainConfig) -> str | None:
     return path
 
 
+def _stored_before(config: TrainConfig) -> bool:
+    """Whether the teacher's log-probabilities are stored before the run, in which it is not in memory."""
+    return config.objective.teacher_top_k is not None
+
+
 def teacher_shapes(config: TrainConfig) -> Decoder | None:
     """The teacher that a config asks for, with shapes (jax.ShapeDtypeStruct) in place of its arrays, from its
-    config.json alone; None if the config asks for none. With it the planner counts the teacher's memory before weights
-    are loaded. Raises ConfigError if the teacher's folder is that of an adapter."""
-    path = teacher_of(config)
+    config.json alone; None if the config asks for none, or for one that runs only before the training. With it the
+    planner counts the teacher's memory before weights are loaded. Raises ConfigError if the teacher's folder is that of
+    an adapter."""
+    path = None if _stored_before(config) else teacher_of(config)
     return None if path is None else _shapes(path, config.dtype, config.objective.teacher_load_in)
 
 
@@ -115,9 +121,10 @@ def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
 
 def open_teacher(config: TrainConfig) -> Pretrained | None:
     """Opens the checkpoint of the teacher that a config asks for, from which load_teacher reads the weights later: a
-    wrong folder is found at once. None if the config asks for no teacher. Raises ConfigError if the folder is that of
-    an adapter, and another ValueError or OSError if it is no model."""
-    path = teacher_of(config)
+    wrong folder is found at once. None if the config asks for no teacher, or for one that runs only before the training
+    (stored_teachers.py). Raises ConfigError if the folder is that of an adapter, and another ValueError or OSError if
+    it is no model."""
+    path = None if _stored_before(config) else teacher_of(config)
     if path is None:
         return None
     return Pretrained(path, config.dtype, config.objective.teacher_load_in)

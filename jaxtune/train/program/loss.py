@@ -28,6 +28,8 @@ from jaxtune.pallas.linear_cross_entropy import (
     linear_divergence,
     linear_log_probs,
     linear_token_losses,
+    linear_top_k,
+    linear_top_k_divergence,
 )
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch
@@ -270,6 +272,58 @@ class Forward:
                 chunk_tokens=None if self._chunk_tokens is None else max(1, self._chunk_tokens // 2),
             )
             return loss, (entropies * weights).sum()
+
+    def top_k_divergence(
+        self,
+        model: Decoder,
+        hidden: jax.Array,
+        teacher_ids: jax.Array,
+        teacher_log_probs: jax.Array,
+        weights: jax.Array,
+        *,
+        beta: float,
+        temperature: float,
+    ) -> tuple[jax.Array, jax.Array]:
+        """What `divergence` returns, from a teacher's stored log-probabilities in place of a teacher.
+
+        Args:
+          model, hidden, weights, beta: those of `divergence`.
+          teacher_ids, teacher_log_probs: int32 and float32[rows, length, k], the stored tokens of each distribution and
+            their log-probabilities (linear_top_k_divergence).
+          temperature: divides the model's logits.
+        """
+        with jax.named_scope("loss"):
+            weight, hidden = model.head_operands(hidden)
+            loss, _, entropies = linear_top_k_divergence(
+                hidden,
+                weight,
+                teacher_ids,
+                teacher_log_probs,
+                weights,
+                beta=beta,
+                temperature=temperature,
+                soft_cap=model.config.final_soft_cap,
+                logit_scale=model.config.logit_scale,
+                head_gradient=isinstance(model.head_variable, nnx.Param),
+                # The bucket's logits exist beside the model's.
+                chunk_tokens=None if self._chunk_tokens is None else max(1, self._chunk_tokens // 2),
+            )
+            return loss, (entropies * weights).sum()
+
+    def top_k(self, model: Decoder, hidden: jax.Array, k: int, temperature: float) -> tuple[jax.Array, jax.Array]:
+        """(token ids, log-probabilities), int32 and float32[rows, length, k]: the k most probable next tokens under the
+        head of `model`. hidden: [rows, length, hidden], as `frozen` returns them. temperature: divides the logits."""
+        with jax.named_scope("loss"):
+            weight, hidden = model.head_operands(hidden)
+            return linear_top_k(
+                hidden,
+                weight,
+                k=k,
+                temperature=temperature,
+                soft_cap=model.config.final_soft_cap,
+                logit_scale=model.config.logit_scale,
+                chunk_tokens=self._chunk_tokens,
+            )
 
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
         """Returns what `function`, a loss of pallas/linear_cross_entropy, returns for hidden states, the weight of the

@@ -1,0 +1,348 @@
+"""A teacher's largest log-probabilities, stored before a run that distils them: the teacher is not in memory then.
+
+They are computed by one pass of the teacher over the run's rows (objective.teacher_top_k) or read from a file that
+another program wrote (objective.teacher_logprobs), and kept in a file beside the token cache, which a run maps into
+memory. The name of that file is a hash of the rows and of the teacher or the other file, and it ends with a checksum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+import xxhash
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.hf import Pretrained
+from jaxtune.models.placement import partition
+from jaxtune.system import processes
+from jaxtune.system.files import fingerprints, hold, remove_left, unfinished_name
+from jaxtune.system.terminal import say
+from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
+from jaxtune.train.data import TokenDataset
+from jaxtune.train.data.batches import Batch, Batches, BatchSource
+from jaxtune.train.data.cache import default_folder
+from jaxtune.train.data.teacher_files import open_file
+from jaxtune.train.data.teacher_values import TaughtRows, TeacherValues
+from jaxtune.train.objectives.distillation import Distill
+from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.teachers import (
+    BASE,
+    described,
+    load_teacher,
+    require_same_tokens,
+    teacher_of,
+    without_teacher,
+)
+from jaxtune.train.planning.forward import ForwardPlanner
+from jaxtune.train.program.loss import Forward
+from jaxtune.train.program.programs import Engine
+from jaxtune.train.program.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_SUM = 16  # bytes of the checksum at the end of a stored file
+
+
+class StoredTeacher:
+    """The stored log-probabilities of a run's teacher: it gives the run's rows their places (`attach`), and fills them
+    before the first step (`fill`). With another objective, or a teacher that runs beside the student, it does nothing.
+
+    Args:
+      objective: the run's.
+      config: the run's.
+      student: the model that trains. The teacher that was attached to it in Python is taken; without one, that which
+        the objective names is loaded when it is needed.
+      tokenizer: the student's.
+    Raises:
+      ConfigError: objective.teacher_top_k is more than the vocabulary has, objective.teacher_logprobs cannot be read,
+        or the teacher that is named cannot be loaded alone.
+    """
+
+    def __init__(self, objective: Objective, config: TrainConfig, student: Decoder, tokenizer: PreTrainedTokenizerFast):
+        self._objective = objective if isinstance(objective, Distill) and objective.offline else None
+        self._config, self._tokenizer = config, tokenizer
+        self._teacher, self._vocab_size = student.teacher, student.config.vocab_size
+        self._file = None
+        if self._objective is None:
+            return
+        k = self._objective.teacher_top_k
+        if self._objective.teacher_logprobs is not None:
+            self._file = open_file(self._objective.teacher_logprobs, say)
+        elif k is not None and not 0 < k <= self._vocab_size:
+            raise ConfigError(
+                f"objective.teacher_top_k = {k}: must be from 1 to {self._vocab_size:,}, the vocabulary's size"
+            )
+
+    @property
+    def k(self) -> int:
+        """The number of stored tokens of a distribution."""
+        assert self._objective is not None
+        return self._file.k if self._file is not None else self._objective.teacher_top_k or 0
+
+    @functools.cached_property
+    def digest(self) -> str | None:
+        """Identifies the teacher and how its log-probabilities are computed, or the file that has them, by which a run
+        is not resumed with another one; None where that is not known, or nothing is stored."""
+        if self._objective is None:
+            return None
+        if self._file is not None:
+            return self._file.digest
+        config = self._config
+        load_in = config.model.load_in if self._is_base else config.objective.teacher_load_in
+        how = (config.computes_in, load_in, self.k, self._objective.temperature)
+        if self._teacher is not None:
+            of_weights = self._teacher.base_digest
+            if of_weights is None:
+                return None
+        else:
+            folder = self._opened.folder
+            files = [*folder.glob("*.safetensors"), folder / "config.json"]
+            found = fingerprints(sorted(files))
+            of_weights = repr([(path.name, *sorted(mark.items())) for path, mark in found.items()])
+        return hashlib.sha256(repr((of_weights, *how)).encode()).hexdigest()
+
+    @property
+    def _is_base(self) -> bool:
+        """Whether the teacher is the model that trains with its adapter off, and none was attached."""
+        return self._objective is not None and self._teacher is None and self._objective.teacher in (None, BASE)
+
+    @functools.cached_property
+    def _opened(self) -> Pretrained:
+        """The checkpoint of the teacher that the objective names, opened; its weights are not read yet."""
+        assert self._objective is not None
+        config = self._config
+        path, load_in = teacher_of(config) or self._objective.teacher, config.objective.teacher_load_in
+        if self._is_base:
+            path, load_in = config.model.path, config.model.load_in
+        if path is None:
+            raise ConfigError("objective.teacher = 'base': random weights (model.from_config) teach nothing; name one")
+        opened = Pretrained(path, config.dtype, load_in)
+        require_same_tokens(self._tokenizer, opened)
+        if opened.config.vocab_size != self._vocab_size:
+            raise ConfigError(
+                f"objective.teacher = {path!r}: its vocabulary has {opened.config.vocab_size:,} entries and the "
+                f"student's {self._vocab_size:,}; take a teacher of the student's vocabulary"
+            )
+        return opened
+
+    # ---- the rows
+
+    def attach(
+        self, train: TokenDataset | BatchSource, held_out: TokenDataset | None
+    ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
+        """(train, held_out), the run's rows, with places for the teacher's log-probabilities in their batches.
+
+        Raises:
+          ConfigError: the rows are made during the run, or the file lacks some of them.
+        """
+        if self._objective is None:
+            return train, held_out
+        if not isinstance(train, TokenDataset):
+            key = "teacher_top_k" if self._file is None else "teacher_logprobs"
+            raise ConfigError(
+                f"objective.{key}: the rows of data.train are streamed, mixed or made during the run, and "
+                "log-probabilities are stored for rows that are known before it; read them all (data.streaming=false, "
+                "one set)"
+            )
+        return self._attached(train, "data.train"), held_out and self._attached(held_out, "data.eval")
+
+    def _attached(self, rows: TokenDataset, what: str) -> TokenDataset:
+        """`rows` with places for the log-probabilities. what: the config's key of the rows, for messages."""
+        # Rows that are evaluated with packing=step may be longer than data.length.
+        whole = rows.overflow != "truncate" or (rows.packing == "step" and what != "data.train")
+        values = TeacherValues(rows.documents, None if whole else rows.length, self.k)
+        if self._file is not None:
+            self._file.require_all(values, what)
+        return dataclasses.replace(rows, teacher=values)
+
+    def student(self, model: Decoder) -> Decoder:
+        """The model that trains: `model`, without its teacher if that is not in memory during the run."""
+        return model if self._objective is None else without_teacher(model)
+
+    def described(self, model: Decoder, objective: Objective) -> list[str]:
+        """The lines that a run prints about its teacher, of `model` and `objective` if nothing is stored."""
+        if self._objective is None:
+            return described(model, objective)
+        if self._file is not None:
+            return [f"teacher: up to {self.k:,} log-probabilities a token from {self._file.path}"]
+        name = self._objective.teacher or "as it was given"
+        return [f"teacher: {name}, of which {self.k:,} log-probabilities a token are stored before the run"]
+
+    # ---- the values
+
+    def fill(self, sets: Sequence[TokenDataset | None], engine: Engine, say: Callable[[str], None] = say) -> None:
+        """Fills in the log-probabilities of those data sets that lack them: from files beside the token cache, or by a
+        pass of the teacher, which is loaded for it and freed.
+
+        Args:
+          sets: the run's rows, as `attach` returned them, or None for one that is missing.
+          engine: of the run; the teacher computes on its mesh and with rows of its batches.
+          say: shows a line to the user.
+        Raises:
+          ConfigError: the cache cannot be written; or several processes would have to compute.
+        """
+        lacking = [data.rows for data in sets if data is not None and data.teacher and data.teacher.stored is None]
+        lacking = [rows for rows in lacking if isinstance(rows, TaughtRows)]
+        for rows in lacking:
+            path = self._path(rows)
+            rows.values.stored = None if path is None else _read(path, rows.values, say)
+        needed = [rows for rows in lacking if rows.values.stored is None]
+        if self._file is None and processes.count() > 1 and None in processes.all_of(None if needed else True):
+            raise ConfigError(
+                f"objective.teacher_top_k = {self.k}: {processes.count()} processes cannot compute the teacher's "
+                "log-probabilities yet; run one process first, which stores them in data.cache_dir, or give a file of "
+                "them (objective.teacher_logprobs)"
+            )
+        if not needed:
+            return
+        compute = self._reading() if self._file is not None else self._teaching(engine, say)
+        for rows in needed:
+            with _stored(self._path(rows), rows.values) as array:
+                compute(rows, array)
+
+    def _reading(self) -> Callable[[TaughtRows, np.ndarray], None]:
+        """A function that reads the values of rows from the file into an array."""
+        assert self._file is not None
+        file = self._file
+        return lambda rows, array: file.read(rows.values, self._vocab_size, array)
+
+    def _teaching(self, engine: Engine, say: Callable[[str], None]) -> Callable[[TaughtRows, np.ndarray], None]:
+        """A function that computes the values of rows into an array by a pass of the teacher, which is loaded here."""
+        assert self._objective is not None
+        shape = partition.MeshShape.of(engine.mesh)
+        teacher = self._teacher or load_teacher(self._opened, mesh=engine.mesh if shape.parts > 1 else None)
+        assert teacher is not None
+        config = dataclasses.replace(
+            self._config,
+            qat=None,
+            precision=self._config.computes_in,
+            mesh=MeshConfig(data=shape.copies, fsdp=shape.parts),
+            rows_per_step=engine.batches.rows_per_step,
+        )
+        model = TrainedModel(teacher, config, self._teacher is not None, None)
+        planner = ForwardPlanner(model.prepared, config, engine.batches.length, engine.mesh.local_devices[0])
+        program = dataclasses.replace(engine.program, graph=model.graph, noise_alpha=None)
+        own = Engine(program, None, planner, engine.mesh, engine.batches, config, None)
+        k, temperature = self.k, self._objective.temperature
+        trainable, frozen = model.weights(own)
+
+        def of_batch(teacher: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array]:
+            return forward.top_k(teacher, forward.frozen(teacher, batch), k, temperature)
+
+        def compute(rows: TaughtRows, array: np.ndarray) -> None:
+            say(f"log-probabilities of the teacher: one pass over {len(rows):,} rows")
+            plain = rows.alone()
+            compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)
+            while planner.smaller(compiled):
+                own.follow_plan()
+                compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)
+            batches, waiting = Batches(plain, own.rows, order="given"), None
+
+            def take(numbers: np.ndarray, found: tuple[jax.Array, jax.Array]) -> None:
+                ids, log_probs = (partition.on_host(each) for each in found)
+                for slot, row in enumerate(numbers.tolist()):
+                    rows.take(row, ids[slot], log_probs[slot], array)
+
+            for step in range(batches.steps_per_epoch):
+                found = compiled(trainable, frozen, own.place(batches.batch_at(step)))
+                if waiting is not None:
+                    take(*waiting)
+                waiting = batches.rows_at(step), found
+            assert waiting is not None
+            take(*waiting)
+
+        return compute
+
+    def _path(self, rows: TaughtRows) -> Path | None:
+        """The path of the file with the values of these rows, in the folder of token caches; None if the teacher cannot
+        be recognised later. Its name is a hash of all that the values depend on."""
+        if self.digest is None:
+            return None
+        documents, config, values = rows.documents, self._config, rows.values
+        cut = rows.length if config.data.overflow == "split" and self._file is None else None
+        made = hashlib.blake2b(repr((self.digest, values.k, values.limit, cut)).encode(), digest_size=16)
+        for part in (documents.tokens, documents.mask, documents.starts, documents.lengths):
+            made.update(np.ascontiguousarray(part).tobytes())
+        folder = default_folder() if config.data.cache_dir is None else Path(config.data.cache_dir).expanduser()
+        return folder / f"teacher_{made.hexdigest()}.npy"
+
+
+# ---- stored files
+
+
+@contextlib.contextmanager
+def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray]:
+    """A context that gives an array to fill with the values, and on leaving sets `values.stored` to it: mapped from the
+    file `path`, which appears complete or not at all; or in memory, if `path` is None. Raises ConfigError if the file
+    cannot be written."""
+    entry = TeacherValues.entry(values.k)
+    if path is None:
+        array = np.zeros(values.total, entry)
+        yield array
+        values.stored = array
+        return
+    temporary = unfinished_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(".teacher_*.tmp"):
+            remove_left(left)
+        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=entry, shape=(values.total,))
+        descriptor = os.open(temporary, os.O_RDWR)
+        os.posix_fallocate(descriptor, 0, os.path.getsize(temporary))  # so that a full disk is an error here
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"data.cache_dir = {str(path.parent)!r} cannot be written ({error}); set another") from None
+    try:
+        hold(descriptor)  # another run does not remove it as one that was left
+        yield array
+        array.flush()
+        del array
+        with open(temporary, "ab") as file:
+            file.write(_checksum(path.name, temporary, os.path.getsize(temporary)))
+        os.replace(temporary, path)
+    finally:
+        os.close(descriptor)
+        temporary.unlink(missing_ok=True)
+    values.stored = np.load(path, mmap_mode="r")
+
+
+def _checksum(name: str, path: Path, size: int) -> bytes:
+    """The checksum of the first `size` bytes of the file `path`, stored under `name`; it covers the name too, so that a
+    file that was renamed is not accepted."""
+    made, left = xxhash.xxh3_128(name.encode()), size
+    with open(path, "rb") as file:
+        while left and (block := file.read(min(left, 1 << 24))):
+            made.update(block)
+            left -= len(block)
+    return made.digest()
+
+
+def _read(path: Path, values: TeacherValues, say: Callable[[str], None]) -> np.ndarray | None:
+    """The values in the stored file `path`, mapped into memory; None, and they are computed anew, if there is no such
+    file, or it is damaged, which `say` shows."""
+    try:
+        size = os.path.getsize(path) - _SUM
+        with open(path, "rb") as file:
+            file.seek(max(size, 0))
+            if file.read() != _checksum(path.name, path, size):
+                raise ValueError("its checksum is not that of its content")
+        found = np.load(path, mmap_mode="r")
+        if found.shape != (values.total,) or found.dtype != TeacherValues.entry(values.k):
+            raise ValueError("it has another shape")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        say(f"{path} is damaged and not used: {error}")
+        return None
+    say(f"log-probabilities of the teacher: {path}")
+    return found
