@@ -57,7 +57,7 @@ def answer_file(
       max_new_tokens: the most tokens of an answer.
       num_answers: the number of answers to each prompt, which are written one below the other.
       slots: the number of answers that decode at once; None: as many as there is memory for.
-      settings: keyword arguments of Sampler.submit: `seed`, `temperature` and the like.
+      settings: keyword arguments of Sampler.submit by name, such as {"seed": 0, "temperature": 0.7}.
     Raises:
       ValueError: a row that cannot be asked, or whose prompt and `max_new_tokens` are more than the model's context,
         with its line; an output that answers other prompts, or that another process is writing.
@@ -264,7 +264,7 @@ def show(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], raw: bool
       prompts: the texts of the prompts.
       raw: True: a prompt is tokenised as it is; False: it is a user's message in the chat template, if the tokenizer
         has one.
-      settings: keyword arguments of jaxtune.generate.
+      settings: keyword arguments of jaxtune.generate, by name, such as {"max_new_tokens": 64}.
     Raises:
       ValueError: a prompt gives no token, or the chat template refuses it.
     """

@@ -80,11 +80,12 @@ def load(options: argparse.Namespace):
     over its base.
 
     Args:
-      options: parsed options, of which `model`, and `dtype` and `load_in` (of add_numbers) are read. A `dtype` of None
-        is the one that an adapter was trained in or that the run that wrote the model has recorded, else bfloat16.
+      options: parsed options. `model`, `dtype` and `load_in` are read; the last two are the options --dtype and
+        --load-in. If `dtype` is None, the dtype is the one that jaxtune recorded in the folder when it trained the
+        adapter or the model, else bfloat16; the dtype in a checkpoint's config.json is not used.
     Returns:
-      (model, tokenizer); the tokenizer is None if the folder has none. A model with an adapter also ends its answers at
-        the tokenizer's EOS and at the token that ends a turn in its chat template.
+      (model, tokenizer); the tokenizer is None if the folder has none. For an adapter, the tokenizer's EOS and the
+        token that ends a turn in its chat template are added to the model's own end tokens.
     """
     import jaxtune
     from jaxtune.models.adapters import trained_over

@@ -1,6 +1,7 @@
 """The command `jaxtune convert`: a recipe from a config of axolotl or LLaMA-Factory.
 
-`run` takes the words of the command line after `convert`; its docstring is the text that --help prints.
+`run` takes the words of the command line after `convert`; its docstring is the text that --help prints. The output, on
+stdout, is a recipe as YAML, below comments that say what differs in it and what has no counterpart.
 """
 
 from __future__ import annotations

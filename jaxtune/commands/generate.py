@@ -16,8 +16,8 @@ from jaxtune.system.terminal import say
 def run(arguments: Sequence[str]) -> None:
     """Answer prompts with a model or an adapter.
 
-    A few prompts stand on the command line, and their answers are printed; or many in a JSONL file, and their answers
-    are written to another one, which the same command continues where it was stopped.
+    Prompts given by --prompt are answered on the terminal. For prompts in a JSONL file (--prompts), the answers are
+    written to a second JSONL file (--output); if the command was stopped, the same command continues that file.
     """
     parser = common.parser("generate", run.__doc__)
     parser.add_argument("model", help="model folder, hub name or adapter folder")

@@ -62,8 +62,9 @@ def _gpus(count: int) -> list[str]:
 
 
 class _Processes:
-    """The processes of one run on this machine, which `run` starts and waits for. Each is `jaxtune train` with the
-    address of the first process, which listens on a free port of the loopback address.
+    """The processes of one run on this machine. The method `run` starts them, waits for them, passes signals on to
+    them, and ends the others after one has failed; it returns the exit code of the first failure, or 0. Each process is
+    `jaxtune train` with the address of the first one, which listens on a free port of the loopback address.
 
     Args:
       arguments: the command line of `jaxtune train`, a recipe and overrides.
@@ -161,8 +162,9 @@ def _exit_code(code: int) -> int:
 
 
 def _how(code: int) -> str:
-    """Words on how a process failed, for the message on it. code: its Popen.returncode, not 0; negative, minus the
-    signal's number, if a signal ended it."""
+    """Words on how a process failed and on what happens to the others, which follow "process N" in a message. It is
+    printed if other processes still run. code: the failed process's Popen.returncode, not 0; minus the signal's number
+    if a signal ended it."""
     if code > 0:
         return f"ended with exit code {code}; the others follow"
     return f"was ended by {signal.Signals(-code).name}; the others are ended too. The same command continues the run"

@@ -36,12 +36,13 @@ class Finding:
 
 
 def findings(measure: bool = True) -> Iterator[Finding]:
-    """Runs all checks and yields each result as soon as it is known, in this order: packages, driver, GPU, memory,
-    disk, rates of matrix products, of copies in device memory and to and from the host, a kernel.
+    """Runs all checks and yields each result as soon as it is known. The order is: packages; driver; GPUs; host
+    memory; disk; the rates of matrix products, of copies in device memory, and of copies to and from the device; and
+    the attention kernel, whose results are compared with those of plain float32 attention.
 
     Args:
       measure: True: the rates are checked, if there is a GPU. They are measured once, in about ten seconds, and stored
-        in a cache. False: they are not checked.
+        in a cache. False: the rates are left out, and all else is checked.
     """
     yield _packages()
     card = _nvidia_smi()
@@ -81,9 +82,11 @@ def _nvidia_smi() -> dict[str, str] | None:
 
 
 def _driver(card: dict[str, str] | None) -> Finding:
-    """Checks whether NVIDIA's driver is new enough for CUDA 12 or 13, for which JAX is built. The finding is "ok",
-    "wrong" if the driver is too old or nvidia-smi fails, or a "note" if there is no nvidia-smi, because a CPU is enough
-    for small runs. card: what `_nvidia_smi` returned for the first GPU: its values, {"error": message}, or None."""
+    """Checks whether NVIDIA's driver is new enough for one of JAX's two builds, CUDA 12 (driver 525 or newer) and CUDA
+    13 (580 or newer); which of them is installed is not looked at. The finding is "ok", with the newest extra (cuda13
+    or cuda12) that the driver runs; "wrong" if the driver is older than both need, or nvidia-smi fails; or a "note" if
+    there is no nvidia-smi, because a CPU is enough for small runs. card: what `_nvidia_smi` returned for the first GPU:
+    its values, {"error": message}, or None."""
     if card is None:
         return Finding(
             "note",
@@ -103,10 +106,16 @@ def _driver(card: dict[str, str] | None) -> Finding:
 
 
 def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
-    """Yields findings on the GPUs. "wrong": JAX does not use a GPU that is there, or a GPU is not supported. "note":
-    there is no GPU, programs use more than 2 GiB of the first one's memory, or jax-triton, which has the kernels for
-    cards before Hopper, is not installed. "ok" for each other GPU of JAX, with its memory. card: what `_nvidia_smi`
-    returned for the first GPU: its values, {"error": message}, or None."""
+    """Yields findings on the GPUs.
+
+    - "wrong": JAX does not use a GPU that nvidia-smi shows, or a GPU is not supported.
+    - "ok": each supported GPU, with the memory that JAX may use.
+    - "note": JAX has no GPU, and nvidia-smi shows none; more than 2 GiB of the first GPU's memory were in use when
+      nvidia-smi was asked, before JAX started; or jax-triton, with which Triton kernels run, is not installed, and the
+      first GPU is not a Hopper.
+
+    card: what `_nvidia_smi` returned: the first GPU's values; {"error": message} if nvidia-smi failed; None if it is
+    not installed."""
     import jax
 
     from jaxtune.profile.data_sheets import refusal

@@ -1,6 +1,7 @@
 """The command `jaxtune sensitivity`, which measures the matrices of a model that suffer most from quantisation.
 
-`run` takes the words of the command line after `sensitivity`; its docstring is the text that --help prints.
+`run` takes the words of the command line after `sensitivity`; its docstring is the text that --help prints. The output,
+on stdout, is YAML: the figures as comments, and with --memory-gb the keys of a recipe.
 """
 
 from __future__ import annotations

@@ -73,13 +73,14 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
-        """Encodes `content`, a JSON value, as the bytes of the response's body. starlette calls it."""
+        """Encodes `content`, a JSON value, as the bytes of the response's body, in UTF-8. Lone surrogates in its texts,
+        which UTF-8 cannot encode, are written as escapes. starlette calls it."""
         return encoded(content)
 
 
 def _error(error: ApiError) -> Json:
     """Makes the response for an ApiError: its HTTP status, and a body in OpenAI's form of an error; for 401 also the
-    header WWW-Authenticate."""
+    header WWW-Authenticate. The exception handlers and the check of API keys call it."""
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
     return Json(error.body(), error.status, headers)
 
@@ -203,15 +204,16 @@ class _Api:
 
     async def _answer(self, request: Request, read: Reader) -> Response:
         """Answers a request, whole or as a stream, as its body asks. If the client leaves before a whole answer is
-        made, its rows are cancelled, and the response is empty with status 499. A stream is returned when its rows are
-        submitted, and sent by starlette.
+        made, its rows (the sequences that the engine samples for it) are cancelled, and the response is empty with
+        status 499. A stream is returned as soon as its rows are submitted. starlette then sends it, and a later error
+        is its last event.
 
         Args:
           request: the request, whose body was not read yet.
           read: the function that checks the body and makes an Asked of it: read_chat or read_completion.
         Raises:
-          ApiError: the body is wrong, the engine refuses the rows or fails, or (504) the time is over before an answer
-            is whole or a stream begins.
+          ApiError: the body is wrong; the engine refuses the rows; the engine fails, or (504) the time is over, before
+            a whole answer is made or the rows of a stream are submitted.
         """
         body = await _body(request)
         deadline = asyncio.get_running_loop().time() + self._seconds

@@ -225,8 +225,9 @@ def _checked[B: _Body](kind: type[B], body: object) -> B:
 
 
 def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
-    """The ApiError (400) for the first fault that pydantic found in a body of this kind (`error`): the key is unknown,
-    missing or has a wrong value. Its `param` is the key."""
+    """Makes the ApiError (400) for the first fault in `error`, which pydantic raised for a body of the class `kind`: a
+    key is unknown (the message names the nearest key of `kind`, if one is near), is missing, or has a wrong value. Its
+    `param` is the path of the key, such as messages.3.content."""
     fault = error.errors(include_url=False, include_context=False)[0]
     # Of a key with several types the place continues with the name of one of them, which is no key.
     keys = itertools.takewhile(
@@ -257,8 +258,9 @@ def _model(name: str, models: Mapping[str, Served]) -> Served:
 
 
 def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a completion's prompt, which is a text or a list of token ids already; raises ApiError (400) for
-    a text with lone surrogates."""
+    """Returns the token ids of a completion's prompt. A text is tokenised, with the special tokens, such as BOS, that
+    the tokenizer adds by default. A list of token ids is returned as it is; ids outside the vocabulary are refused
+    later, by the sampler. Raises ApiError (400) for a text with lone surrogates."""
     if not isinstance(prompt, str):
         return list(prompt)  # type: ignore[call-overload]
     try:
@@ -292,9 +294,10 @@ def _conversation(messages: list[_Message], tools: list[dict[str, object]] | Non
 
 
 def _turn(message: _Message, place: str) -> dict[str, object]:
-    """Converts a message of a request into the dict that chat templates take: the content is one text ("" if there is
-    none), and the arguments of its tool calls are objects, for which OpenAI's API has JSON text. The role "developer"
-    becomes "system". Keys whose value is null are left out.
+    """Converts a message of a request into the dict that chat templates take. Its content is one text: parts are joined
+    without a separator, and a message without content gets "". The arguments of tool calls, which OpenAI's API has as
+    JSON text, become objects; those that are not JSON stay text. The role "developer" becomes "system". Keys whose
+    value is null are left out.
 
     Args:
       message: the message.

@@ -171,8 +171,9 @@ class Engine:
         self._commands.put(lambda: self._forget(answers))
 
     def end(self, why: ApiError) -> None:
-        """Has the engine's thread end all answers that are being generated with the error `why`, and refuse later
-        requests with it, because the server stops. It returns at once. Called from the event loop's thread."""
+        """Has the engine's thread end all answers, those that wait for a slot too, with the error `why`, and refuse
+        later requests with it, because the server stops. It returns at once; the thread does so after the round that it
+        is in. Called from the event loop's thread."""
         self._commands.put(lambda: self._end(why))
 
     def close(self, seconds: float) -> bool:
@@ -195,8 +196,8 @@ class Engine:
 
     def _obey(self) -> bool:
         """Calls the functions that the event loop's thread has queued (`_commands`), in order. If no sampler has rows
-        to decode, it first waits until one is queued. Returns False if `close` was called, so that the thread ends;
-        else True."""
+        to decode, it first waits until a function is queued. Returns False if `close` was called, so that the thread
+        ends; else True."""
         waits = not any(sampler.pending for sampler in self._samplers.values())
         while True:
             try:
@@ -304,8 +305,8 @@ class Engine:
                 answers.put(index, piece)
 
     def _end(self, why: ApiError) -> None:
-        """Cancels all rows and ends them with the error `why`, with which later requests are refused. It runs in the
-        engine's thread, on behalf of `end`."""
+        """Cancels all rows, those that wait for a slot too, and ends them with the error `why`, with which later
+        requests are refused. It runs in the engine's thread, on behalf of `end`."""
         self._ended = why
         for (name, number), (answers, index) in list(self._of_request.items()):
             answers.put(index, _Failed(why))

@@ -10,7 +10,7 @@ _INVALID, _SERVER = "invalid_request_error", "server_error"
 
 class ApiError(Exception):
     """An error that a client gets in place of an answer. Any code that handles a request raises it, and `app` turns it
-    into the response. The arguments are also its attributes.
+    into the response. `body` returns it as JSON in OpenAI's form. The arguments are also its attributes.
 
     Args:
       status: HTTP status.

@@ -17,8 +17,9 @@ _LEAST_LOGPROB = -9999.0  # OpenAI's for a token that has no probability: JSON h
 
 
 class _Choice:
-    """One row of the answer, which OpenAI's API calls a choice. It collects the row's tokens and makes text, calls of
-    tools and log-probabilities of them.
+    """One row of the answer, which OpenAI's API calls a choice. `add` takes the row's new tokens and returns the text
+    that can be sent now. `calls` are the calls of tools in the text, once the row has ended. `logprobs` returns the
+    log-probabilities of the tokens that were added since it was last called.
 
     Args:
       asked: what the request asks for.
@@ -103,8 +104,9 @@ def _token(tokenizer: Tokenizer, number: int) -> str:
 
 
 def _chat_logprobs(tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
-    """Makes the `logprobs` object of /v1/chat/completions: for each token its text, its log-probability, its UTF-8
-    bytes (None for a token that is a part of a character), and the same of the most likely tokens at its position.
+    """Makes the `logprobs` object of /v1/chat/completions, {"content": a list with an entry for each token, "refusal":
+    None}. An entry has the token's text, its log-probability, its UTF-8 bytes (None for a token that is a part of a
+    character), and the same of the most likely tokens at its position.
 
     Args:
       tokens: the tokens' texts.

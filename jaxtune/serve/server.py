@@ -132,7 +132,7 @@ class Server(uvicorn.Server):
             ends.cancel()
 
     async def _end_of_grace(self) -> None:
-        """Waits `grace` seconds, and then ends every answer that is still being generated with error 503. shutdown
-        cancels it if all answers have ended before."""
+        """Waits `grace` seconds, and then ends every answer that is not complete with error 503. shutdown cancels it if
+        all answers have ended before."""
         await asyncio.sleep(self._grace)
         self._engine.end(ApiError(503, "the server is stopping: ask again when it is back", code="stopping"))

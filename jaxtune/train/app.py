@@ -1,5 +1,7 @@
-"""The train command: it turns a config into an output folder with the trained model. With --check it only shows the
-rows, with --plan only the memory plan."""
+"""The train command (`run`): it trains by a config, exports the model to the output folder, and measures exact match on
+held-out questions if the config asks for it (results.json). With --check it only shows what would be trained and how
+rows are tokenised and packed, with --plan only the memory plan. The evaluate command (scoring.py) also uses `answer`.
+"""
 
 from __future__ import annotations
 
@@ -337,8 +339,8 @@ class _Delivery:
     def _is_measured(self) -> bool:
         """Whether every evaluation after training that the config asks for was made: the held-out loss after the last
         step is in metrics.jsonl, and `numbers`, read from results.json, has the exact match of the trained model under
-        "after". If not, `begin` raises no RunIsComplete for a finished run that is started again, and the run makes the
-        missing ones."""
+        "after". `begin` asks it about a finished run that is started again, if its checkpoints exist: evaluations that
+        are missing are then made. Without checkpoints the run would have to train anew, so they are not made."""
         wanted, last = self.config.evaluation, self.trainer.total_steps
         due = wanted.after_last(last) and self.rows
         answers = wanted.at_end and wanted.exact_match_rows

@@ -104,8 +104,8 @@ class Sensitivity:
       weight_bytes: the bytes of all weights of the unquantised model.
 
     Raises:
-      ValueError: the model has another head or quantised weights, or no matrix that the format can store; no token of
-        the batches counts.
+      ValueError: the model has another head or quantised weights, or no matrix in its layers that can be quantised; no
+        token of the batches has a weight.
     """
 
     def __init__(self, model: Decoder, batches: Sequence[Batch], format: str):
@@ -130,7 +130,7 @@ class Sensitivity:
 
     @property
     def count(self) -> int:
-        """The number of matrices that the format can store, each of which `measure` measures."""
+        """The number of matrices that can be quantised, whatever the format, each of which `measure` measures."""
         return len(self._names)
 
     def measure(self, done: Callable[[int], None] = lambda count: None) -> list[Matrix]:
@@ -159,7 +159,8 @@ class Sensitivity:
 
 
 def _quantizable(model: Decoder) -> list[tuple[Component, Linear | ExpertLinear]]:
-    """(Component, module) of each module of `model` whose weight a format can store."""
+    """The modules of `model` that can be quantised, whatever the format: the linears and experts of its layers, without
+    routers, as (Component, module). The Component has the module's name in checkpoints."""
     found = ((each, module) for each, _, module in components(model) if each.quantizable)
     return [(each, module) for each, module in found if isinstance(module, Linear | ExpertLinear)]
 

@@ -172,8 +172,9 @@ def planned(
 
 
 def _require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
-    """Raises ConfigError if answers cannot be sampled on this mesh, because it divides weights or has devices of
-    several processes."""
+    """Raises ConfigError if the run's objective cannot sample its answers on this mesh, because the mesh divides
+    weights (fsdp), or because the run has several processes. It is called only for objectives that train on answers
+    which the model samples, such as GRPO. config: has the objective's name, for the message."""
     name = config.objective.name
     if mesh.fsdp != 1:
         raise ConfigError(

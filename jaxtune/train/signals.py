@@ -105,8 +105,10 @@ class StopSignal:
             raise Interrupted(self.signal_name)
 
     def _send_again(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Replaces sys.unraisablehook, which Python calls with `unraisable`, about an exception that it drops: if that
-        is an Interrupted, its signal is sent again a little later. Other exceptions go to the previous hook."""
+        """The sys.unraisablehook within the context: Python calls it about an exception that it drops, as in a
+        finaliser. If that is an Interrupted, which the first signal raised within `at_once`, the signal would have no
+        effect, so it is sent again after 0.05 s. Other exceptions go to the previous hook. unraisable: has the
+        exception (exc_value)."""
         if not isinstance(unraisable.exc_value, Interrupted):
             assert self._hook is not None
             self._hook(unraisable)

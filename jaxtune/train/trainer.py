@@ -388,8 +388,10 @@ class Trainer:
         return self._eval_loss(program, *self.model.weights(self.engine))
 
     def evaluate_checkpoint(self, folder: Path, step: int | None = None) -> tuple[dict[str, Any], Decoder]:
-        """Evaluates the checkpoint of `step` in a folder of this run, or the last intact one (None): (what `evaluate`
-        returns, the model with the checkpoint's weights). The trained tensors of the given model are freed."""
+        """Evaluates this run's checkpoint of `step`, or its last intact one (None): returns (metrics of the held-out
+        rows, {} if they have only questions; the model with the checkpoint's weights). Frees the given model's trained
+        tensors unless `keeps_model`. folder: has the checkpoints, such as `checkpoints` in the run's folder. Raises
+        CheckpointError if there is no intact one, or it does not fit this run."""
         with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
             trainable = self._restore(checkpointer, lambda changes: None, True, step)[1]["trainable"]
         frozen = self.model.placed_frozen(self.engine)
@@ -471,13 +473,11 @@ class Trainer:
     def _restore(
         self, checkpointer: Checkpointer, note, weights_only: bool = False, from_step: int | None = None
     ) -> tuple[int, Any]:
-        """Reads by `checkpointer` the last intact checkpoint, or that of `from_step`: (steps done, state).
-
-        Its arrays are read directly into the shardings of a step. No other state is allocated, and the given model's
-        trained tensors are freed first. Raises CheckpointError if it is of a later step than the run's last one. note:
-        called with lists of sentences about what differs from the saved run. weights_only: whether the state is only
-        {"trainable": weights}, without the optimizer's states.
-        """
+        """Reads by `checkpointer` the last intact checkpoint, or that of `from_step`: (steps done, state). Its arrays
+        are read directly into the shardings of a step. No other state is allocated; the given model's trained tensors
+        are freed first, unless `keeps_model`. Raises CheckpointError if it is of a later step than the run's last one.
+        note: called with lists of sentences about what differs from the saved run. weights_only: whether the state is
+        only {"trainable": weights}, without the optimizer's states."""
         self.model.take_weights()  # the record has the base's fingerprint
         wanted: Any = self.model.state_shapes(self.engine)
         wanted, like = {"trainable": wanted.trainable} if weights_only else wanted, {}

@@ -202,8 +202,12 @@ def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainC
 
 
 def _find_recipe(recipe: str) -> Path:
-    """The file of a recipe, given by the name of a packaged one or by its path. Raises `ConfigError` if there is none,
-    with the nearest name, or if it is the folder of a run, whose config.yaml the message names."""
+    """Returns the file of a recipe. `recipe` is the name of a packaged one, which is looked up first, or a path.
+
+    Raises:
+      ConfigError: there is no such file (the message for a name lists the packaged ones, and the nearest one if any is
+        near), or the path is a run's folder (the message names the config.yaml in it).
+    """
     recipes = packaged_recipes()
     if recipe in recipes:
         return recipes[recipe]

@@ -138,9 +138,9 @@ class DataConfig:
         return tuple(part for part in given if not isinstance(part, str))
 
     def _require_what_can_be_streamed(self) -> None:
-        """Raises `ConfigError` if data.train is an empty list, a weight in it is not positive, or rows are streamed or
-        mixed and a key is set that needs all rows before the run: data.eval_rows or data.packing=step, or, for a
-        stream, data.max_rows."""
+        """Raises `ConfigError` if data.train is an empty list or a weight in it is not positive; if data.eval_rows or
+        data.packing=step is set, which need all rows before the run, and rows are streamed (data.streaming) or mixed
+        (data.train has weights); or if data.max_rows is set for a stream."""
         require(self.train != (), "data.train", [], "must name rows")
         for rows, weight in self.mixed:
             positive(f"data.train, the weight of {rows}", weight)

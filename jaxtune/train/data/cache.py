@@ -84,8 +84,9 @@ class Summary:
     """The largest token id; -1 if there is no token."""
 
     def add(self, chunk: Chunk) -> None:
-        """Adds the counts of `chunk`, some rows that a worker tokenised, to this summary, in place. The lists of rows
-        are filled up to `OFFENDERS` entries."""
+        """Adds `chunk`, some rows that a worker tokenised, to this summary, in place: its counts are added, and
+        `max_token` becomes the larger one. The lists that name rows, as "file:line: reason", and `unread`, the list of
+        names of columns, get new entries only until they have `OFFENDERS`."""
         self.rows += chunk.rows
         self.documents += len(chunk.lengths)
         self.bad_rows += len(chunk.problems)

@@ -156,9 +156,9 @@ class Documents:
         return int(np.isin(self._hashes(own), other._hashes(candidates)).sum())
 
     def _cheap_keys(self, indices: np.ndarray, share: float) -> np.ndarray:
-        """int64[n]: a key of each of the documents at `indices` that equal documents share: its length (upper 32 bits)
-        and the token at the fraction `share` of its length (lower 32 bits). Documents with different keys differ, which
-        is cheaper to see than by `_hashes`."""
+        """int64[n]: a key of each of the documents at `indices` (int[n]; none is empty): its length in the upper 32
+        bits, and its token at index int(share * length), with 0 <= share < 1, in the lower 32 bits. Equal documents
+        have equal keys. `also_in` compares the keys first, so that it needs `_hashes` of few documents only."""
         lengths = self.lengths[indices]
         return lengths << 32 | self.tokens[self.starts[indices] + (share * lengths).astype(np.int64)]
 

@@ -326,8 +326,8 @@ def _exchange(system: str, user: str, assistant: str) -> list[dict[str, Any]]:
 
 
 def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> Any:
-    """The value of a column of the row `value`, which different data sets name differently: of the columns `names`, the
-    first one that is not null. If there is none, it raises `RowError` (required) or returns None (not required)."""
+    """The value of the first of the columns `names` that is not null in the row `value`; data sets name the same column
+    differently. If all are missing or null, it raises `RowError` (required) or returns None (not required)."""
     for name in names:
         if value.get(name) is not None:
             return value[name]
@@ -339,9 +339,9 @@ def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = T
 
 
 def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> str:
-    """The text of a column of the row `value`: of the columns `names`, the first one that is not null. If there is
-    none, it raises `RowError` (required) or returns "" (not required). It also raises `RowError` if the value is not
-    text, or is invalid Unicode."""
+    """The text in the first of the columns `names` that is not null in the row `value`; data sets name the same column
+    differently. If all are missing or null, it raises `RowError` (required) or returns "" (not required). It also
+    raises `RowError` if the value is not text, or is invalid Unicode."""
     found = _column(value, names, required)
     if found is None:
         return ""

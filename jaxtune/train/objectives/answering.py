@@ -46,8 +46,11 @@ class Given:
 
 @dataclasses.dataclass
 class Sampling:
-    """What the three ways of sampling an answer share: the options of sampling, the tokens that end an answer, and the
-    function that makes text of tokens. `sampler` makes a sampler with these, and `submit` gives it a prompt."""
+    """What the three ways of sampling an answer (`OneTurn`, `ToolTurns`, `RolloutFunction`) share: the options of
+    sampling, the tokens that end an answer, and the function that decodes tokens to text. `sampler` makes a sampler. If
+    its argument `alone` is True, each prompt is prefilled in a program of its own, so that an answer has the same bits
+    whenever it is submitted. `submit` gives a sampler a prompt with these options; its argument `index` distinguishes
+    requests with the same seed, such as the turns of an answer."""
 
     settings: Settings
     """The options by which a token is drawn (temperature, top_k, ...), and the most tokens of an answer."""

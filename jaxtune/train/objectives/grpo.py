@@ -54,13 +54,15 @@ def group_advantages(
     """GRPO's advantages, float32[answers]: an answer's reward minus the mean of its group, divided by a standard
     deviation. A group is all the answers to one prompt.
 
-    An answer without any reward has advantage 0 and does not count in its group's mean. Standard deviations are the
-    unbiased estimates (divided by n - 1), plus 1e-4.
+    An answer without any reward has advantage 0 and is left out of all means and standard deviations. The only answer
+    of a group that has a reward has advantage 0, too. Standard deviations are the unbiased estimates (divided by
+    n - 1), plus 1e-4.
 
     Args:
       rewards: [answers, functions], NaN where a function does not apply. The answers of a group are consecutive.
       num_generations: the number of answers in a group.
-      weights: [functions], the factors of the functions' rewards; None: all 1.
+      weights: [functions], the factors in the sum of the functions' rewards, which "normalize_then_sum" normalises
+        before; None: all 1.
       scale_rewards: the divisor: "group" is the standard deviation within the group, "batch" that over all answers, and
         "none" divides by nothing. Not used with "normalize_then_sum".
       aggregation: "sum_then_normalize" adds up the functions' rewards first. "normalize_then_sum" normalises the

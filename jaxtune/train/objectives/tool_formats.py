@@ -280,14 +280,15 @@ class ToolFormat:
         """The token ids that the template writes after the end of a turn that called tools: what the tools answered,
         and the begin of the model's next turn.
 
-        They are cut out of a short conversation that the template writes twice, without and with the tools' answers.
-        Without them it has n tokens that end a turn; the result is what follows the n-th such token with them.
+        They are cut out of a short made-up conversation (a question and a call), which the template renders twice. The
+        rendering without the tools' answers has n tokens that end a turn. The result is what follows the n-th such
+        token in the rendering with the answers.
 
         Args:
           messages: the tools' answers, of role "tool", with "name" and "content".
         Raises:
           RowError: the template fails.
-          ValueError: no token in the conversation ends the model's turn.
+          ValueError: no token in the conversation ends the model's turn, or text follows the last one.
         """
         call = Call(str(messages[0].get("name", "tool")), {}).message
         asked = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -197,13 +197,14 @@ class Tools:
         return {tool.__name__: tool for tool in (*self.functions, *own)}
 
     async def answer(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> Answered:
-        """Calls the tools of one turn: those that are not async in sequence, so that an environment is never used twice
-        at a time, then the async ones at the same time. Returns a message with each call's answer, in the order of the
-        calls, and how many failed; an error of a tool does not raise.
+        """Calls the tools of one turn of the model. Tools that are not async run first, one at a time, each in a
+        thread; the next one starts when it returns or times out. Then all async ones run at the same time. Returns the
+        answers as messages, in the order of the calls, and how many calls failed. An unknown tool, an error and a
+        timeout are failures, which the message states; none raises.
 
         Args:
           calls: the calls that the model wrote in the turn.
-          tools: {name: function}, the answer's tools, which `of` returned.
+          tools: {name: function}, as `of` returned it for this sampled answer.
         """
         answers: dict[int, tuple[str, bool]] = {}
         later = []

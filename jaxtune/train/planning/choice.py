@@ -104,8 +104,8 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
     """The numbers of micro-batches into which the `rows` rows of a step can be divided, ascending, so that each of
-    `devices` devices has equally many rows of each micro-batch. If the config sets a number (`wanted`), only that
-    one."""
+    `devices` devices has equally many rows of each micro-batch. wanted: the number that the config sets, which is then
+    the only one and is not checked here; None: it sets none."""
     if wanted is not None:
         return [wanted]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]

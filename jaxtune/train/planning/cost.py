@@ -110,7 +110,9 @@ class StepCost:
     hosted_bytes: float = 0.0  # optimizer states of this device in host memory
     update_bytes: float = 0.0  # taken by the update in addition to `fixed`
     sync_bytes: float = 0.0  # taken by the update for a quantised sync of gradients
-    less_sums: float = 0.0  # the part of `fixed` that a step of one micro-batch does not need
+    # the part of `fixed` that a step of one micro-batch does not need: its gradient sums are not in float32 but in the
+    # dtype in which the trained weights are stored
+    less_sums: float = 0.0
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
     teacher: StepCost | None = None  # of the forward passes of the teacher, if the frozen model is one
     exchange: Exchange = Exchange()  # bytes that this device receives from other devices in a step
@@ -131,9 +133,14 @@ class StepCost:
         return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
-        """Device bytes of weights, optimizer states and gradient sums, which are in memory during the whole step of
-        `micro_batches` micro-batches. resident: of how many layers the device keeps the whole frozen weights, though
-        they are divided over devices."""
+        """Bytes on a device of weights, optimizer states and gradient sums, which are in memory during the whole step.
+
+        Args:
+          micro_batches: the number of micro-batches of the step. With one, the gradient sums need less, because they
+            have the dtype in which the trained weights are stored and not float32.
+          resident: the number of layers of whose frozen weights each device keeps a whole copy for the whole run,
+            instead of its share of them. If it is all layers, embedding and head count, too.
+        """
         less = self.less_sums if micro_batches == 1 else 0.0
         return sum(self.fixed.values()) + self.resident_bytes(resident) - less
 

@@ -73,13 +73,14 @@ class Forecast:
 
 
 def product_time(device: Device) -> ProductTime:
-    """The numbers by which seconds of matrix products on a device are predicted, fitted to measurements
-    (models/fitted.py)."""
+    """The numbers by which seconds of matrix products on a device are predicted. They were fitted to measurements
+    (models/fitted.py); a device that was not measured gets those of the first one there."""
     return PRODUCT_TIME.of("mosaic", device.name)
 
 
 def _step_time(device: Device) -> StepTime:
-    """The numbers by which a step's overheads on a device are predicted, fitted to measurements (models/fitted.py)."""
+    """The numbers by which a step's overheads on a device, such as seconds of kernel launches, are predicted. They were
+    fitted to measurements (models/fitted.py); a device that was not measured gets those of the first one there."""
     return STEP_TIME.of("xla", device.name)
 
 
@@ -125,9 +126,9 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """The forecasts of the mean layer under many plans at once: a LayerForecast of arrays with a value for each plan.
-    placed: int[plans, parts.known], the placement of each residual under each plan, as an index into PLACEMENTS. parts,
-    tokens, device, tile_tokens: the costs, tokens, device and tile of layer_forecast."""
+    """The forecasts of a step's mean layer under many plans at once: a LayerForecast of arrays with a value for each
+    plan. parts: the step's costs. placed: int[plans, parts.known], the placement of each residual, as an index into
+    PLACEMENTS. tokens: of a micro-batch on `device`. tile_tokens: of a tile in which MLPs run; None: they run whole."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
@@ -437,8 +438,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
       plan: the StepPlan.
       groups: (forecast of a layer, number of layers) of consecutive layers with the same plan, the first layers first.
       head: (device bytes, seconds) of the head and loss, from head_forecast.
-      tokens: tokens of a micro-batch on one device.
-      device: the device.
+      tokens, device: the tokens of a micro-batch on one device, and that device.
     """
     (head_bytes, head_seconds), reference = head, (0.0, 0.0)
     if parts.reference_runs:

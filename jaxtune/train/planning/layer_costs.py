@@ -31,16 +31,18 @@ _PROBE_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of the forward of one segment (a function of a layer's computation that reads and makes named
-    residuals), from which the planner predicts its seconds; per token unless a field says otherwise."""
+    """The work of one segment (a function of a layer's computation that reads and makes named residuals), from which
+    the planner predicts the seconds of its forward and its backward; per token unless a field says otherwise. Fields
+    that do not say "backward" or "gradients" count the forward; the backward is predicted from them, too."""
 
     flops: float = 0.0  # of products; one in FP8 counts the FLOPs that a 16-bit product does in the same time
-    # Of attention scores and sums; FLOPs of heads that attend more slowly than usual ones are counted as more.
+    # Of attention scores and weighted sums, times Segment.attention_slower[0], which is above 1 for slow head dims.
     attention_flops: float = 0.0
-    # The FLOPs that a forward would have whose backward takes as long as this segment's.
+    # The same FLOPs of the forward, times Segment.attention_slower[1], the factor of the backward. The planner
+    # multiplies the time that they give by the usual ratio of backward to forward.
     attention_flops_backward: float = 0.0
     moved_bytes: float = 0.0  # read and written by everything that is not a product
-    # Time of its own kernels beyond that, as the bytes that a device copy moves in that time.
+    # Time of its own kernels beyond FLOPs and moved_bytes, as the bytes that a device copy moves in that time.
     kernel_forward: float = 0.0
     kernel_backward: float = 0.0
     weight_flops: float = 0.0  # of the products that compute the weights' gradients
@@ -52,14 +54,15 @@ class Work:
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
     """Layers that have the same residuals (the intermediate values that the backward reads) and the same work, so that
-    the planner measures and counts them once."""
+    the planner measures and counts them once. A layer consists of parts, which are mixers (such as attention) and
+    feed-forwards, and a part of segments, functions that read and make named residuals (models/layers/segment.py)."""
 
     block: Block  # one of the layers, with abstract arrays
     residuals: Mapping[str, float]  # bytes per token of each residual
     padding: Mapping[str, float]  # bytes of each residual that do not depend on the tokens (empty rows of experts)
-    work: Mapping[str, Work]  # of each segment
-    # (tokens of a prompt, further tokens) -> bytes of what the layer keeps of a row for generation, such as caches of
-    # keys and values; 0 for a layer that reads another layer's
+    work: Mapping[str, Work]  # {name of a segment: the work of its forward and backward}
+    # a function from (tokens of the prompt, tokens generated after it) to the bytes that the layer keeps of one
+    # sequence while it generates, such as its cache of keys and values; 0 if it reads another layer's cache
     state_bytes: Callable[[int, int], float]
 
     def residual_bytes(self, name: str, tokens: float) -> float:

@@ -170,8 +170,8 @@ class Planner:
         several processes the first one decides for all, because host memory and measured rates may differ between them.
 
         Args:
-          resident: the least number of layers whose frozen weights every device must keep whole, because they were
-            placed so already; 0 if no weights are placed yet.
+          resident: the least number of layers whose frozen weights every device must keep whole, not divided among the
+            devices (ResidualPlan.resident), because they were placed so already; 0 if no weights are placed yet.
         Raises:
           PlanError: no plan is left.
         """

@@ -236,8 +236,9 @@ class Forward:
         beta: float,
         temperature: float,
     ) -> tuple[jax.Array, jax.Array]:
-        """The divergence of the model's next-token distributions from a teacher's, without logits that exist as a
-        whole: the loss of distillation. Only the model gets gradients.
+        """The loss of distillation: the divergence between the next-token distributions of the model and of a teacher.
+        It is computed for a few tokens at a time, so that logits [rows, length, vocabulary] are never stored. Gradients
+        go to `hidden`, and to the model's head if that trains; the teacher gets none.
 
         Args:
           model, teacher: whose heads are used.
@@ -246,10 +247,10 @@ class Forward:
           weights: float32[rows, length], the factors of the tokens.
           beta: 0 for the forward KL divergence, 1 for the reverse one, between them for a mixture; see
             linear_divergence.
-          temperature: divides the logits of both.
+          temperature: divides the logits of both, for the divergence and for the entropy.
         Returns:
-          (sum of weights * divergence, sum of weights * entropy of the model's distribution), float32 scalars, of which
-            the first is differentiable.
+          (sum of weights * divergence, sum of weights * entropy of the model's distribution), float32 scalars in nats.
+            Only the first is differentiable.
         """
         own, others = model.config, teacher.config
         with jax.named_scope("loss"):
@@ -284,13 +285,21 @@ class Forward:
         beta: float,
         temperature: float,
     ) -> tuple[jax.Array, jax.Array]:
-        """What `divergence` returns, from a teacher's stored log-probabilities in place of a teacher.
+        """The loss of distillation from stored values: the divergence between the model's next-token distributions and
+        those of a teacher, of which the log-probabilities of k tokens each are stored. All other tokens count as one.
+        Logits [rows, length, vocabulary] are never stored.
 
         Args:
-          model, hidden, weights, beta: those of `divergence`.
-          teacher_ids, teacher_log_probs: int32 and float32[rows, length, k], the stored tokens of each distribution and
-            their log-probabilities (linear_top_k_divergence).
+          model: the model; its head is used, and gets a gradient if it trains.
+          hidden: [rows, length, hidden], the model's hidden states.
+          teacher_ids: int32[rows, length, k], the stored tokens of each distribution; -1 in places that are not used.
+          teacher_log_probs: float32[rows, length, k], their log-probabilities, in nats, at the temperature.
+          weights: float32[rows, length], the factors of the tokens.
+          beta: 0 for the forward KL divergence, 1 for the reverse one, between them for a mixture.
           temperature: divides the model's logits.
+        Returns:
+          (sum of weights * divergence, sum of weights * entropy of the model's distribution), float32 scalars in nats.
+            Only the first is differentiable.
         """
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)

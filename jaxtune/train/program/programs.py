@@ -101,16 +101,17 @@ class Engine:
     """Compiles and runs the programs of a training run on a mesh, under the planner's plan.
 
     Args:
-      program: the run's step; the fields that the plan and the config's noise decide are filled in here.
+      program: the run's step. Its fields that the plan, the mesh and config.neftune_noise_alpha decide are filled in
+        here.
       before_qat: the step without rounded weights, for the steps before qat.start; None if there are none.
       planner: chooses the plan.
       mesh: the devices.
       batches: makes the batch of each step.
       config: the run's.
-      held_out: rows of an evaluation, whose program is compiled with the steps'; None: no evaluation.
+      held_out: the rows of an evaluation, whose program is compiled with the step's; None: there is no evaluation.
 
     Attributes:
-      program, before_qat: the arguments, with the fields that the plan in force decides.
+      program, before_qat: the arguments with these fields filled in; `follow_plan` and `use_mesh` update them.
       planner, mesh, batches: the arguments.
       replicated: the sharding of arrays that every device has.
       micro_index: the int32 numbers of a step's micro-batches, on the mesh.
