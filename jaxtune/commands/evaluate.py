@@ -1,4 +1,5 @@
-"""The command `jaxtune evaluate`, which prints a model's loss on held-out rows.
+"""The command `jaxtune evaluate`, which prints a model's scores on held-out rows as JSON: the loss, and what else the
+config asks for, such as exact match with sampled answers.
 
 `run` takes the words of the command line after `evaluate`; its docstring is the text that --help prints.
 """
@@ -14,7 +15,7 @@ from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Loss (and exact match) of a run's result, or of a recipe's model, on the held-out rows.
+    """Print the loss (and exact match) of a run's result, or of a recipe's model, on the held-out rows.
 
     Several processes share the rows, and the first one prints the numbers, as in `jaxtune train`.
     """

@@ -1,4 +1,5 @@
-"""Errors of a single row, and errors of the setup that affect every row."""
+"""Errors of a single row (`RowError`), which `attempt` returns in place of raising them, and errors of the setup that
+affect every row (`SetupError`)."""
 
 from __future__ import annotations
 

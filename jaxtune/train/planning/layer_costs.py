@@ -108,7 +108,8 @@ def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
 
 @functools.lru_cache(64)
 def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> LayerKind:
-    """Makes the LayerKind of a layer (see kind_of) from hashable values, so that the result can be cached.
+    """Makes the LayerKind of a layer (its residuals and its work) from hashable values, so that the result can be
+    cached and equal layers get the same object.
 
     Args:
       graph: the layer's nnx.GraphDef.

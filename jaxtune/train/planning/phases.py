@@ -2,7 +2,8 @@
 
 A run is more than its steps: it loads, may resume, scores rows with a reference, evaluates, samples answers, saves and
 exports. Each phase keeps some of the arrays that the step keeps, and needs some memory of its own. The table is made
-before step 0, so that a phase that will not fit is reported then and not after the last step."""
+before step 0, so that a phase that will not fit is reported then and not after the last step. The context `phase` turns
+the allocator's error in a phase into OutOfDeviceMemory, which names a fix."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 `accumulate` adds one micro-batch's loss, count and gradients to donated sums. `update` divides once by the step's
 count, clips, updates the weights, and returns zeroed sums. Micro-batches are dispatched from Python, because a loop
 around the stack within one program would keep transfers from overlapping with compute. Nothing here waits for the
-device.
+device. Two more programs compute on held-out rows (`evaluate`) and give a value for each row (`of_rows`).
 """
 
 from __future__ import annotations
