@@ -5,10 +5,11 @@
 A test's key is a digest of the files that it can read: its own, whatever those import of this repository, file by file,
 the data beside them, pytest's settings, the real test data if the test takes them, the versions that are installed,
 the instructions of the processor, and the environment variables that change what JAX, XLA, hypothesis or a test here
-does. Of a package that loads its names when they are asked for, what is asked for counts;
-of the family modules, a test with a parameter `name` that is a family counts its own. A test that imports by name,
-looks for files or reads pages counts every file; whether it does is read from the statements that give the names in it
-and in its fixtures their meanings, through all files of the tests that it imports.
+does. Of the package's modules only the code counts, without comments and docstrings, except for those of the commands,
+which are their help. Of a package that loads its names when they are asked for, what is asked for counts; of the family
+modules, a test with a parameter `name` that is a family counts its own. A test that imports by name, looks for files or
+reads pages counts every file with all of its text; whether it does is read from the statements that give the names in
+it and in its fixtures their meanings, through all files of the tests that it imports.
 
 A test of signals, processes, threads or races passes at one moment and can fail at the next, with the same files. It is
 never remembered.
@@ -53,6 +54,58 @@ _BY_NAME = {"importlib", "runpy", "multiprocessing", "ROOT", "parents", "executa
 @functools.cache
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+class CodeDigests:
+    """Digests of modules' code without its comments and docstrings, which take long to compute: those that are known
+    stand in a file, by the digests of the whole texts.
+
+    Args:
+      folder: where the file stands, or None, to store nothing.
+    """
+
+    def __init__(self, folder: Path | None):
+        self._file = None if folder is None else folder / "code_digests.json"
+        self._known = self._stored()
+        self._new: dict[str, str] = {}
+
+    def _stored(self) -> dict[str, str]:
+        try:
+            return json.loads(self._file.read_text(encoding="utf-8")) if self._file else {}
+        except (OSError, ValueError):
+            return {}
+
+    def of(self, file: Path) -> str:
+        """The digest of a module's code."""
+        whole = _digest(file)
+        if whole not in self._known:
+            self._known[whole] = self._new[whole] = hashlib.sha256(code_of(file).encode()).hexdigest()
+        return self._known[whole]
+
+    def save(self) -> None:
+        """Stores what was computed, with what other processes stored meanwhile."""
+        if self._file is not None and self._new:
+            _replace(self._file, json.dumps(self._stored() | self._new))
+
+
+def code_of(file: Path) -> str:
+    """A module's code as text, without comments, docstrings and the strings that document fields."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.body = [inner for inner in node.body if not _is_text(inner)]
+    return ast.dump(tree)
+
+
+def _replace(file: Path, text: str) -> None:
+    """Gives a file a new content in one move."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(f".{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(file)
+
+
+_CODE = CodeDigests(Path(os.environ["JAXTUNE_CI_CACHE"]) if os.environ.get("JAXTUNE_CI_CACHE") else None)
 
 
 @functools.cache
@@ -288,13 +341,17 @@ def _real_data() -> str:
 
 @functools.cache
 def _key_of_files(test_file: Path, family: str | None, everything: bool) -> str:
-    lines = sorted(map(_line, files_of(test_file, family, everything)))
+    lines = sorted(_line(file, everything) for file in files_of(test_file, family, everything))
     return hashlib.sha256("\n".join([versions(), *lines]).encode()).hexdigest()
 
 
 @functools.cache
-def _line(file: Path) -> str:
-    return f"{file.relative_to(ROOT)} {_digest(file)}"
+def _line(file: Path, texts: bool) -> str:
+    """A file's name and digest. texts: whether comments and docstrings of the package's modules count."""
+    name = file.relative_to(ROOT).as_posix()
+    helps = name == "jaxtune/cli.py" or name.startswith("jaxtune/commands/")
+    only_code = name.startswith("jaxtune/") and name.endswith(".py") and not helps and not texts
+    return f"{name} {_CODE.of(file) if only_code else _digest(file)}"
 
 
 def _family(item: pytest.Item) -> str | None:
@@ -338,10 +395,7 @@ class Memory:
         today = int(time.time() // 86400)
         others = Memory(self.file.parent).days
         merged = others | dict.fromkeys(keys, today)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.file.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps({k: day for k, day in merged.items() if day > today - _DAYS}), encoding="utf-8")
-        beside.replace(self.file)
+        _replace(self.file, json.dumps({k: day for k, day in merged.items() if day > today - _DAYS}))
 
 
 class Plugin:
@@ -378,6 +432,7 @@ class Plugin:
             self.failed.add(of)
 
     def pytest_sessionfinish(self, session):
+        _CODE.save()
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["known"] = sorted(self.known)
         else:

@@ -79,6 +79,17 @@ def test_slow_cards_and_old_ones_are_named(monkeypatch):
     assert wrong.state == "wrong" and "use a newer card" in wrong.fix
 
 
+@pytest.mark.parametrize(("capability", "noted"), [("8.9", True), ("9.0", False), ("12.0", True)])
+def test_the_kernels_of_cards_other_than_hopper_need_jax_triton(monkeypatch, capability, noted):
+    device = SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H200", memory_stats=dict, compute_capability=capability
+    )
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    named = [finding.what for finding in doctor._devices(None) if finding.state == "note"]
+    assert named == (["jax-triton is not installed"] if noted else [])
+
+
 def test_a_wrong_kernel_is_found(monkeypatch):
     from jaxtune.pallas import attention as package
 

@@ -189,6 +189,40 @@ def test_what_passed_is_run_again_only_if_a_file_of_it_changed(suite):
     assert "1 failed, 3 passed" in run(JAXTUNE_CI_CACHE="")[1]
 
 
+PACKAGE = {
+    "jaxtune/__init__.py": "",
+    "jaxtune/part.py": '"""A part."""\nclass Part:\n    """It."""\n    value = 1  # of it\n    """A field."""\n',
+    "jaxtune/cli.py": '"""The help."""\nvalue = 1\n',
+    "tests/test_one.py": "def test_first(): pass\n",
+    "tests/test_part.py": "from jaxtune.part import Part\ndef test_a(): assert Part.value\n",
+    "tests/test_help.py": "from jaxtune.cli import value\ndef test_b(): assert value\n",
+    "tests/test_all.py": "import os\ndef test_c(): assert os.getcwd()\n",
+}
+
+
+def test_words_of_the_package_count_only_where_they_are_read(suite):
+    folder, run = suite
+    (folder / "jaxtune").mkdir()
+    (folder / "tests/test_two.py").unlink()
+    for name, text in PACKAGE.items():
+        (folder / name).write_text(text)
+    assert "4 passed" in run()[1]
+
+    def change(name: str, old: str, new: str) -> str:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+        said = run("-vv")[1]
+        return " ".join(sorted(line.split("::")[1].split()[0] for line in said.splitlines() if "PASSED" in line))
+
+    # Each run begins with the first test of all.
+    assert change("jaxtune/part.py", "A part.", "Part of it.") == "test_c"
+    assert change("jaxtune/part.py", "# of it", "# its own") == "test_c"
+    assert change("jaxtune/part.py", "A field.", "Its value.") == "test_c"
+    assert change("jaxtune/part.py", "value = 1", "value = 2") == "test_a test_c"
+    assert change("jaxtune/cli.py", "The help.", "What it says.") == "test_b test_c"
+
+
 # Each has, in some way, what can come at another moment the next time: directly, by a fixture, by a helper of this or
 # of another file, by a script that it starts, or by an import under another name.
 TIMED = {

@@ -129,7 +129,7 @@ def empty_shards() -> None:
     """Has each file of weights that this process writes read back, compared and emptied. Its header and its size stay:
     the folder is what it would be, but for the numbers in it."""
     from jaxtune.models import hf
-    from jaxtune.models.files import byte_files, shards
+    from jaxtune.models.files import byte_files, headers, shards
 
     write_file = shards.write_file
 
@@ -137,7 +137,7 @@ def empty_shards() -> None:
         written = write_file(file, *given)
         if not file.name.startswith("model"):
             return written  # of an adapter
-        entries = shards.read_header(file)
+        entries = headers.read_header(file)
         same = byte_files.all_of(lambda name: shards.is_as_written(entries[name], written[name]), list(written))
         if entries.keys() != written.keys() or not all(same):
             raise ArithmeticError(f"{file.name}: read back, not as the model has it")

@@ -145,8 +145,9 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
     used = 0.0 if card is None or "error" in card else float(card["memory.used"] or 0) / 1024
     if used > 2:
         yield Finding("note", f"GPU memory in use by all programs: {used:.1f} GiB", "nvidia-smi lists them")
-    if importlib.util.find_spec("jax_triton") is None and getattr(devices[0], "compute_capability", "") < "9":
-        yield Finding("note", "jax-triton is not installed", "pip install jax-triton: kernels for cards before Hopper")
+    hopper = str(getattr(devices[0], "compute_capability", "")).startswith("9.")
+    if importlib.util.find_spec("jax_triton") is None and not hopper:
+        yield Finding("note", "jax-triton is not installed", "pip install jax-triton: kernels for this GPU")
 
 
 def _room() -> Iterator[Finding]:

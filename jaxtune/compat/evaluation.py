@@ -14,7 +14,7 @@ from jaxtune.compat.model import CompatModel
 from jaxtune.compat.reports import Reports
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.data import TokenDataset
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.trainer import Trainer
 
 

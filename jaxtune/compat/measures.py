@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtune.compat.rows import IGNORE
 from jaxtune.compat.texts import NumpyTensor
 from jaxtune.models.decoder import Decoder
-from jaxtune.train.data import Batches
+from jaxtune.train.data.batches import Batches
 
 
 class EvalPrediction(NamedTuple):

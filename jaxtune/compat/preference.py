@@ -20,7 +20,7 @@ from jaxtune.models.lora import matrices
 from jaxtune.models.reward import reward_model
 from jaxtune.system.terminal import say
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.data import TokenDataset
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.objectives.kto import mismatched_in_groups

@@ -54,7 +54,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.data import TokenDataset
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.templates import derive_markers
 from jaxtune.train.display.metrics import JSONL
 from jaxtune.train.folder.run_rows import is_stream

@@ -280,8 +280,7 @@ def without_adapter(model: Decoder) -> Decoder:
     """Returns the base of a model with an adapter: what it was before get_peft_model or load_adapter.
 
     Adapters of linears and experts are removed with DoRA's magnitudes, modules_to_save have their original weights, and
-    the linears of a model that was prepared for QAT compute with weights that are not rounded. Quantised weights stay
-    quantised.
+    a model that was prepared for QAT computes with weights that are not rounded. Quantised weights stay quantised.
 
     Returns:
       a new model, all frozen, that shares every array with `model`; it needs no memory, and training `model` does not
@@ -294,8 +293,7 @@ def without_adapter(model: Decoder) -> Decoder:
     model = copy_structure(model)
     for _, matrix in matrices(model):
         matrix.lora = nnx.data(None)
-        if isinstance(matrix, Linear):
-            matrix.fake_quant = None
+        matrix.fake_quant = None
     for holder in (model.embedding, model.head):
         if holder is not None and holder.original is not None:
             holder.weight = holder.original

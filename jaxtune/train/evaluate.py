@@ -3,6 +3,7 @@ answer rows; `questions_of` makes the prompts, which are tokenised as in trainin
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -137,9 +138,12 @@ def _first(ids: Sequence[int], of: Set[int]) -> int | None:
 
 
 def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
-    """The token ids of `ids` after the first occurrence of the text `mark` in their text: the answer without a thought
-    that comes before it. All ids if `mark` is "" or does not occur. `tokenizer` decodes them."""
-    for first in range(len(ids), 0, -1) if mark and mark in tokenizer.decode(ids) else ():
-        if mark in tokenizer.decode(ids[:first]) and mark not in tokenizer.decode(ids[: first - 1]):
-            return ids[first:]
-    return ids
+    """The token ids of `ids` after the last occurrence of the text `mark` in their text: the answer without a thought
+    that comes before it, and that may contain the mark too. All ids if `mark` is "" or does not occur. `tokenizer`
+    decodes them."""
+
+    def count(length: int) -> int:
+        return tokenizer.decode(ids[:length]).count(mark)
+
+    found = count(len(ids)) if mark else 0
+    return ids[bisect.bisect_left(range(len(ids) + 1), found, key=count) :] if found else ids

@@ -26,8 +26,8 @@ from jaxtune.pallas.formats import FORMATS, Stored, dense
 from jaxtune.pallas.linear_cross_entropy import linear_divergence
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
-from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.folder.run_rows import Reader, run_rows
 from jaxtune.train.loading import load_model
 from jaxtune.train.objectives.sft import SFT

@@ -16,7 +16,7 @@ from tiny import CONFIGS
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
-from jaxtune.models.files import digests, shards
+from jaxtune.models.files import digests, headers
 from jaxtune.models.hf import Pretrained, from_pretrained, model_from_config
 from jaxtune.models.placement import partition
 
@@ -32,7 +32,7 @@ def big(tmp_path) -> Path:
 
 def flip_an_unsampled_bit(folder: Path) -> None:
     """In place: what a sample of 64 blocks of the embedding does not see, nor anything but its times."""
-    entry = shards.read_header(folder / "model.safetensors")[EMBEDDING]
+    entry = headers.read_header(folder / "model.safetensors")[EMBEDDING]
     with open(folder / "model.safetensors", "r+b") as file:
         place = entry.offset + 4096 + 64  # after the first block; the second begins at a 63rd
         file.seek(place)

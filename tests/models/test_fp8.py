@@ -18,7 +18,7 @@ from tiny import CONFIGS, golden_tokens
 from tiny_models import adapted_model, named, shaken
 
 from jaxtune.models.adapters.merge import merge_adapter
-from jaxtune.models.files import shards
+from jaxtune.models.files import headers, shards
 from jaxtune.models.files.quant import compute_in_fp8, dequantize, quantize, stored_in
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
@@ -68,7 +68,7 @@ CHANNELS = {
 
 def load_file(file: Path) -> dict[str, np.ndarray]:
     """safetensors' own reader has no e4m3 for numpy."""
-    return {name: shards.read_tensor(entry) for name, entry in shards.read_header(file).items()}
+    return {name: shards.read_tensor(entry) for name, entry in headers.read_header(file).items()}
 
 
 def made(config: dict, dtype="bfloat16"):

@@ -25,7 +25,7 @@ from tiny import CONFIGS, golden_tokens
 
 import jaxtune
 from jaxtune.models import hf
-from jaxtune.models.files import shards
+from jaxtune.models.files import headers, shards
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import get_peft_model
@@ -303,7 +303,7 @@ def test_trained_masters_are_cast_to_the_model_s_dtype(folder, tmp_path):
     model, _ = from_pretrained(folder, dtype="bfloat16")
     model.norm.weight.set_value(model.norm.weight[...].astype(jnp.float32) * 1.0001)
     save_pretrained(model, tmp_path / "out")
-    entries = shards.read_header(tmp_path / "out" / "model.safetensors")
+    entries = headers.read_header(tmp_path / "out" / "model.safetensors")
     assert {entry.dtype for entry in entries.values()} == {"BF16"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 

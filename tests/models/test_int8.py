@@ -15,7 +15,7 @@ from flax import nnx
 from tiny import CONFIGS
 
 from jaxtune.export import api
-from jaxtune.models.files import shards
+from jaxtune.models.files import headers, shards
 from jaxtune.models.files.quant import quantize, stored_in
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import matrices
@@ -49,7 +49,7 @@ def made(hf, dtype="bfloat16"):
 
 
 def load_file(file: Path) -> dict[str, np.ndarray]:
-    return {name: shards.read_tensor(entry) for name, entry in shards.read_header(file).items()}
+    return {name: shards.read_tensor(entry) for name, entry in headers.read_header(file).items()}
 
 
 def save_file(file: Path, tensors: dict[str, np.ndarray]) -> None:

@@ -20,7 +20,7 @@ from jaxtune.models import hf
 from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.files import shards
+from jaxtune.models.files import headers, shards
 from jaxtune.models.files.quant import dequantize, is_quantized, quantization_config, quantize
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained, save_pretrained
@@ -180,10 +180,10 @@ def test_saved_and_loaded_the_same(tmp_path, folder):
     """Tensor for tensor what bitsandbytes wrote, and loaded again it is the same model."""
     model, _ = from_pretrained(folder, dtype="float32")
     save_pretrained(model, tmp_path / "saved", max_shard_bytes=20_000)
-    theirs = shards.read_header(folder / "model.safetensors")
+    theirs = headers.read_header(folder / "model.safetensors")
     files = sorted((tmp_path / "saved").glob("*.safetensors"))
     assert len(files) > 2
-    ours = {name: entry for file in files for name, entry in shards.read_header(file).items()}
+    ours = {name: entry for file in files for name, entry in headers.read_header(file).items()}
     assert {n: (e.dtype, e.shape) for n, e in ours.items() if "quant_state" not in n} == {
         n: (e.dtype, e.shape) for n, e in theirs.items() if "quant_state" not in n
     }
@@ -258,7 +258,7 @@ def test_one_tensor_is_encoded_at_a_time(plain, monkeypatch):
 
 def rewrite(folder: Path, change) -> None:
     """Applies `change` to the {name: array} of a folder's weights."""
-    entries = shards.read_header(folder / "model.safetensors")
+    entries = headers.read_header(folder / "model.safetensors")
     arrays = {name: shards.read_tensor(entry) for name, entry in entries.items()}
     change(arrays)
     tensors = [(name, array.shape, array.dtype) for name, array in arrays.items()]

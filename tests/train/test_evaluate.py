@@ -145,6 +145,7 @@ THOUGHT = (
         ("<think>\n", "\n</think>\n\n", "<think>\n", "blue"),
         ("<|eos|>", "final<|bos|>", "", "<|eos|>final<|bos|>blue"),  # gpt-oss: a channel between special tokens
         ("<|eos|>", "final<|bos|>", "", "<|eos|>hm: red<|im_start|>assistant<|eos|>final<|bos|>blue"),
+        ("<think>\n", "\n</think>\n\n", "<think>\n", "after </think> comes red\n</think>\n\nblue"),  # names the mark
         ("", "", "", "blue"),
     ],
 )

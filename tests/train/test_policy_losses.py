@@ -188,6 +188,8 @@ def test_rloo_clips_the_ratio_of_an_answer():
         (dict(top_entropy_quantile=0.0), "top_entropy_quantile"),
         (dict(epsilon=-0.1), "epsilon"),
         (dict(max_completion_length=0), "max_completion_length"),
+        (dict(sapo_temperature_pos=0.0), "sapo_temperature_pos = 0.0: must be above 0"),
+        (dict(sapo_temperature_neg=-1.0), "sapo_temperature_neg"),
     ],
 )
 def test_wrong_options_are_named(options, named):

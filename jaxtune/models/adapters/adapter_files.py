@@ -41,7 +41,7 @@ from jaxtune.models.adapters.adapter_config import (
 )
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
-from jaxtune.models.files import shards
+from jaxtune.models.files import headers, shards
 from jaxtune.models.files.folders import new_folder
 from jaxtune.models.files.model_folder import save_companions
 from jaxtune.models.files.quant import rounded_by
@@ -321,9 +321,9 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         if pickled.exists():
             raise ValueError(f"{pickled} is a pickle, which can run code: refused; save it as {WEIGHTS_NAME} with PEFT")
         raise ValueError(f"load_adapter: {folder} has no {WEIGHTS_NAME}")
-    entries = shards.read_header(path)
+    entries = headers.read_header(path)
     for entry in entries.values():
-        shards.check_entry(entry)
+        headers.check_entry(entry)
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata() or {}
     return {key: shards.read_tensor(entry) for key, entry in entries.items()}, metadata

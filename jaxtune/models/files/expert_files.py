@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxtune.models.families.common import ExpertFiles
-from jaxtune.models.files import shards, stored_weights
+from jaxtune.models.files import headers, shards, stored_weights
 from jaxtune.models.files.file_plan import FileTensor, Piece
 from jaxtune.models.files.stored_weights import StoredEntry
 
@@ -26,16 +26,16 @@ _FUSED = re.compile(r"(model\.layers\.\d+\.(?:mlp\.)?experts)\.(gate_up_proj|dow
 
 
 @dataclasses.dataclass(frozen=True)
-class StackedEntry(shards.TensorEntry):
+class StackedEntry(headers.TensorEntry):
     """An expert matrix [E, rows, in] of the model that files store as one tensor for each expert and matrix (gate, up
     or down). The concatenated bytes of these tensors are its bytes; `file` and `offset` are those of the first."""
 
-    parts: tuple[shards.TensorEntry, ...]  # the tensors, in order
+    parts: tuple[headers.TensorEntry, ...]  # the tensors, in order
 
 
 def gather_experts(
-    entries: Mapping[str, shards.TensorEntry], files: ExpertFiles | None, num_experts: int
-) -> dict[str, shards.TensorEntry]:
+    entries: Mapping[str, headers.TensorEntry], files: ExpertFiles | None, num_experts: int
+) -> dict[str, headers.TensorEntry]:
     """Combines the entries of single experts' matrices to one entry for each expert matrix [E, rows, in] of the model,
     under the model's name for it. Returns {name: entry} with these and all other entries of the checkpoint.
 
@@ -52,7 +52,7 @@ def gather_experts(
     module = f".{files.module}." if files.module else ".mlp."
     renamed = {name.replace(module, ".mlp."): entry for name, entry in entries.items()}
     pattern = re.compile(rf"(.+\.experts)\.(\d+)\.({files.gate}|{files.up}|{files.down})\.weight")
-    groups: dict[str, dict[tuple[int, str], shards.TensorEntry]] = {}
+    groups: dict[str, dict[tuple[int, str], headers.TensorEntry]] = {}
     whole = dict(renamed)
     for name in renamed:
         if match := pattern.fullmatch(name):
@@ -79,7 +79,7 @@ def gather_experts(
             whole[name] = stored_weights.stacked(name, parts, shape, len(matrices))
             continue
         for part in parts:
-            shards.check_entry(part)
+            headers.check_entry(part)
         stored_weights.require_alike(parts)
         size = sum(part.size_bytes for part in parts)
         whole[name] = StackedEntry(name, first.dtype, shape, parts[0].file, parts[0].offset, size, parts)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtune.models.files import quant, shards
+from jaxtune.models.files import headers, quant
 from jaxtune.models.files.tensor_entries import is_kept_packed
 from jaxtune.pallas.formats import FORMATS
 
@@ -23,7 +23,7 @@ _GB = 1e9
 
 def load_bytes(
     shapes: Mapping[str, tuple[int, ...]],
-    entries: Mapping[str, shards.TensorEntry],
+    entries: Mapping[str, headers.TensorEntry],
     dtype: str,
     encoded: Mapping[str, str],
     decoded: Collection[str] = (),

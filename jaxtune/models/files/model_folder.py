@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.models import values
-from jaxtune.models.files import shards
+from jaxtune.models.files import headers
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.system.files import atomic_write, writing
 
@@ -192,7 +192,7 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
         ) from None
 
 
-def weight_entries(folder: Path) -> dict[str, shards.TensorEntry]:
+def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
     """{name: entry} of every tensor in a folder's safetensors files, checked against the index; only the headers are
     read. Buffers of rotary embeddings, which older versions of transformers saved, are left out.
 
@@ -201,14 +201,14 @@ def weight_entries(folder: Path) -> dict[str, shards.TensorEntry]:
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.exists():
-        entries = shards.read_header(single)
+        entries = headers.read_header(single)
     elif index.exists():
         weight_map = _weight_map(index)
         entries = {}
         for name in sorted(set(weight_map.values())):
             if not (folder / name).exists():
                 raise ValueError(f"{folder / name}: missing, though {INDEX} names it; fetch it again")
-            found = shards.read_header(folder / name)
+            found = headers.read_header(folder / name)
             twice = sorted(set(found) & set(entries))
             if twice:
                 raise ValueError(f"{twice[0]} is in two shards: {entries[twice[0]].file.name} and {name}")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.config import DecoderConfig, Passthrough
-from jaxtune.models.files import file_plan, shards, stored_weights
+from jaxtune.models.files import file_plan, headers, shards, stored_weights
 from jaxtune.models.files.file_plan import Planned
 from jaxtune.models.files.stored_weights import StoredEntry
 from jaxtune.models.registry import config_from_hf, is_passthrough, whole_tensor_name
@@ -26,8 +26,8 @@ SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # quant
 
 
 def divide(
-    entries: Mapping[str, shards.TensorEntry], config: DecoderConfig, hf: Mapping[str, Any], whole: Mapping[str, Any]
-) -> tuple[dict[str, shards.TensorEntry], Passthrough | None]:
+    entries: Mapping[str, headers.TensorEntry], config: DecoderConfig, hf: Mapping[str, Any], whole: Mapping[str, Any]
+) -> tuple[dict[str, headers.TensorEntry], Passthrough | None]:
     """Separates the tensors of a checkpoint into those of the text model and the passthrough tensors.
 
     Returns ({name: entry} of the text model's tensors, the Passthrough with the others, or None if there are none).
@@ -46,7 +46,7 @@ def divide(
         return dict(entries), None
     for entry in _gathered(beside):
         if not isinstance(entry, StoredEntry):
-            shards.check_entry(entry)
+            headers.check_entry(entry)
     rest = {name: entry for name, entry in entries.items() if not is_passthrough(name, config.family)}
     if hf is whole:
         return rest, Passthrough(beside, None)
@@ -63,7 +63,7 @@ def stored_in(beside: Passthrough | None) -> set[str]:
     }
 
 
-def _gathered(tensors: tuple[shards.TensorEntry, ...]) -> Iterable[shards.TensorEntry]:
+def _gathered(tensors: tuple[headers.TensorEntry, ...]) -> Iterable[headers.TensorEntry]:
     """The entries of passthrough tensors, with all tensors of a quantised weight combined to one StoredEntry."""
     return stored_weights.gather({entry.name: entry for entry in tensors}).values()
 
@@ -87,7 +87,7 @@ def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Plann
     found = {}
     for file in {entry.file for entry in passthrough.tensors}:
         with contextlib.suppress(OSError):
-            found |= {(file, name): entry for name, entry in shards.read_header(file).items()}
+            found |= {(file, name): entry for name, entry in headers.read_header(file).items()}
     whole = {name: group.renamed(rename) for name, group in planned.items()}
     for entry in passthrough.tensors:
         if found.get((entry.file, entry.name)) != entry:
@@ -98,7 +98,7 @@ def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Plann
     for entry in _gathered(passthrough.tensors):
         packed = isinstance(entry, StoredEntry)
         make = functools.partial(_in_16_bits if packed else shards.read_tensor, entry)
-        dtype = shards.DTYPES["BF16" if packed else entry.dtype]
+        dtype = headers.DTYPES["BF16" if packed else entry.dtype]
         whole[entry.name] = file_plan.one(entry.name, entry.shape, dtype, make, lambda tensor: tensor)
     return whole
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtune.models.files import expert_files, quant, shards, stored_weights
+from jaxtune.models.files import expert_files, headers, quant, shards, stored_weights
 from jaxtune.models.files.digests import Digest, DigestCache
 from jaxtune.models.files.stored_weights import StoredEntry
 from jaxtune.models.files.tensor_entries import listed
@@ -35,7 +35,7 @@ def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
 
-def _require_finite(entries: Mapping[str, shards.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
+def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
     """Raises ValueError if a tensor has values that are not finite. entries: {name: entry in files}. finite: {name:
     what `_all_finite` returned for each of its parts}. dtype: that the error names."""
     if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
@@ -47,7 +47,7 @@ def _require_finite(entries: Mapping[str, shards.TensorEntry], finite: Mapping[s
 
 
 def read_tensors(
-    entries: Mapping[str, shards.TensorEntry],
+    entries: Mapping[str, headers.TensorEntry],
     dtype: str,
     encoded: Mapping[str, str] = types.MappingProxyType({}),
     decoded: frozenset[str] = frozenset(),
@@ -91,7 +91,7 @@ def read_tensors(
                 digest = shards.entry_digest(name, entry, read, digest_cache.get(name))
                 digest_cache.put(name, digest.whole)
                 return jax.block_until_ready(divided.astype(own)), digest
-            host = read(0, entry.size_bytes).view(shards.DTYPES[entry.dtype]).reshape(entry.shape)
+            host = read(0, entry.size_bytes).view(headers.DTYPES[entry.dtype]).reshape(entry.shape)
             digest = Digest.of(name, host)
         with one_at_a_time if name in encoded else contextlib.nullcontext():
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
-from jaxtune.models.files import shards
+from jaxtune.models.files import headers, shards
 from jaxtune.models.files.digests import Digest
 from jaxtune.models.files.file_plan import Group, Piece
 from jaxtune.pallas.formats import Layout, Stored, format_of, layouts
@@ -20,7 +20,7 @@ from jaxtune.pallas.formats.layout import FileTensor, Found
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredEntry(shards.TensorEntry):
+class StoredEntry(headers.TensorEntry):
     """A quantised weight in files: a matrix [out, in], or an experts' matrix [E, rows, in] that is stored in pieces,
     one matrix (gate, up or down) for each expert. It is made from the files' headers, before anything is read.
 
@@ -37,7 +37,7 @@ class StoredEntry(shards.TensorEntry):
         return format_of(self.layout).name
 
 
-def gather(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards.TensorEntry]:
+def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.TensorEntry]:
     """The entries of a checkpoint, with all tensors of each quantised weight combined to one StoredEntry under its
     name.
 
@@ -63,7 +63,7 @@ def gather(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards.Tensor
     return whole
 
 
-def _require_owned(name: str, entry: shards.TensorEntry) -> None:
+def _require_owned(name: str, entry: headers.TensorEntry) -> None:
     """Raises ValueError if the tensor of this name (`entry`) is a scale, or another tensor that only accompanies the
     codes of a quantised weight: it is left over without codes."""
     kinds = [each for each in layouts() if (found := each.key_of(name)) is not None and found[1] in each.others]
@@ -72,7 +72,7 @@ def _require_owned(name: str, entry: shards.TensorEntry) -> None:
         raise ValueError(f"{entry.file}: {name} is there, but no weight in {codes} beside it")
 
 
-def _entry(layout: Layout, name: str, tensors: Mapping[str, shards.TensorEntry]) -> StoredEntry:
+def _entry(layout: Layout, name: str, tensors: Mapping[str, headers.TensorEntry]) -> StoredEntry:
     """Combines the entries of all tensors that store one quantised weight, such as codes and scales, to a StoredEntry.
 
     layout: how the weight's format stores it. name: the weight's name. tensors: {the layout's key of a tensor, which
@@ -84,13 +84,13 @@ def _entry(layout: Layout, name: str, tensors: Mapping[str, shards.TensorEntry])
     found = layout.describe(name, tensors, lambda key: shards.read_bytes(tensors[key]))
     for key, part in tensors.items():
         if key not in layout.raw:
-            shards.check_size(part)
+            headers.check_size(part)
     first = tensors[layout.codes]
     total = sum(part.size_bytes for part in tensors.values())
     return StoredEntry(name, first.dtype, found.shape, first.file, first.offset, total, layout, (found,))
 
 
-def stacked(name: str, parts: Sequence[shards.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
+def stacked(name: str, parts: Sequence[headers.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
     """Combines the entries of an expert matrix [E, rows, in] that files store as quantised matrices, one for each
     expert and projection (gate, up or down): the entry of the whole matrix.
 
@@ -115,7 +115,7 @@ def stacked(name: str, parts: Sequence[shards.TensorEntry], shape: tuple[int, ..
     return StoredEntry(name, first.dtype, shape, first.file, first.offset, total, layout, pieces)
 
 
-def require_alike(parts: Sequence[shards.TensorEntry]) -> None:
+def require_alike(parts: Sequence[headers.TensorEntry]) -> None:
     """Raises ValueError unless all entries in `parts`, the matrices of single experts that form one expert matrix, are
     matrices of the same shape and dtype."""
     first = parts[0]

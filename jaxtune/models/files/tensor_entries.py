@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.models.files import shards
+from jaxtune.models.files import headers, shards
 from jaxtune.models.files.expert_files import StackedEntry
 from jaxtune.models.files.stored_weights import StoredEntry
 
@@ -37,7 +37,7 @@ def weight_name(module: str) -> str:
     return module if ".experts." in module else f"{module}.weight"
 
 
-def is_kept_packed(entry: shards.TensorEntry) -> bool:
+def is_kept_packed(entry: headers.TensorEntry) -> bool:
     """Whether `entry`, a tensor of a checkpoint's files, is a quantised weight that the model keeps quantised, and
     does not decode on loading."""
     return isinstance(entry, StoredEntry) and not entry.layout.decoded_on_load
@@ -49,7 +49,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _same_content(first: shards.TensorEntry, second: shards.TensorEntry) -> bool:
+def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bool:
     """Whether the tensors of two entries of files, `first` and `second`, have the same shape, dtype and bytes; both
     are read whole."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
@@ -96,5 +96,5 @@ def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fold
         raise ValueError(f"{folder}: the weights do not fit config.json; tensors {'; '.join(problems)}")
     for name in wanted:
         if not isinstance(entries[name], StoredEntry | StackedEntry):
-            shards.check_entry(entries[name])
+            headers.check_entry(entries[name])
     return {name: entries[name] for name in wanted}

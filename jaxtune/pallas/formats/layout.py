@@ -34,7 +34,7 @@ Read = Callable[[str], np.ndarray]  # takes a tensor's key and returns its bytes
 
 
 class Header(Protocol):
-    """A tensor's entry in the header of a safetensors file (models/files/shards.TensorEntry is one): its name in the
+    """A tensor's entry in the header of a safetensors file (models/files/headers.TensorEntry is one): its name in the
     file, its dtype by safetensors' name, such as F8_E4M3, its shape, the path of the file, and the bytes of its
     data."""
 

@@ -16,10 +16,24 @@ import numpy as np
 
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.linear_cross_entropy.api import CHUNK_LOGITS, chunk_length
-from jaxtune.pallas.linear_cross_entropy.reference import Results, filled_up, in_chunks, logits_of, precision_of
+from jaxtune.pallas.linear_cross_entropy.reference import Results, filled_up, in_chunks, logits_of, through_head
 from jaxtune.pallas.meshes import on_any_mesh
 
-_NOTHING = -1e30  # the logit of rows that fill up a head; its probability is 0, and it is finite, as differences need
+# The logit of rows that fill up a head, and the log-probability of an outcome that does not exist. Its probability is
+# 0, and it is finite, as differences need.
+NOTHING = -1e30
+
+
+def within(logits: jax.Array, size: int) -> jax.Array:
+    """The logits [..., n] with those from index `size` on, the rows that fill up a head, replaced by NOTHING."""
+    return logits if logits.shape[-1] == size else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, NOTHING)
+
+
+def length_of_chunks(hidden: jax.Array, vocab_size: int, chunk_tokens: int | None) -> int:
+    """The number of tokens of each row of `hidden` [B, T, D] in a chunk of about chunk_tokens tokens. None: as many
+    tokens as have CHUNK_LOGITS logits, counting those of two models."""
+    rows, length, _ = hidden.shape
+    return chunk_length(rows, length, chunk_tokens or max(1, CHUNK_LOGITS // 2 // vocab_size))
 
 
 def divergence_of(log_student: jax.Array, log_teacher: jax.Array, beta: float) -> tuple[jax.Array, jax.Array]:
@@ -71,8 +85,7 @@ def _chunk(
     teacher_logits, _ = logits_of(teacher_hidden, teacher_head, others[0], others[1], temperature)
 
     def log_probs(logits):
-        if logits.shape[-1] != size:
-            logits = jnp.where(jnp.arange(logits.shape[-1]) < size, logits, _NOTHING)
+        logits = within(logits, size)
         return logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     width = max(len(head), len(teacher_head))  # heads of two dtypes may be filled up differently
@@ -85,63 +98,63 @@ def _chunk(
     if not gradients:
         return Results(losses, entropies, None, None)
     dlogits = dlogits[..., : len(head)] * weights[..., None] * slope
-    dlogits, precision = dlogits.astype(hidden.dtype), precision_of(hidden)
-    dhidden = jnp.einsum("btv,vd->btd", dlogits, head, precision=precision)
-    dhead = None
-    if head_gradient:
-        dhead = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32, precision=precision)
-    return Results(losses, entropies, dhidden, dhead)
+    return Results(losses, entropies, *through_head(dlogits, hidden, head, head_gradient))
 
 
-def _forward(hidden, head, teacher_hidden, teacher_head, weights, *, gradients, chunk_length, **options) -> Results:
+def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **options) -> Results:
     """Computes the divergences of all tokens, chunk by chunk, as `Results`: with the entropies of the student's
     distributions and, if `gradients` is True, the gradients of the weighted sum of divergences with respect to hidden
     and head (else None).
 
-    hidden [B, T, D] and head [V, D] are the student's, teacher_hidden [B, T, E] and teacher_head [V, E] the teacher's;
+    hidden [B, T, D] and head [V, D] are the student's, teacher is (hidden [B, T, E], head [V, E]) of the teacher;
     weights: float32[B, T]. chunk_length: the number of tokens of each row in a chunk. options: own and others, (logit
-    scale, soft cap) of the student and of the teacher; size, the number of tokens in the vocabulary; beta, temperature
-    and head_gradient.
+    scale, soft cap) of the student and of the teacher; beta, temperature and head_gradient.
     """
-    size = len(head)
+    teacher_hidden, teacher_head = teacher
     heads = filled_up(head.astype(hidden.dtype)), filled_up(teacher_head.astype(teacher_hidden.dtype))
-    compute = functools.partial(_chunk, heads=heads, gradients=gradients, **options)
-    dhead = jnp.zeros(heads[0].shape, jnp.float32) if gradients and options["head_gradient"] else None
-    results = in_chunks(compute, (hidden, teacher_hidden, weights), chunk_length, dhead)
-    return results._replace(dhead=None if results.dhead is None else results.dhead[:size].astype(head.dtype))
+    compute = functools.partial(_chunk, heads=heads, size=len(head), gradients=gradients, **options)
+    filled = heads[0] if gradients and options["head_gradient"] else None
+    return in_chunks(compute, (hidden, teacher_hidden, weights), chunk_length, head, filled)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _divergence(hidden, head, teacher_hidden, teacher_head, weights, static):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
+def summed(forward, hidden, head, teacher, weights, static):
     """(sum of weights * divergences float32[], divergences float32[B, T], entropies of the student float32[B, T]). The
     first has a custom derivative with respect to hidden, head and weights, whose forward rule computes the gradients,
-    because the logits exist only there. hidden [B, T, D] and head [V, D] are the student's; teacher_hidden [B, T, E]
-    and teacher_head [V, E] get no gradient; weights: float32[B, T]. static: the options of `_forward` as a hashable
-    tuple of pairs (keyword, value)."""
-    results = _forward(hidden, head, teacher_hidden, teacher_head, weights, gradients=False, **dict(static))
+    because the logits exist only there.
+
+    Args:
+      forward: computes the divergences of all tokens as `Results`, as `_forward` does: it takes the next four
+        arguments, `gradients` (whether the gradients are computed) and the options.
+      hidden: [B, T, D]; head: [V, D]; both are the student's.
+      teacher: a tuple of arrays that describe the teacher's distributions. They get no gradient.
+      weights: float32[B, T].
+      static: the options of `forward` as a hashable tuple of pairs (keyword, value).
+    """
+    results = forward(hidden, head, teacher, weights, gradients=False, **dict(static))
     return (weights * results.losses).sum(), results.losses, results.entropies
 
 
-def _divergence_fwd(hidden, head, teacher_hidden, teacher_head, weights, static):
-    """The forward rule of `_divergence`, with its arguments: (its results, residuals). The residuals are the gradients
-    of the sum with respect to hidden, head (None if it is frozen) and weights."""
-    results = _forward(hidden, head, teacher_hidden, teacher_head, weights, gradients=True, **dict(static))
+def _summed_fwd(forward, hidden, head, teacher, weights, static):
+    """The forward rule of `summed`, with its arguments: (its results, residuals). The residuals are the gradients of
+    the sum with respect to hidden, head (None if it is frozen) and weights."""
+    results = forward(hidden, head, teacher, weights, gradients=True, **dict(static))
     sums = (weights * results.losses).sum(), results.losses, results.entropies
     return sums, (results.dhidden, results.dhead, results.losses)
 
 
-def _divergence_bwd(static, residuals, gradients):
-    """The backward rule of `_divergence`: (gradients of hidden and head, None and None for the teacher's arrays, that
-    of weights), each the gradient that the forward rule saved times the incoming gradient of the sum. residuals: what
-    the forward rule saved. gradients: the incoming gradients of the three results, of which only the first, float32[],
-    is used. static, the options, is not used."""
+def _summed_bwd(forward, static, residuals, gradients):
+    """The backward rule of `summed`: (gradients of hidden and head, None for the teacher, that of weights), each the
+    gradient that the forward rule saved times the incoming gradient of the sum. residuals: what the forward rule saved.
+    gradients: the incoming gradients of the three results, of which only the first, float32[], is used. `forward` and
+    `static`, the options, are not used."""
     *own, losses = residuals
     scale = gradients[0]
     dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * scale).astype(each.dtype), own)
-    return dhidden, dhead, None, None, losses * scale
+    return dhidden, dhead, None, losses * scale
 
 
-_divergence.defvjp(_divergence_fwd, _divergence_bwd)
+summed.defvjp(_summed_fwd, _summed_bwd)
 
 
 @on_any_mesh
@@ -203,17 +216,12 @@ def linear_divergence(
     for name, scale in (("logit_scale", logit_scale), ("teacher_logit_scale", teacher_logit_scale)):
         check.number(name, scale)
     check.number("chunk_tokens", chunk_tokens, whole=True, least=1, optional=True)
-    rows, length, _ = hidden.shape
-    if chunk_tokens is None:
-        chunk_tokens = max(1, CHUNK_LOGITS // 2 // len(head))
     static = (
         ("own", (logit_scale, soft_cap)),
         ("others", (teacher_logit_scale, teacher_soft_cap)),
-        ("size", len(head)),
         ("beta", float(beta)),
         ("temperature", temperature),
         ("head_gradient", head_gradient),
-        ("chunk_length", chunk_length(rows, length, chunk_tokens)),
+        ("chunk_length", length_of_chunks(hidden, len(head), chunk_tokens)),
     )
-    weights = weights.astype(jnp.float32)
-    return _divergence(hidden, head, teacher_hidden, teacher_head, weights, static)
+    return summed(_forward, hidden, head, (teacher_hidden, teacher_head), weights.astype(jnp.float32), static)

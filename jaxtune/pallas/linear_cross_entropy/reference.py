@@ -72,6 +72,25 @@ def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Arr
     return logits, slope
 
 
+def through_head(dlogits: jax.Array, hidden: jax.Array, head: jax.Array, head_gradient: bool):
+    """The gradients of one chunk with respect to its hidden states and to the head, from those with respect to the
+    products of the two.
+
+    Args:
+      dlogits: float32[B, t, V], the gradients with respect to the products; they are rounded to hidden's dtype.
+      hidden: [B, t, D]; head: [V, D], in hidden's dtype.
+      head_gradient: whether the head's gradient is computed.
+    Returns:
+      ([B, t, D] in hidden's dtype; float32[V, D], or None without head_gradient)
+    """
+    dlogits, precision = dlogits.astype(hidden.dtype), precision_of(hidden)
+    dhidden = jnp.einsum("btv,vd->btd", dlogits, head, precision=precision)
+    if not head_gradient:
+        return dhidden, None
+    of_head = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32, precision=precision)
+    return dhidden, of_head
+
+
 def _chunk(
     hidden,
     head,
@@ -108,7 +127,6 @@ def _chunk(
       z_loss: the factor of the squared log-sum-exp of the logits, which is added to the loss.
       head_gradient: whether dhead is computed, if gradients are.
     """
-    precision = precision_of(hidden)
     logits, slope = logits_of(hidden, head, logit_scale, soft_cap, temperature)
     real = None if len(head) == size else jnp.arange(len(head)) < size
     if real is not None:
@@ -134,12 +152,8 @@ def _chunk(
         slopes = jnp.where(logps == -jnp.inf, 0.0, probabilities * (logps + found[..., None]))
         dlogits = dlogits - entropy_weights[..., None] * slopes
     dlogits = dlogits * slope
-    dlogits = dlogits.astype(hidden.dtype)  # behind the vocabulary they multiply zeros, and the head's are cut off
-    dhidden = jnp.einsum("btv,vd->btd", dlogits, head, precision=precision)
-    dhead = None
-    if head_gradient:
-        dhead = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32, precision=precision)
-    return Results(losses, found, dhidden, dhead)
+    # Behind the vocabulary the gradients multiply zeros, and those of the head are cut off.
+    return Results(losses, found, *through_head(dlogits, hidden, head, head_gradient))
 
 
 def forward(
@@ -167,12 +181,13 @@ def forward(
     def one(h, *others) -> Results:
         return _chunk(h, cast, *others, **options)
 
-    dhead = jnp.zeros(cast.shape, jnp.float32) if gradients and options["head_gradient"] else None
-    results = in_chunks(one, (hidden, targets, weights, entropy_weights), chunk_length, dhead)
-    return results._replace(dhead=None if results.dhead is None else results.dhead[:size].astype(head.dtype))
+    arrays = (hidden, targets, weights, entropy_weights)
+    return in_chunks(one, arrays, chunk_length, head, cast if gradients and options["head_gradient"] else None)
 
 
-def in_chunks(compute: Callable[..., Results], arrays: tuple, chunk_length: int, dhead: jax.Array | None) -> Results:
+def in_chunks(
+    compute: Callable[..., Results], arrays: tuple, chunk_length: int, head: jax.Array, filled: jax.Array | None
+) -> Results:
     """Computes the results of all tokens, chunk by chunk, and puts those of the chunks into one `Results` for all
     tokens. A chunk is the same chunk_length neighbouring tokens of each of the B rows.
 
@@ -181,12 +196,13 @@ def in_chunks(compute: Callable[..., Results], arrays: tuple, chunk_length: int,
         Results.
       arrays: a tuple of arrays [B, T, ...], or None in place of one; zeros are appended to fill the last chunk.
       chunk_length: t, the number of tokens of each row in a chunk.
-      dhead: float32 zeros of the head's shape, to which the head's gradients of the chunks are added in order; None if
-        they are not computed.
+      head: [V, D], whose dtype and number of rows the head's gradient gets.
+      filled: the head as `compute` uses it (`filled_up`), whose gradients float32 of the chunks are added in order;
+        None if they are not computed.
     """
     rows, length = arrays[0].shape[:2]
     if chunk_length >= length:
-        return compute(*arrays)
+        return _cut(compute(*arrays), head)
     count = -(-length // chunk_length)
 
     def padded(array):
@@ -203,5 +219,11 @@ def in_chunks(compute: Callable[..., Results], arrays: tuple, chunk_length: int,
         chunks = jnp.moveaxis(chunks, 0, 1)
         return chunks.reshape(rows, -1, *chunks.shape[3:])[:, :length]
 
+    dhead = None if filled is None else jnp.zeros(filled.shape, jnp.float32)
     dhead, results = jax.lax.scan(one, dhead, jnp.arange(count))
-    return jax.tree.map(whole, results)._replace(dhead=dhead)
+    return _cut(jax.tree.map(whole, results)._replace(dhead=dhead), head)
+
+
+def _cut(results: Results, head: jax.Array) -> Results:
+    """The results with the head's gradient, if there is one, cut to the rows of `head` and cast to its dtype."""
+    return results._replace(dhead=None if results.dhead is None else results.dhead[: len(head)].astype(head.dtype))

@@ -24,24 +24,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.linear_cross_entropy.api import CHUNK_LOGITS, chunk_length
-from jaxtune.pallas.linear_cross_entropy.divergence import divergence_of
-from jaxtune.pallas.linear_cross_entropy.reference import Results, filled_up, in_chunks, logits_of, precision_of
+from jaxtune.pallas.linear_cross_entropy.divergence import NOTHING, divergence_of, length_of_chunks, summed, within
+from jaxtune.pallas.linear_cross_entropy.reference import Results, filled_up, in_chunks, logits_of, through_head
 from jaxtune.pallas.meshes import on_any_mesh
 
-_NOTHING = -1e30  # the log-probability of an outcome that does not exist; finite, as differences need
 # The bucket's smallest probability. The sum of the stored probabilities is rounded to about 1e-7, and a bucket of 0
 # would make the reverse divergence infinite.
 LEAST_REST = 1e-6
-
-
-def _logits(hidden, head, size: int, *options) -> tuple[jax.Array, jax.Array | float]:
-    """What `logits_of` returns for a chunk of hidden states, with the logits of rows that fill up the head, those from
-    `size` on, replaced by _NOTHING. options: logit scale, soft cap and temperature."""
-    logits, slope = logits_of(hidden, head, *options)
-    if logits.shape[-1] != size:
-        logits = jnp.where(jnp.arange(logits.shape[-1]) < size, logits, _NOTHING)
-    return logits, slope
 
 
 def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -77,21 +66,21 @@ def _outcomes(logits, ids, log_probs, size: int):
       log_probs: float32[B, t, k], the teacher's log-probabilities of them.
       size: the number of tokens in the vocabulary.
     Returns:
-      (log-probabilities of the student's and of the teacher's outcomes, float32[B, t, k + 1] each, _NOTHING for one
-        that does not exist; ids with V for -1; the logits of the other tokens, _NOTHING at `ids`, minus their
+      (log-probabilities of the student's and of the teacher's outcomes, float32[B, t, k + 1] each, NOTHING for one
+        that does not exist; ids with V for -1; the logits of the other tokens, NOTHING at `ids`, minus their
         log-sum-exp)
     """
     there = ids >= 0
     ids = jnp.where(there, ids, logits.shape[-1])
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    others = _put(logits, ids, jnp.full(ids.shape, _NOTHING, logits.dtype))
+    others = _put(logits, ids, jnp.full(ids.shape, NOTHING, logits.dtype))
     of_rest = jax.nn.logsumexp(others, axis=-1, keepdims=True)
     listed = jnp.take_along_axis(logits, jnp.minimum(ids, size - 1), axis=-1) - lse
-    stored = jnp.where(there, log_probs, _NOTHING)
+    stored = jnp.where(there, log_probs, NOTHING)
     rest = jnp.log(jnp.maximum(1.0 - jnp.exp(stored).sum(-1, keepdims=True), LEAST_REST))
     is_rest = there.sum(-1, keepdims=True) < size
-    student = jnp.concatenate([jnp.where(there, listed, _NOTHING), jnp.where(is_rest, of_rest - lse, _NOTHING)], -1)
-    teacher = jnp.concatenate([stored, jnp.where(is_rest, rest, _NOTHING)], -1)
+    student = jnp.concatenate([jnp.where(there, listed, NOTHING), jnp.where(is_rest, of_rest - lse, NOTHING)], -1)
+    teacher = jnp.concatenate([stored, jnp.where(is_rest, rest, NOTHING)], -1)
     return student, teacher, ids, others - of_rest
 
 
@@ -110,7 +99,8 @@ def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperatur
       gradients: True: gradients are computed; False: they are None in the results.
       head_gradient: whether the gradient of the head is computed too; otherwise it is None.
     """
-    logits, slope = _logits(hidden, head, size, own[0], own[1], temperature)
+    logits, slope = logits_of(hidden, head, own[0], own[1], temperature)
+    logits = within(logits, size)
     all_log_probs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     entropies = -(jnp.exp(all_log_probs) * all_log_probs).sum(-1)
     student, teacher, ids, others = _outcomes(logits, ids, log_probs, size)
@@ -119,57 +109,22 @@ def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperatur
         return Results(losses, entropies, None, None)
     # A token of the bucket has its share of the bucket's gradient, its probability among the bucket's tokens.
     dlogits = _put(jnp.exp(others) * of_outcomes[..., -1:], ids, of_outcomes[..., :-1])
-    dlogits = (dlogits * weights[..., None] * slope).astype(hidden.dtype)
-    precision = precision_of(hidden)
-    dhidden = jnp.einsum("btv,vd->btd", dlogits, head, precision=precision)
-    dhead = None
-    if head_gradient:
-        dhead = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32, precision=precision)
-    return Results(losses, entropies, dhidden, dhead)
+    dlogits = dlogits * weights[..., None] * slope
+    return Results(losses, entropies, *through_head(dlogits, hidden, head, head_gradient))
 
 
-def _forward(hidden, head, ids, log_probs, weights, *, gradients, chunk_length, **options) -> Results:
+def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **options) -> Results:
     """Computes the divergences of all tokens, chunk by chunk, as `Results`: with the student's entropies and, if
     `gradients` is True, the gradients of the weighted sum of divergences with respect to hidden and head (else None).
 
-    The arrays are those of linear_top_k_divergence. chunk_length: the number of tokens of each row in a chunk. options:
-    the keyword arguments own, size, beta, temperature and head_gradient of `_chunk`.
+    hidden [B, T, D], head [V, D], weights float32[B, T] and teacher, (ids, log-probabilities) [B, T, k], are those of
+    linear_top_k_divergence. chunk_length: the number of tokens of each row in a chunk. options: the keyword arguments
+    own, beta, temperature and head_gradient of `_chunk`.
     """
-    size, cast = len(head), filled_up(head.astype(hidden.dtype))
-    compute = functools.partial(_chunk, head=cast, size=size, gradients=gradients, **options)
-    dhead = jnp.zeros(cast.shape, jnp.float32) if gradients and options["head_gradient"] else None
-    results = in_chunks(compute, (hidden, ids, log_probs, weights), chunk_length, dhead)
-    return results._replace(dhead=None if results.dhead is None else results.dhead[:size].astype(head.dtype))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _divergence(hidden, head, ids, log_probs, weights, static):
-    """(sum of weights * divergences float32[], divergences float32[B, T], entropies float32[B, T]). The first has a
-    custom derivative with respect to hidden, head and weights, whose forward rule computes the gradients, because the
-    logits exist only there. static: the options of `_forward` as a hashable tuple of pairs (keyword, value)."""
-    results = _forward(hidden, head, ids, log_probs, weights, gradients=False, **dict(static))
-    return (weights * results.losses).sum(), results.losses, results.entropies
-
-
-def _divergence_fwd(hidden, head, ids, log_probs, weights, static):
-    """The forward rule of `_divergence`, with its arguments: (its results, residuals). The residuals are the gradients
-    of the sum with respect to hidden, head (None if it is frozen) and weights."""
-    results = _forward(hidden, head, ids, log_probs, weights, gradients=True, **dict(static))
-    sums = (weights * results.losses).sum(), results.losses, results.entropies
-    return sums, (results.dhidden, results.dhead, results.losses)
-
-
-def _divergence_bwd(static, residuals, gradients):
-    """The backward rule of `_divergence`: (gradients of hidden and head, None and None for the teacher's arrays, that
-    of weights), each what the forward rule saved (`residuals`) times the incoming gradient of the sum, the first of
-    `gradients`. static, the options, is not used."""
-    *own, losses = residuals
-    scale = gradients[0]
-    dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * scale).astype(each.dtype), own)
-    return dhidden, dhead, None, None, losses * scale
-
-
-_divergence.defvjp(_divergence_fwd, _divergence_bwd)
+    cast = filled_up(head.astype(hidden.dtype))
+    compute = functools.partial(_chunk, head=cast, size=len(head), gradients=gradients, **options)
+    filled = cast if gradients and options["head_gradient"] else None
+    return in_chunks(compute, (hidden, *teacher, weights), chunk_length, head, filled)
 
 
 @on_any_mesh
@@ -225,17 +180,14 @@ def linear_top_k_divergence(
     if beta > 1:
         raise ValueError(f"linear_top_k_divergence: beta = {beta}: must be from 0 to 1")
     _check_logits(check, len(head), teacher_ids.shape[-1], temperature, soft_cap, logit_scale, chunk_tokens)
-    rows, length, _ = hidden.shape
-    if chunk_tokens is None:
-        chunk_tokens = max(1, CHUNK_LOGITS // 2 // len(head))
     static = (
         ("own", (logit_scale, soft_cap)),
         ("beta", float(beta)),
         ("temperature", temperature),
         ("head_gradient", head_gradient),
-        ("chunk_length", chunk_length(rows, length, chunk_tokens)),
+        ("chunk_length", length_of_chunks(hidden, len(head), chunk_tokens)),
     )
-    return _divergence(hidden, head, teacher_ids, teacher_log_probs, weights.astype(jnp.float32), static)
+    return summed(_forward, hidden, head, (teacher_ids, teacher_log_probs), weights.astype(jnp.float32), static)
 
 
 @on_any_mesh
@@ -268,12 +220,13 @@ def linear_top_k(
     size = len(head)
     _check_logits(check, size, k, temperature, soft_cap, logit_scale, chunk_tokens)
     rows, length, width = hidden.shape
-    each = chunk_length(rows, length, chunk_tokens or max(1, CHUNK_LOGITS // 2 // size))
+    each = length_of_chunks(hidden, size, chunk_tokens)
     count = -(-length // each)
     cast = filled_up(jax.lax.stop_gradient(head).astype(hidden.dtype))
 
     def one(chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits, _ = _logits(chunk, cast, size, logit_scale, soft_cap, temperature)
+        logits, _ = logits_of(chunk, cast, logit_scale, soft_cap, temperature)
+        logits = within(logits, size)
         values, ids = _largest(logits, k)
         return ids.astype(jnp.int32), values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 

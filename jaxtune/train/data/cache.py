@@ -441,10 +441,12 @@ def _remove_abandoned(parent: Path) -> None:
 # --- keys
 
 
-def default_folder() -> Path:
-    """The folder of token caches: the environment variable JAXTUNE_CACHE, or ~/.cache/jaxtune/tokens."""
-    set_folder = os.environ.get("JAXTUNE_CACHE")
-    return Path(set_folder).expanduser() if set_folder else Path.home() / ".cache" / "jaxtune" / "tokens"
+def cache_folder(cache_dir: str | Path | None) -> Path:
+    """The folder of token caches: `cache_dir` (data.cache_dir), with ~ for the user's home; if it is None, the
+    environment variable JAXTUNE_CACHE, or else ~/.cache/jaxtune/tokens."""
+    if cache_dir is None:
+        cache_dir = os.environ.get("JAXTUNE_CACHE") or Path("~", ".cache", "jaxtune", "tokens")
+    return Path(cache_dir).expanduser()
 
 
 def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) -> str | None:

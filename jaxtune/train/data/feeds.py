@@ -18,7 +18,7 @@ from jaxtune.train.data.batches import Batch, BatchSource, Json, Rows, epoch_ord
 
 if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
-    from jaxtune.train.data import TokenDataset
+    from jaxtune.train.data.dataset import TokenDataset
 
 _KEPT_STEPS = 4  # the steps whose positions and sources are kept: the loader is one or two steps ahead of the run
 _CHOICE = 0x6D6978  # makes the draws of which set a row comes from independent of all other draws with the same seed

@@ -12,8 +12,8 @@ import functools
 
 import numpy as np
 
-from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.packing import NothingUsable, Overflow, PackingReport, plan_rows
 

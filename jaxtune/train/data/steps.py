@@ -19,7 +19,7 @@ from jaxtune.train.data.batches import Batch, Batches, Order, Rows
 
 if TYPE_CHECKING:
     from jaxtune.train.config import TrainConfig
-    from jaxtune.train.data import TokenDataset
+    from jaxtune.train.data.dataset import TokenDataset
 
 _WIDTH = 64  # the length of rows is a multiple of this number of tokens
 

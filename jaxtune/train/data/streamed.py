@@ -29,7 +29,7 @@ from jaxtune.train.data.reading import Source, Window
 from jaxtune.train.data.row_files import Row
 
 if TYPE_CHECKING:
-    from jaxtune.train.data import TokenDataset
+    from jaxtune.train.data.dataset import TokenDataset
 
 WINDOW_CHARACTERS = 64 * 2**20  # a window ends when it has this many characters, even with fewer than buffer_size rows
 MOST_NAMED_SHARDS = 1_000  # up to this number, checkpoints have a fingerprint of each shard; above it, one of all

@@ -26,8 +26,8 @@ from jaxtune.models.residual_plan import Placement
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.config import ScheduleConfig, TrainConfig
-from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.preview import MARKS, preview
 from jaxtune.train.display.metrics import duration
 from jaxtune.train.planning.cost import StepCost

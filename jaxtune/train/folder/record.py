@@ -29,8 +29,8 @@ from jaxtune.system.files import atomic_write, fingerprints
 from jaxtune.system.version import __version__
 from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, ConfigError, OptimConfig, ScheduleConfig, TrainConfig
 from jaxtune.train.config.file import config_keys, config_to_dict, config_to_yaml, flat_keys, load_config
-from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.run_folder import CONFIG
 

@@ -12,8 +12,8 @@ import jax
 from jaxtune.models.config import DecoderConfig
 from jaxtune.system import processes
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.feeds import FedBatches, PreparedSet, RowSet
 from jaxtune.train.data.reading import open_sources
 from jaxtune.train.data.steps import pack_steps

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter, without_adapter
-from jaxtune.train.data import Batch
+from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxtune.train.objectives.preference import require_fixed_base
 from jaxtune.train.objectives.sft import SFT

@@ -213,8 +213,7 @@ class PolicyLoss:
     """The options of `grpo_loss`, with TRL's names and defaults.
 
     Raises:
-      ValueError: an option is out of its range; the message names it. entropy_coef and the temperatures of "sapo" are
-        not checked.
+      ValueError: an option is out of its range; the message names it. entropy_coef may have any value.
     """
 
     loss_type: LossType = "dapo"
@@ -270,6 +269,9 @@ class PolicyLoss:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
         if not 0.0 < self.top_entropy_quantile <= 1.0:
             raise ValueError(f"top_entropy_quantile = {self.top_entropy_quantile}: must be above 0 and at most 1")
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be above 0")
         for name in ("epsilon", "epsilon_high", "delta", "beta", "max_completion_length"):
             value = getattr(self, name)
             if value is not None and (value < 0 or (value == 0 and name in ("delta", "max_completion_length"))):

@@ -10,7 +10,8 @@ import jax
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import Head
 from jaxtune.train.config import DataConfig
-from jaxtune.train.data import Batch, TokenDataset
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.program.loss import Forward
 
 

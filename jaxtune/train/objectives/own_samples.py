@@ -20,8 +20,8 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
-from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import Batch, BatchSource, Json, epoch_order
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.formats import detect_format, normalize
 from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder

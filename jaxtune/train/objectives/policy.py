@@ -21,7 +21,8 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import without_adapter
 from jaxtune.train.config import ConfigError, DataConfig
-from jaxtune.train.data import Batch, TokenDataset
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.objectives import grpo, packed_answers
 from jaxtune.train.objectives.grpo import Answers, Correction, PolicyLoss, group_advantages, rloo_advantages
 from jaxtune.train.objectives.preference import require_fixed_base

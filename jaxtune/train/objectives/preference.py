@@ -21,7 +21,8 @@ from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import has_adapter, matrices, without_adapter
 from jaxtune.models.placement import partition
 from jaxtune.train.config import ROW_OPTIONS, ConfigError, DataConfig
-from jaxtune.train.data import Batch, prepare
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.dataset import prepare
 from jaxtune.train.data.formats import PREFERENCE
 from jaxtune.train.data.pairs import PAIRS, REFERENCE, PairDataset
 from jaxtune.train.program.loss import Forward

@@ -13,7 +13,7 @@ import copy
 import hashlib
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from jaxtune.models.placement import partition
 from jaxtune.system import processes
 from jaxtune.system.files import atomic_write
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.data.batches import Batches
-from jaxtune.train.data.cache import default_folder
+from jaxtune.train.data.batches import Batches, Rows
+from jaxtune.train.data.cache import cache_folder
 from jaxtune.train.data.pairs import PackedPairs
 from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.objectives.preference import DPO, Referenced
@@ -92,23 +92,36 @@ def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any,
     """
     plain = copy.copy(rows)
     plain.reference = None
-    batches = Batches(plain, engine.rows, order="given")
     program = engine.compile_of_rows(objective.reference, trainable, frozen, plain)
-    found, waiting = np.zeros(len(rows.documents), np.float32), None
+    found = np.zeros(len(rows.documents), np.float32)
+    for numbers, sums in values_of_rows(engine, program, trainable, frozen, plain):
+        for slot, row in enumerate(numbers.tolist()):
+            pairs = np.asarray(rows.pairs(row))
+            found[2 * pairs[:, None] + np.arange(2)] = sums[slot][: len(pairs)]
+    return found
 
-    def take(numbers: np.ndarray, values: jax.Array) -> None:
-        for row, sums in zip(numbers, partition.on_host(values), strict=False):
-            pairs = np.asarray(rows.pairs(int(row)))
-            found[2 * pairs[:, None] + np.arange(2)] = sums[: len(pairs)]
 
+def values_of_rows(
+    engine: Engine, program: Callable[..., Any], trainable: Any, frozen: Any, rows: Rows
+) -> Iterator[tuple[np.ndarray, Any]]:
+    """Runs a program over all packed rows in order, one batch after another, while the devices compute the next batch.
+    Yields, for each batch, (numbers of its rows int[n], the program's result as numpy arrays); the result's first
+    dimension may be longer than n, because the last batch is filled up.
+
+    Args:
+      engine: places the batches on the devices.
+      program: the compiled program of `engine.compile_of_rows` for these rows.
+      trainable, frozen: the two parts of the model's state (nnx.State) that the program takes.
+      rows: the packed rows, at least one.
+    """
+    batches, waiting = Batches(rows, engine.rows, order="given"), None
     for step in range(batches.steps_per_epoch):
         values = program(trainable, frozen, engine.place(batches.batch_at(step)))
         if waiting is not None:
-            take(*waiting)
+            yield waiting[0], jax.tree.map(partition.on_host, waiting[1])
         waiting = batches.rows_at(step), values
     assert waiting is not None
-    take(*waiting)
-    return found
+    yield waiting[0], jax.tree.map(partition.on_host, waiting[1])
 
 
 def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
@@ -124,8 +137,7 @@ def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
     made = hashlib.blake2b(repr((base, model.load_in, model.compute, config.precision)).encode(), digest_size=16)
     for part in (documents.tokens, documents.mask, documents.starts, rows.kept):
         made.update(np.ascontiguousarray(part).tobytes())
-    folder = default_folder() if config.data.cache_dir is None else Path(config.data.cache_dir).expanduser()
-    return folder / f"reference_{made.hexdigest()}.npy"
+    return cache_folder(config.data.cache_dir) / f"reference_{made.hexdigest()}.npy"
 
 
 def _checksum(path: Path, content: bytes) -> bytes:

@@ -19,7 +19,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import SCORE, Head
 from jaxtune.models.placement import partition
 from jaxtune.train.config import DataConfig
-from jaxtune.train.data import Batch
+from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.formats import PREFERENCE
 from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset

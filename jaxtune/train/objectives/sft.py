@@ -11,7 +11,8 @@ import jax
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import TEXT, Head
 from jaxtune.train.config import ROW_OPTIONS, DataConfig
-from jaxtune.train.data import Batch, TokenDataset, prepare
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.dataset import TokenDataset, prepare
 from jaxtune.train.program.loss import Forward
 
 

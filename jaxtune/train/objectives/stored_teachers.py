@@ -27,13 +27,14 @@ from jaxtune.system import processes
 from jaxtune.system.files import fingerprints, hold, remove_left, unfinished_name
 from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
-from jaxtune.train.data import TokenDataset
-from jaxtune.train.data.batches import Batch, Batches, BatchSource
-from jaxtune.train.data.cache import default_folder
+from jaxtune.train.data.batches import Batch, BatchSource
+from jaxtune.train.data.cache import cache_folder
+from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.teacher_files import open_file
 from jaxtune.train.data.teacher_values import TaughtRows, TeacherValues
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.references import values_of_rows
 from jaxtune.train.objectives.teachers import (
     BASE,
     described,
@@ -246,20 +247,9 @@ class StoredTeacher:
             while planner.smaller(compiled):
                 own.follow_plan()
                 compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)
-            batches, waiting = Batches(plain, own.rows, order="given"), None
-
-            def take(numbers: np.ndarray, found: tuple[jax.Array, jax.Array]) -> None:
-                ids, log_probs = (partition.on_host(each) for each in found)
+            for numbers, (ids, log_probs) in values_of_rows(own, compiled, trainable, frozen, plain):
                 for slot, row in enumerate(numbers.tolist()):
                     rows.take(row, ids[slot], log_probs[slot], array)
-
-            for step in range(batches.steps_per_epoch):
-                found = compiled(trainable, frozen, own.place(batches.batch_at(step)))
-                if waiting is not None:
-                    take(*waiting)
-                waiting = batches.rows_at(step), found
-            assert waiting is not None
-            take(*waiting)
 
         return compute
 
@@ -273,8 +263,7 @@ class StoredTeacher:
         made = hashlib.blake2b(repr((self.digest, values.k, values.limit, cut)).encode(), digest_size=16)
         for part in (documents.tokens, documents.mask, documents.starts, documents.lengths):
             made.update(np.ascontiguousarray(part).tobytes())
-        folder = default_folder() if config.data.cache_dir is None else Path(config.data.cache_dir).expanduser()
-        return folder / f"teacher_{made.hexdigest()}.npy"
+        return cache_folder(config.data.cache_dir) / f"teacher_{made.hexdigest()}.npy"
 
 
 # ---- stored files

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import matrix_of, weights_per_token
-from jaxtune.train.data import Batch
+from jaxtune.train.data.batches import Batch
 
 
 def document_lengths(batch: Batch) -> np.ndarray:
