@@ -191,9 +191,8 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
     """Places two trees of arrays, a model's trained tensors and the rest, on the same devices, so that one computation
-    can take both: (trained, rest). In a run of one process they stay as they are. If each of several processes has
-    every array whole, it gets its own copies on one device; otherwise both trees are put on the mesh, divided as
-    `divide` says."""
+    can take both: (trained, rest). In a run of one process they stay as they are. If each of several has every array
+    whole, it gets its own copies on one device; otherwise `divide` says how the mesh has them."""
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
     if all(array.is_fully_replicated for array in elsewhere):
