@@ -221,9 +221,9 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         folder loads the base in the right format.
       path: a folder with adapter_model.safetensors and adapter_config.json, written by jaxtune or PEFT.
     Returns:
-      a new model that shares every base array with `model`; adapters are float32 whatever the file's dtype. If the
-        adapter is from quantisation-aware training, merged weights are rounded as in training. The ids of end-of-text
-        tokens that training added are set.
+      a new model that shares every base array with `model` and trains only the adapter; adapters are float32 whatever
+        the file's dtype. If the adapter is from quantisation-aware training, merged weights are rounded as in training.
+        The ids of end-of-text tokens that training added are set.
     Raises:
       ValueError: no such files, or pickled ones; a PEFT feature that is not supported; tensors missing, unexpected,
         misshaped or not finite; an adapter that was trained over another base.

@@ -48,7 +48,8 @@ class TrainedOver:
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a text, with those that training added
 
     def to_text(self) -> str:
-        """The record as JSON, for the metadata of the adapter's safetensors file."""
+        """The record as JSON text, for the metadata of the adapter's safetensors file; `read` reads it. An empty
+        `precision` is left out, because older versions do not know that key."""
         record = dataclasses.asdict(self) | {"qat": None if self.qat is None else self.qat.record()}
         if not self.precision:  # older versions do not know the key
             del record["precision"]

@@ -32,7 +32,8 @@ class Batch:
     def insert(
         self, programs: device.Programs, states: device.States, placed: Sequence[tuple[int, int]]
     ) -> device.States:
-        """The states of all slots after copying rows of this batch into slots.
+        """Copies rows of this batch into slots, and returns the new states of all slots; those given, if the model has
+        no states.
 
         Args:
           programs: the compiled functions.

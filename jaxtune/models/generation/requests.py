@@ -89,7 +89,8 @@ class Request:
 
         tokens: their ids, the next ones after those that the row has.
 
-        Returns (the ids that were added, the reason why the row ends with them, or None if it does not end).
+        Returns (the ids that were added, why the row ends with them: "stop" for a stop string or an end token, "length"
+        for its limit, or None if it does not end).
         """
         known = len(self.tokens) - self.start
         self.tokens += tokens

@@ -119,7 +119,7 @@ def mesh_shape(*sizes: int, devices: int | None = None) -> MeshShape:
 
 def make_mesh(*sizes: int) -> Mesh:
     """Makes a mesh with these numbers of devices along AXES, of which one may be -1 and the last may be left out
-    (mesh_shape).
+    (mesh_shape). It has the first devices of the run; in one process others may be left over.
 
     Raises:
       ValueError: there are fewer devices, -1 gives no whole number, or processes would be left without a device.
@@ -465,7 +465,7 @@ def require_undivided(states: Any, what: str) -> None:
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     """The NamedShardings on a mesh of opt_state, an optimizer's states, which are placed like the `trainable` tensors
     that they belong to. A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit
-    states, factors) along its first. The update computes the same for every sharding."""
+    states, factors) along its first, if evenly. The update computes the same for every sharding."""
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
     everywhere = NamedSharding(mesh, WHOLE)
