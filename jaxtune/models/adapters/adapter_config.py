@@ -1,6 +1,7 @@
-"""adapter_config.json of PEFT's LoRA adapters: makes its content for a model's adapter (config_of), and reads and
-checks the file of an adapter that is loaded (read_adapter_config). A setting that would make PEFT compute something
-else than jaxtune is refused with its file, key and value."""
+"""adapter_config.json of PEFT's LoRA adapters: makes its content for a model's adapter (config_of), reads and checks
+the file of an adapter that is loaded (read_adapter_config), and finds the base that it names (base_of). A setting that
+would make PEFT compute something else than jaxtune is refused with its file, key and value. The names of modules in
+these files are PEFT's (peft_name)."""
 
 from __future__ import annotations
 
@@ -72,6 +73,8 @@ def peft_name(model: Decoder, name: str) -> str:
 
     name: the name in the text model, such as model.layers.0.mlp.up_proj. It is returned unchanged for a text model. If
     the base's folder has a vision tower too, the text model's prefix is inserted: model.language_model.layers.0...
+    Names that do not begin with "model.", such as lm_head or the last parts of names, are returned unchanged for every
+    model.
     """
     return whole_tensor_name(name) if is_nested(model) else name
 
@@ -85,8 +88,9 @@ def is_nested(model: Decoder) -> bool:
 
 def config_of(model: Decoder) -> dict[str, Any]:
     """The content of adapter_config.json for a model's adapter, {PEFT's setting: value}, all of it JSON. It has the
-    rank, scale and target modules of the adapter under the names that PEFT matches, the path of the base, and what
-    PEFT needs to load the adapter as jaxtune computes it.
+    rank, scale and target modules of the adapter under the names that PEFT matches, the path of the base (None for
+    random weights), and what PEFT needs to load the adapter as jaxtune computes it: a vision tower's modules are
+    excluded, a tied head stays tied, and in families of _TAKEN_FOR_EXPERTS some linears are in target_parameters.
 
     Raises:
       ValueError: a model without an adapter, or with settings that PEFT's config cannot express.
@@ -123,13 +127,15 @@ def config_of(model: Decoder) -> dict[str, Any]:
 
 
 def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes the settings for the families in which PEFT, given gate_proj, up_proj or down_proj in target_modules,
-    adapts experts and leaves out the plain linears of these names. Such linears are moved to target_parameters, as
-    `NAME.weight`, where PEFT adapts them. rank_pattern and alpha_pattern get entries for `NAME.weight` too.
+    """Changes settings for the families in which PEFT, given gate_proj, up_proj or down_proj in target_modules, adapts
+    experts and leaves out the plain linears of these names. Such linears are moved to target_parameters, as
+    `NAME.weight`, where PEFT adapts them. rank_pattern and alpha_pattern get entries for `NAME.weight` beside the old
+    ones.
 
-    settings: {PEFT's setting: value}, from adapter_settings, of a model of a family in _TAKEN_FOR_EXPERTS.
+    settings: {PEFT's setting: value}, from adapter_settings, of a model of a family in _TAKEN_FOR_EXPERTS; not changed.
     Returns:
-      {setting: new value} of these four settings, with which the caller overwrites the old ones.
+      {setting: new value} of these four settings, with which the caller overwrites the old ones; target_parameters is
+        None if there are none.
     """
 
     def as_experts(name: str) -> bool:
@@ -207,8 +213,8 @@ def base_of(folder: str | os.PathLike) -> str | None:
     loaded when only the adapter is named. None if `folder` has no adapter_config.json: it is no adapter.
 
     Raises:
-      ValueError: the file names no base, or a revision of a hub model that is not main (only main is fetched); or
-        read_adapter_config refuses the file.
+      ValueError: the file names no base, or names a revision other than main (of a hub model only main is fetched) and
+        the base is no folder on this machine; or read_adapter_config refuses the file.
     """
     path = Path(folder).expanduser() / CONFIG_NAME
     if not path.is_file():
@@ -231,7 +237,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     entries left out. folder: the folder that contains the file.
 
     Raises:
-      ValueError: no such file; an adapter that is not LoRA; a setting that is not supported, with file, key and value.
+      ValueError: no such folder or file; an adapter that is not LoRA; no rank (r), or neither target_modules nor
+        target_parameters; a setting that has a wrong value or is not supported, or an initialisation that changed the
+        base's weights (such as "pissa"). The message has the file, and the key and value if there are any.
     """
     if not folder.is_dir():
         raise ValueError(f"load_adapter: {folder} is not a folder; it must contain {CONFIG_NAME} and {WEIGHTS_NAME}")

@@ -82,7 +82,8 @@ class ExpertTensor:
 
     variable: nnx.Variable  # the variable of ExpertLora: a [E, r, in] or b [E, out, r]
     is_b: bool  # True: it is lora_B; False: lora_A
-    transposed: bool  # True: the matrix of each expert is [in, out]; False: [out, in]
+    # True: the base's matrix of each expert is [in, out]; False: [out, in]. _current_experts reads it for older files
+    transposed: bool
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -104,8 +105,8 @@ class ExpertTensor:
 
 
 def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
-    """{PEFT's key, such as base_model.model.model.layers.0.mlp.experts.lora_A.weight: tensor} of all expert adapters of
-    the model."""
+    """{PEFT's key, such as base_model.model.model.layers.0.mlp.experts.lora_A.weight: tensor} of all adapters of expert
+    matrices in the model; {} if it has none. Each has two entries, lora_A and lora_B."""
     adapted = [(name, matrix.lora, matrix.transposed) for name, matrix in experts(model)]
     adapted = [(name, lora, transposed) for name, lora, transposed in adapted if lora is not None]
     names = {name for name, *_ in adapted}
@@ -146,7 +147,7 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
     Adapters and modules_to_save are written in float32. The folder appears complete or not at all.
 
     Args:
-        model: the model with the adapter; its base is not written.
+      model: the model with the adapter; its base is not written.
       path: a folder that does not exist or is empty.
       tokenizer: saved beside the adapter with its chat template, if given; after training pass Trainer.tokenizer.
     Raises:
@@ -162,9 +163,9 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
 def write_adapter(
     folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes an adapter's two files, adapter_config.json and adapter_model.safetensors, into a folder that exists.
-    config, arrays and metadata are the fields of AdapterContent. The files are not flushed to the disk: the caller
-    publishes the folder as a whole."""
+    """Writes an adapter's two files, adapter_config.json and adapter_model.safetensors, into `folder`, which exists.
+    config, arrays and metadata are the fields of AdapterContent. The files are not flushed to the disk, because the
+    caller does that for the whole folder before it is renamed to its place (new_folder)."""
     tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
     shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)
     atomic_write(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True) + "\n", durable=False)
@@ -175,11 +176,13 @@ class AdapterContent(NamedTuple):
 
     config: dict[str, Any]  # adapter_config.json
     arrays: dict[str, np.ndarray]  # float32, by PEFT's keys
-    metadata: dict[str, str]  # of the safetensors file: the base's digests, and the TrainedOver record as JSON
+    # of the safetensors file: the digests of the base that are known, and the TrainedOver record as JSON
+    metadata: dict[str, str]
 
 
 def adapter_content(model: Decoder) -> AdapterContent:
-    """The content of the files of a model's adapter, in host memory; with several processes all of them must call it.
+    """Collects the content of the files of a model's adapter in host memory, for `write_adapter`. In a run of several
+    processes whose weights are divided over their devices, all of them must call it.
 
     Raises:
       ValueError: the model has no adapter; other tensors are trainable too; a value is not finite.
@@ -218,9 +221,9 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         folder loads the base in the right format.
       path: a folder with adapter_model.safetensors and adapter_config.json, written by jaxtune or PEFT.
     Returns:
-      a new model that shares every base array with `model`; adapters are float32 whatever the file's dtype. If the
-        adapter is from quantisation-aware training, merged weights are rounded as in training. The ids of end-of-text
-        tokens that training added are set.
+      a new model that shares every base array with `model` and trains only the adapter; adapters are float32 whatever
+        the file's dtype. If the adapter is from quantisation-aware training, merged weights are rounded as in training.
+        The ids of end-of-text tokens that training added are set.
     Raises:
       ValueError: no such files, or pickled ones; a PEFT feature that is not supported; tensors missing, unexpected,
         misshaped or not finite; an adapter that was trained over another base.
@@ -292,9 +295,8 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
 
 
 def _share_base(model: Decoder, adapted: Decoder) -> None:
-    """Sets the base arrays of `adapted`, a model of shapes with an adapter, to those of `model`, without a copy.
-
-    The weight that a trained embedding or head had before training (`original`) is set to `model`'s weight.
+    """Sets the base arrays of `adapted`, a copy of `model` with an adapter whose variables have only shapes so far, to
+    those of `model`, without a copy. The original weight of a trained embedding or head is set to `model`'s weight.
     """
     base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
     for place, variable in nnx.to_flat_state(nnx.state(adapted)):
@@ -304,16 +306,17 @@ def _share_base(model: Decoder, adapted: Decoder) -> None:
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:
-    """At most `limit` of the names, and how many more there are, for error messages."""
+    """Joins at most `limit` of the names with commas, and adds how many more there are, for error messages."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """({key: array}, the file's metadata) of an adapter folder's weights.
+    """Reads adapter_model.safetensors in `folder`: ({PEFT's key: array in the file's dtype}, the file's metadata, {} if
+    it has none).
 
     Raises:
-      ValueError: no such file, a pickle, or a damaged file.
+      ValueError: no such file, a pickle (adapter_model.bin) in its place, or a damaged file.
     """
     path = folder / WEIGHTS_NAME
     if not path.is_file():
@@ -366,7 +369,8 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
 
 
 def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors of an adapter file, with those of experts converted to PEFT's current layout.
+    """Returns the tensors of an adapter file as a new dict, with those of experts converted to PEFT's current layout.
+    Tensors whose shapes fit neither layout are left as they are; _check_tensors refuses them.
 
     PEFT before 0.19 assumed that every expert's weight is [in, out]. For weights that are [out, in] its A was [E r,
     out] and its B [in, r E], and (B A)^T was added: the current A is its B^T, and the current B is its A^T. The shapes

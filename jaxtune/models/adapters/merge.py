@@ -1,4 +1,6 @@
 """Merges an adapter into its base, one matrix at a time, and verifies that the result computes the same.
+`merge_adapter` makes the merged model in memory, `merged_weights` computes its tensors one by one for an export, and
+`merge_bytes` tells the planner what that takes.
 
 A merge is verified before any of it is used:
 - Every merged matrix is finite, and its product with random rows equals its adapter's within a bound that every correct
@@ -58,7 +60,8 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
       lora: its adapter: A [r, in], B [out, r], the scale, and DoRA's factors of the rows.
       probe: float32[rows, in], random.
       dtype: of the merged weight.
-      fake_quant: the merged weight is then rounded to this grid, which is no error and not part of the comparison.
+      fake_quant: the grid of QAT to which the merged weight is then rounded, which is no error and not part of the
+        comparison; None: it is only rounded to `dtype`.
     Returns:
       (the merged weight [out, in] in dtype; whether it is finite; the largest error divided by the error allowed, at
         most 1 if the merge is right)
@@ -94,8 +97,8 @@ def _merge_experts(
     weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool, fake_quant: FakeQuant | None
 ):
     """Merges the adapters of an experts' matrix into the weight of each expert, and compares each expert's product of
-    random rows with its adapter's, within the error that rounding explains: (merged weights, whether all are finite,
-    the largest error divided by the error allowed).
+    random rows with its adapter's, within the error that rounding explains (_merge_and_check): (merged weights, whether
+    all are finite, the largest error of any expert divided by the error allowed, at most 1 if the merge is right).
 
     weight: [E, out, in], or [E, in, out] if `transposed`, decoded; the merged weights have its shape and dtype. lora:
     the adapters. probe: float32[rows, in], random. fake_quant: the grid to which merged weights are rounded, or None.
@@ -176,9 +179,10 @@ def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
 
 
 def merged_weights(model: Decoder) -> Weights:
-    """Returns the weights of the model with its adapter merged in, each tensor computed when it is asked for. Quantised
-    weights are decoded, weights are rounded to the grid of QAT, if there is one, and a trained embedding or head
-    replaces the base's.
+    """Returns the weights of the model with its adapter merged in, each changed tensor computed when its function in
+    `Weights.made` is called. Quantised weights are decoded, weights are rounded to the grid of QAT, if there is one,
+    and a trained embedding or head replaces the base's. `Weights.model` is a new model without adapters, whose
+    variables are all nnx.Param and which shares unchanged arrays with `model`.
 
     The logits are verified here, each matrix when it is computed, so that whoever writes the tensors writes a verified
     merge or gets an error. The device has, beside the model, one merged matrix and what its computation and
@@ -186,7 +190,7 @@ def merged_weights(model: Decoder) -> Weights:
 
     Raises:
       ValueError: the model has no adapter.
-      ArithmeticError: the verification of the logits failed; or, when a tensor is computed, its own did.
+      ArithmeticError: a verification failed: here, that of the logits; or, when a tensor is computed, its own.
     """
     if not has_adapter(model):
         raise ValueError("merge_adapter: this model has no adapter")
@@ -265,8 +269,9 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
     """(bytes on the device, bytes in host memory) that merging needs in addition to the model, with which the planner
     leaves room for the merge at the end of a run.
 
-    Each tensor is written before the next is computed. For a model without an adapter, these are the bytes of decoding
-    its quantised weights.
+    Each tensor is written before the next is computed, so that each number is that of the tensor which needs most. For
+    a model without an adapter, the bytes on the device are those of decoding its quantised weights, or 0. Abstract
+    arrays will do.
     """
     device = host = 0
     for _, matrix in matrices(model):
@@ -295,16 +300,18 @@ class _Merged(Stored):
     """A matrix that looks like a quantised weight and is merged with its adapter whenever it is decoded. `of` makes it
     from a linear or experts, and `_decode` merges; `problem` and `cut` are what every quantised weight must answer.
 
-    A model with such matrices computes what the merged model does, with one merged matrix in memory at a time.
+    _check_logits uses it: a model with such matrices computes what the merged model does, with one merged matrix in
+    memory at a time.
     """
 
-    base: Any  # the weight, an array or quantised
+    base: Any  # the weight, an array or a Stored (quantised): [out, in], or of experts [E, out, in] or [E, in, out]
     a: jax.Array | None  # as in Lora or ExpertLora; None: no adapter
     b: jax.Array | None  # as in Lora or ExpertLora; None: no adapter
     magnitude: jax.Array | None  # DoRA's magnitude, or None
     scale: float = dataclasses.field(metadata=dict(static=True))  # the adapter's scale
     shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # of the weight
-    dtype_name: str = dataclasses.field(metadata=dict(static=True))  # the dtype that it is merged in
+    # the dtype to which a quantised weight is decoded, and in which the merged weight is stored
+    dtype_name: str = dataclasses.field(metadata=dict(static=True))
     # the grid to which the linear's weight is rounded, or None
     fake_quant: FakeQuant | None = dataclasses.field(metadata=dict(static=True))
     transposed: bool = dataclasses.field(metadata=dict(static=True))  # whether experts' weights are [in, out]
@@ -372,7 +379,7 @@ class _Merged(Stored):
 @dispatch.unsaid()
 def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], changed: int) -> None:
     """Compares the logits of a random batch of the model with its adapter and of the merged model, computed in fp32,
-    where only the rounding of weights differs.
+    where only the rounding of weights differs: QAT's rounding of activations is left out. Both models stay as they are.
 
     The merged model's matrices are merged when they multiply, so that the merged model is never in memory as a whole.
 
@@ -387,7 +394,8 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
       views: {id() of a variable of the merged model: the _Merged that computes its value when it multiplies}.
       changed: the number of tensors that merging changes.
     Raises:
-      ArithmeticError: the logits differ by more, or are not finite.
+      ArithmeticError: the logits differ by more, or are not finite. Before that every changed tensor is computed once,
+        because its own verification may raise a more precise error.
     """
     config = model.config
     walked = copy_structure(merged.model)

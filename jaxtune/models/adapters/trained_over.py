@@ -1,4 +1,6 @@
 """The record of what an adapter was trained over: format and dtype of the base's weights, which the adapter depends on.
+`of_model` makes it when an adapter is saved. `read` reads it when one is loaded, so that the base is loaded in the same
+form; where the base has another form, `difference` says so for a warning.
 
 The record is JSON in the metadata of the adapter's safetensors file, which PEFT and servers ignore, whereas PEFT warns
 of unknown keys in adapter_config.json. Folders that runs of older versions wrote have the same facts in the run's own
@@ -32,7 +34,8 @@ RUN_RECORD = "jaxtune_run.json"  # in a folder that a run wrote; see train/folde
 
 @dataclasses.dataclass(frozen=True)
 class TrainedOver:
-    """How the base was loaded when an adapter was trained; the defaults make no statement about it."""
+    """How the base was loaded when an adapter was trained, and the tokens that end its texts. The defaults make no
+    statement about it. `of_model` makes it of a model, and `read` and `of_run` of files."""
 
     # the format (of model.load_in) in which the base's linears were; None: as the base's files store them
     load_in: str | None = None
@@ -45,7 +48,8 @@ class TrainedOver:
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a text, with those that training added
 
     def to_text(self) -> str:
-        """The record as JSON, for the metadata of the adapter's safetensors file."""
+        """The record as JSON text, for the metadata of the adapter's safetensors file; `read` reads it. An empty
+        `precision` is left out, because older versions do not know that key."""
         record = dataclasses.asdict(self) | {"qat": None if self.qat is None else self.qat.record()}
         if not self.precision:  # older versions do not know the key
             del record["precision"]
@@ -53,9 +57,10 @@ class TrainedOver:
 
     def words(self, dtype: str, load_in: str | None) -> dict[str, str]:
         """Returns the precision map {module's name: word} for loading the adapter's base in `dtype`, a name such as
-        "bfloat16", and in the format `load_in` (None: none), so that single modules are as in training. If the format
-        is another one than in training, modules that were in a further format, or in the model's dtype beside it, are
-        as `dtype` and `load_in` say."""
+        "bfloat16", and in the format `load_in` (None: none), so that single modules are as in training. Modules that
+        were in another dtype than the model's keep it. If `load_in` is the format of training, modules in a further
+        format keep that, and modules that were in the model's dtype beside the format get `dtype`; otherwise both are
+        left out, so that they are as `dtype` and `load_in` say. {} if no module differs."""
         own, found = WORDS.get(self.dtype or ""), {}
         for name, word in self.precision.items():
             if word in DTYPES and word != own:
@@ -138,8 +143,9 @@ def _from_record(where: str, record: Any) -> TrainedOver:
 
 def of_run(folder: Path) -> TrainedOver | None:
     """What the run that wrote a folder (an adapter's or a whole model's) trained over, from the config in its
-    jaxtune_run.json: the format, compute dtype, precision and QAT grid. Older versions recorded these facts only
-    there. None for any other folder.
+    jaxtune_run.json: model.load_in, model.compute, the dtype in `precision` (of a map, its entry "*"; entries for
+    single modules are not read) and the QAT grid. Older versions recorded these facts only there. None for any other
+    folder.
 
     Raises:
       ValueError: a recorded format, compute dtype, precision or QAT grid that is not supported, with file and key.
@@ -172,8 +178,8 @@ def _one_of(where: str, value: Any, known: Sequence[str]) -> None:
 def difference(over: TrainedOver, base: Decoder) -> str | None:
     """How the precision of a base's weights differs from that over which an adapter was trained, as a phrase for a
     warning, such as "it was trained over weights not quantised, and this base's are ...". Compared are the format of
-    most weights and the precision of single modules. None if they are the same; also None if the record names no format
-    and the base's own files store it quantised.
+    most weights and then, if the record has a dtype, the precision of single modules, of which the first by name is
+    named. None if they are the same. A record without a format agrees with a base whose own files store it quantised.
 
     over: the adapter's record. base: the model to which the adapter is added.
     """

@@ -1,4 +1,5 @@
-"""A conversation with a model in its chat template."""
+"""A conversation with a model in its chat template, which keeps the messages and answers one question at a time. The
+command `jaxtune chat` is built on it."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ _INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character 
 
 
 class Conversation:
-    """A conversation in which the model sees all earlier questions and answers.
+    """A conversation in which the model sees all earlier questions and answers. An answer ends at the model's end
+    tokens or the tokenizer's EOS.
 
     Args:
       model: with or without an adapter.
       tokenizer: with a chat template.
       system: the system message, if any.
-      settings: arguments of `generate` (generate.py) for every answer, such as max_new_tokens, temperature and top_p.
+      settings: arguments of `generate` (generate.py) for every answer by name, such as max_new_tokens, temperature and
+        top_p; not eos_token_ids, streamer and tokenizer, which are set here.
     Attributes:
       messages: [{"role", "content"}], as the chat template takes them.
       adapter: True: the next answer is the adapted model's; False: the base model's. It can be set at any time, and is
@@ -49,7 +52,7 @@ class Conversation:
         return self._with is not self._without
 
     def reset(self) -> None:
-        """Removes all messages but the system message."""
+        """Removes all messages but the system message, so that a new conversation begins."""
         self.messages: list[dict[str, str]] = list(self._system)
 
     def ask(self, text: str, show: Callable[[str], None] = lambda piece: None) -> str:
@@ -59,7 +62,8 @@ class Conversation:
           text: the question, as the user's next message.
           show: called with each piece of the answer as soon as it is known; the pieces add up to the answer.
         Raises:
-          ValueError: a conversation that has more tokens than the model has positions.
+          ValueError: the conversation and max_new_tokens are more tokens than the model has positions; a setting that
+            `generate` refuses.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._tokenizer.apply_chat_template(

@@ -25,7 +25,8 @@ LEAST_ROWS = 17  # fewer rows are multiplied by codes faster than by decoded wei
 
 def decoded_bytes(model: Decoder) -> int:
     """The bytes of device memory that a sampler would need for the decoded weights of a model, in its compute dtype:
-    those of all linears whose products would otherwise decode a quantised weight. Experts are not among them."""
+    those of all linears whose products would otherwise decode a quantised weight; 0 if there is none. Experts are not
+    among them. The sampler's plan decides by it whether to decode."""
     return sum(weight.size for _, weight in _quantised(model)) * jnp.dtype(model.dtype).itemsize
 
 
@@ -68,14 +69,15 @@ def _cast(arrays: list[jax.Array], dtype: str) -> list[jax.Array]:
 
 class Decoded:
     """Decodes the quantised weights of models that share them, such as one model with the adapters of several training
-    steps, each weight once."""
+    steps, each weight once. A sampler has one, and calls `of` for its first model and in each update."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def of(self, model: Decoder) -> Decoder:
-        """The model with decoded weights in place of quantised ones; its other arrays are those of `model`. Weights of
-        an earlier call that this model has too are not decoded again, and others are freed."""
+        """Returns a new model with decoded weights, in the compute dtype and frozen, in place of quantised ones; its
+        other arrays are those of `model`. Weights that the last call decoded and this model has too are not decoded
+        again, and others are freed."""
         model, kept = copy_structure(model), {}
         for linear, weight in _quantised(model):
             codes = jax.tree.leaves(weight)[0]

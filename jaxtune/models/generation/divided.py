@@ -1,4 +1,5 @@
-"""Samplers of several devices that share the rows, for a model whose weights every device has."""
+"""Samplers of several devices that share the rows, for a model whose weights every device has, such as one that is
+being trained on them: each device samples a part of the answers, without exchanges."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ def copy_on(model: Decoder, device: Device) -> Decoder:
 
 
 class DividedSampler:
-    """Samplers of several devices with the methods of one (`Sampler.submit`, `step` and `pending`). The rows that are
-    submitted first are divided into consecutive parts, one for each device; a later row goes to the device with the
-    fewest rows.
+    """Samplers of several devices with the methods of one (`Sampler.submit`, `step` and `pending`), so that the caller
+    need not know how many devices there are. The rows that are submitted first are divided into consecutive parts, one
+    for each device; a later row goes to the device with the fewest rows that are not done.
 
     Args:
       model: its weights are whole on each device.
       devices: the devices.
-      rows: the number of rows that are submitted first.
+      rows: the number of rows that are submitted first, at least one.
       make: makes the sampler of a device from the model with that device's weights.
     """
 
@@ -54,7 +55,8 @@ class DividedSampler:
         self._numbers: list[dict[int, int]] = [{} for _ in devices]  # of each device: {its number of a request: ours}
 
     def submit(self, prompt: Sequence[int], *arguments, **settings) -> int:
-        """Submits a prompt to one of the samplers; returns the request's number, which `step` gives with its tokens.
+        """Submits a prompt to one of the samplers; returns the request's number (from 0, in the order of submission),
+        which `step` gives with its tokens.
 
         prompt: token ids. arguments, settings: the other arguments of Sampler.submit, such as max_new_tokens."""
         number, self._submitted = self._submitted, self._submitted + 1

@@ -22,8 +22,8 @@ def end_token_ids(model: Decoder) -> list[int]:
 
 
 def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
-    """Adds tokens that end the model's texts, also for the folder that it is saved to (its generation_config.json). The
-    model is changed in place, and returned.
+    """Adds tokens, by their ids, at which the model's texts end, such as those that training taught it; also for the
+    folder that it is saved to (its generation_config.json). The model is changed in place, and returned.
 
     Ids outside the vocabulary are left out, and a model with random weights, which has no such file, stays as it is.
     """

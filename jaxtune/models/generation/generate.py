@@ -1,4 +1,4 @@
-"""Generation: continues prompts of any lengths, by the sampler (sampler.py).
+"""Generation: continues a list of prompts of any lengths in one call (`generate`), by the sampler (sampler.py).
 
 It also computes the log-probabilities of answers as training does, because those of the decoding steps differ by
 rounding.
@@ -76,6 +76,7 @@ def generate(
       seed: what a row draws depends only on seed, its index and its step. A sequence has a seed for each prompt, whose
         row then draws as it does alone with that seed.
       stop_strings: a row ends with the token that completes one of them in its new text; needs `tokenizer`.
+      tokenizer: its `decode` turns new tokens into the text in which stop strings are looked for; not used otherwise.
       streamer: called with a row's index and its new tokens as soon as they are known, one token at a time.
       eos_token_ids: tokens that end a row. None: those of the model's generation_config.json or config.json; an empty
         sequence: none.

@@ -54,6 +54,9 @@ class JaxtuneLM(TemplateLM):
         the weights are quantised; None: as the folder has them. They have no effect on a model that is passed.
       seed: the seed of sampling, to which each request adds its index.
       others: lm-eval's options without an effect here, "device" and "max_batch_size".
+    Raises:
+      ValueError: another option; a model that scores texts; no tokenizer; a batch_size or max_length out of range; or
+        from_pretrained refuses the folder.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class JaxtuneLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The token ids of the text `string`. add_special_tokens: True: with the tokenizer's special tokens, such as
         BOS; False: without them; None: with those that the tokenizer adds by default, or without them if the text
-        starts with BOS already."""
+        starts with BOS already. Other options of lm-eval have no effect."""
         if add_special_tokens is None:
             has_bos = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
             return self.tokenizer.encode(string, **({"add_special_tokens": False} if has_bos else {}))

@@ -37,8 +37,9 @@ class Stream(NamedTuple):
 def is_plain(block: Block, spec: LayerSpec) -> bool:
     """Whether `step` can run this layer (`block`, of the kind `spec`); other layers run through Block.step, with more
     kernels. It can if the layer is attention without gates, and then a feed-forward, each after an RMS norm and added
-    to the residual stream without a further norm or factor, and if queries and keys are rotated over the whole head in
-    halves, or not at all."""
+    to the residual stream without a further norm or factor; if it exchanges nothing with other layers; if its norms
+    have no dtype of their own, and queries and keys have none or one norm a head; and if these are rotated over the
+    whole head in halves, or not at all."""
     parts = [[(part.name, part.norm, part.post_norm) for part in stage.parts] for stage in spec.stages]
     if parts != [[("mixer", True, False)], [("mlp", True, False)]] or any(stage.post_norm for stage in spec.stages):
         return False
@@ -67,8 +68,9 @@ def norm_before(block: Block, part: str) -> RMSNorm:
 
 
 def rounding(norm: RMSNorm) -> dict:
-    """The settings of an RMSNorm of the model, {"eps", "offset", "float32"}, as keyword arguments for the kernels
-    added_norm and placed, which compute the same norm inside another operation."""
+    """The settings of an RMSNorm of the model as keyword arguments for the kernels added_norm and placed, which compute
+    the same norm inside another operation: {"eps": added to the mean square, "offset": added to the weight, "float32":
+    whether the product with the weight is computed in fp32}."""
     return dict(eps=norm.eps, offset=norm.offset, float32=norm.float32)
 
 
@@ -86,7 +88,7 @@ def step(
       block: the layer.
       stream: the layer's input [N, hidden], and that input after the layer's norm before attention (mixer_norm).
       state: {"mixer": (keys, values)}, the attention's caches of all rows.
-      at: int32[N], the token's position in each row; -1 for a row that does not decode.
+      at: int32[N], the token's position in each row; -1 for a row that does not decode, whose caches stay as they are.
       context: the layer's spec, and a layout with the rotary tables of these positions.
       next_weight: [hidden], of the norm before the next layer or the head, which rounds as this layer's norms do.
     Returns:
@@ -126,8 +128,8 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
 
 
 def _is_plain(linear: Linear, dtype) -> bool:
-    """Whether a linear is a product with an array of this dtype, with or without a LoRA adapter, and nothing else (no
-    bias, rounding or DoRA, and no dtype of its own), which few_rows' kernels can multiply."""
+    """Whether a linear is a product with an array of the dtype `dtype`, with or without a LoRA adapter, and nothing
+    else (not quantised, no bias, rounding or DoRA, and no dtype of its own), which few_rows' kernels can multiply."""
     more = (linear.bias, linear.fake_quant, linear.compute, None if linear.lora is None else linear.lora.magnitude)
     weight = linear.stored_weight
     return all(part is None for part in more) and isinstance(weight, jax.Array) and weight.dtype == dtype

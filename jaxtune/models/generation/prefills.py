@@ -32,7 +32,8 @@ class Batch:
     def insert(
         self, programs: device.Programs, states: device.States, placed: Sequence[tuple[int, int]]
     ) -> device.States:
-        """The states of all slots after copying rows of this batch into slots.
+        """Copies rows of this batch into slots, and returns the new states of all slots; those given, if the model has
+        no states.
 
         Args:
           programs: the compiled functions.
@@ -143,14 +144,16 @@ class Prefills:
 
     def advance(self, leaves: Sequence[jax.Array], nearest: Sequence[Request]) -> int:
         """Dispatches one program that prefills the prompt of the first of these requests, and of others if they fit.
+        When a prompt is complete, `ready` finds its states.
 
-        If a long prompt is being prefilled in chunks, the program prefills its next chunk instead.
+        If a long prompt is being prefilled in chunks, the program prefills its next chunk instead. For a prompt of one
+        token, whose states are empty, no program is needed.
 
         Args:
           leaves: the model's arrays.
-          nearest: the requests that get a slot next.
+          nearest: the requests that get a slot next, at least one; the states of the first are not ready.
         Returns:
-          the number of tokens that the program computes.
+          the number of tokens that the program computes, padding included; the sampler adds them up for its limit.
         """
         if self._long is not None:
             return self._go_on(leaves, self._long)

@@ -27,6 +27,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 class StopStrings:
     """Finds the token that completes one of several strings in the new text of a row (`end`), at which the row ends.
+    The prompt's text is not searched.
 
     Args:
       strings: at least one, none of them empty.
@@ -62,7 +63,8 @@ class StopStrings:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A row (a prompt and its new tokens) that is waiting for a slot, decoding in one, or done."""
+    """A row (a prompt and its new tokens) that is waiting for a slot, decoding in one, or done. Sampler.submit makes
+    it, and the sampler changes its last five fields and `tokens` until it is done."""
 
     number: int  # by which the sampler's pieces and `cancel` name the request
     tokens: list[int]  # the prompt and the new tokens
@@ -87,7 +89,8 @@ class Request:
 
         tokens: their ids, the next ones after those that the row has.
 
-        Returns (the ids that were added, the reason why the row ends with them, or None if it does not end).
+        Returns (the ids that were added, why the row ends with them: "stop" for a stop string or an end token, "length"
+        for its limit, or None if it does not end).
         """
         known = len(self.tokens) - self.start
         self.tokens += tokens
@@ -102,7 +105,7 @@ class Request:
 
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[int]:
-    """A prompt as a list of token ids.
+    """Checks a prompt before anything is computed for it, and returns it as a list of token ids.
 
     Args:
       prompt: its token ids, as a list or an array of integers.
@@ -128,7 +131,7 @@ def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions:
 
     Args:
       prompt: the prompt's token ids.
-      max_new_tokens: the most new tokens; None: as many as there are positions for.
+      max_new_tokens: the most new tokens; None: as many as there are positions for, but at least one.
       positions: the most tokens that a row can have.
       name: what the error calls the prompt, such as "generate: prompt 3".
       whose: what has these positions, for the error, such as "the model has".

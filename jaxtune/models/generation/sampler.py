@@ -85,10 +85,9 @@ class Sampler:
     tokens of the requests; `run` does both for a list of prompts. `update` sets the weights of a model in training.
 
     A row gets the same tokens whatever is in the other slots, up to the rounding of products whose shapes depend on how
-    many prompts are prefilled at once; with `deterministic` the results are equal bit for bit.
-
-    A sampler is used by one thread at a time. Its programs are compiled when they are first needed, once for each
-    bucket of capacity and of prompt length, and shared by all samplers of equal models.
+    many prompts are prefilled at once; with `deterministic` the results are equal bit for bit. A sampler is used by one
+    thread at a time. Its programs are compiled when they are first needed, once for each bucket of capacity and of
+    prompt length, and shared by all samplers of equal models.
 
     Args:
       model: with its adapters, of which the sampler has a copy in the compute dtype. Other weights are not copied;
@@ -110,8 +109,8 @@ class Sampler:
       plan: the SlotPlan in use, with slots, length, bytes, and decoded_bytes: the memory of weights that are decoded
         once for all steps (decoded.py), or 0 if no weight is quantised or there is no memory for them.
     Raises:
-      ValueError: a model that scores texts; weights that are divided over devices; slots and length for which there is
-        too little memory.
+      ValueError: a number that must be a positive integer and is not; a model that scores texts; weights that are
+        divided over devices; slots and length for which there is too little memory.
     """
 
     def __init__(
@@ -238,11 +237,9 @@ class Sampler:
         return len(self._requests)
 
     def step(self) -> list[Piece]:
-        """Makes about one round of progress: fills free slots, dispatches the next round, and reads the oldest one.
-
-        Returns the new pieces in no particular order, often those of the round before the last one dispatched. An empty
-        list does not mean that nothing is left to do; `pending` says that.
-        """
+        """Makes about one round of progress: fills free slots, dispatches the next round, and reads the oldest of two
+        rounds, for which it waits. Returns the new pieces in no particular order, often those of the round before the
+        last one dispatched. An empty list does not mean that nothing is left to do; `pending` says that."""
         self._fill()
         if self._has_work():
             self._dispatch()
@@ -263,14 +260,17 @@ class Sampler:
         in_order: bool = True,
         **settings: Any,
     ) -> Iterator[Row]:
-        """Continues all prompts and yields each row that has ended.
+        """Continues all prompts and yields each row that has ended. Nothing is submitted before the first row is asked
+        for. Closing the generator, or an error, cancels the rows that are left.
 
         Args:
           prompts: token ids; for several answers to a prompt, repeat it in consecutive places.
           max_new_tokens: for all rows, or one number per prompt; see submit.
           seed: a row draws by it and its index; or one seed per prompt, by which the row draws as if it were alone.
           in_order: True: rows are yielded in the order of the prompts; False: as they end.
-          temperature, settings: other arguments of submit, the same for all rows. Errors are those of submit.
+          temperature, settings: other arguments of submit by name, the same for all rows.
+        Raises:
+          ValueError: requests are not done; a wrong number of limits or seeds; those of submit.
         """
         if self._requests:
             raise ValueError(f"Sampler: run while {len(self._requests)} requests are not done; use submit and step")
@@ -308,9 +308,8 @@ class Sampler:
                 following += 1
 
     def update(self, model: Decoder) -> None:
-        """Sets the weights to those of a model with the same structure, such as one that is being trained.
-
-        Only what must be cast or decoded is copied: the model's arrays must not be deleted while the sampler uses them.
+        """Sets the weights to those of a model with the same structure, such as one that is being trained. Only what
+        must be cast or decoded is copied: the model's arrays must not be deleted while the sampler uses them.
 
         Raises:
           ValueError: requests are not done, whose states were computed with the old weights; another structure.

@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The sampling settings of one row.
+    """The sampling settings of one row, checked. Sampler.submit makes it of its arguments for the row's Request.
 
     The operations are applied to the logits in the order repetition_penalty, temperature, top_k, top_p, min_p. The
     defaults change no logits and take the most likely token. The property `kind` says which operations the row needs,

@@ -65,12 +65,9 @@ class Structure:
 
 @functools.lru_cache(32)
 def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) -> Structure:
-    """The Structure of a model; equal models get the same object.
-
-    graph is the model's nnx.GraphDef, treedef the tree structure of its state, and config its DecoderConfig. Programs
-    are looked up by the object's identity: comparing two descriptions of a deep model would take the host as long as
-    the device takes for a token.
-    """
+    """The Structure of a model; equal models get the same object. graph is the model's nnx.GraphDef, treedef the tree
+    structure of its state, and config its DecoderConfig. Programs are looked up by the object's identity: comparing two
+    descriptions of a deep model would take the host as long as the device takes for a token."""
     return Structure(graph, treedef, config)
 
 
@@ -376,8 +373,9 @@ def _split(model: Decoder) -> list[tuple]:
 
 
 def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) -> tuple[jax.Array, States]:
-    """Runs new tokens of N rows through all layers and the final norm, for a step of generation. Returns (the hidden
-    states after the final norm [N, C, hidden], the layers' new states).
+    """Runs new tokens of N rows through all layers and the final norm, for a step of generation: by `_plain_step` if C
+    is 1 and all layers are plain ones, otherwise by `_layer_step`. Returns (the hidden states after the final norm [N,
+    C, hidden], the layers' new states).
 
     Args:
       model, splits: the decoder, and its split layers from _split.

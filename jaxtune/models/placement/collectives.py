@@ -30,9 +30,9 @@ _COMBINED_BYTES = 8 << 30
 
 
 def compiler_options() -> dict[str, Any]:
-    """The options of XLA, {name: value}, with which a program that gathers divided weights is compiled. They turn on
-    the latency-hiding scheduler, and combine all gathers, and all scatters, that start at the same place in the program
-    into one, up to 8 GiB.
+    """The options of XLA, {name: value}, with which a program for GPUs that gathers divided weights is compiled. They
+    turn on the latency-hiding scheduler, and combine all gathers, and all scatters, that start at the same place in the
+    program into one, up to 8 GiB.
 
     On two H200s a step of ten layers took 302 ms with XLA's defaults, 297 ms with the latency-hiding scheduler and one
     gather a layer, as these options make it, and 297 ms with nothing divided.
@@ -62,7 +62,8 @@ def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
 
 class CollectiveSchedule:
     """Gathers weights and scatters gradients of neighbouring layers while a layer computes, in a program that is being
-    traced. The layer calls `start` before and `finish` after each of its stages, and reads the results at the end.
+    traced. The stack makes one for each run of a layer (layer_forward, layer_backward); the layer calls `start` before
+    and `finish` after each of its stages, and reads the results at the end.
 
     A stage is one segment that the layer runs, in its forward, its recomputation or its backward. Scatters run during
     the first half of the layer's time, because their inputs, whole gradients, are large and are free afterwards.
@@ -70,7 +71,7 @@ class CollectiveSchedule:
     of the time.
 
     Args:
-      gathers: the Shards (this device's parts of tensors) to be gathered.
+      gathers: the Shards (this device's parts of tensors) to be gathered; may be empty, as may `scatters`.
       scatters: (Shard of a tensor, gradient of the whole tensor) to be scattered.
       stages: the duration of each stage, as the number of multiplications that large products do in that time.
 

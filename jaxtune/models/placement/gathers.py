@@ -28,7 +28,10 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
     Args:
       variable: the table, such as an embedding's weight.
       index: int32[...] in [0, n), this device's row numbers.
-      take: (table, index) -> table[index], with the derivative that the lookup is to have.
+      take: (table, index) -> table[index], with the derivative that the lookup is to have; for a divided table it gets
+        this device's part and row numbers in it.
+    Returns:
+      take(table, index) of the whole table, complete on this device. The table's gradient is a Shard if it is divided.
     """
     value = variable.get_value()
     if not isinstance(value, Shard):
@@ -88,9 +91,9 @@ def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.A
     """Returns (the whole array of a variable, x unchanged), for a variable such as the head's weight, which is not
     needed before the hidden states x are computed.
 
-    A Shard is gathered only after x is there, and its gradient is scattered before x's gradient is passed on. Otherwise
-    XLA keeps the whole array and its gradient in memory for as long as it can combine several collectives. A variable
-    that is not divided is returned as it is."""
+    A Shard is gathered only after x is there, and if it trains, its gradient is scattered before x's gradient is passed
+    on. Otherwise XLA keeps the whole array and its gradient in memory for as long as it can combine several
+    collectives. A variable that is not divided is returned as it is."""
     value = variable.get_value()
     if not isinstance(value, Shard):
         return variable[...], x
@@ -152,7 +155,7 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:
     """The Shards of layer number `index`, which must be gathered before it runs; [] if no layer has that number, as
-    after the last one. trainables, frozens: the trained and the other tensors of each layer."""
+    after the last one or before the first. trainables, frozens: the trained and the other tensors of each layer."""
     return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
 
 
@@ -163,8 +166,9 @@ def first_gathered(trainables, frozens) -> list[jax.Array]:
 
 
 def with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
-    """Pairs each Shard of a layer's trainable tensors with the gradient of its whole tensor, for the scatter.
-    gradients: a tree with the structure of `trainable`."""
+    """Pairs each Shard of a layer's trainable tensors with the gradient of its whole tensor, for CollectiveSchedule's
+    scatters: a list in order of leaves. Tensors that are not divided are left out. gradients: a tree with the structure
+    of `trainable`."""
     pairs = jax.tree.map(
         lambda leaf, gradient: (leaf, gradient) if isinstance(leaf, Shard) else None,
         trainable,

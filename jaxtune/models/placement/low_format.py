@@ -27,7 +27,8 @@ _BITS = {"bf16": 16.0, "int8": 8.0 + 32 / BLOCK, "int4": 4.0 + 32 / BLOCK}
 
 
 def bytes_per_number(format: SyncFormat) -> float:
-    """Bytes of a number in a format, with its share of the block's scale: 2.0, 1.0625 or 0.5625."""
+    """Bytes of a number in a format, with its share of the block's scale: 2.0, 1.0625 or 0.5625. The planner computes
+    the time of sending gradients from it."""
     return _BITS[format] / 8
 
 
@@ -83,8 +84,8 @@ def decode(encoded: dict[str, jax.Array], format: SyncFormat) -> jax.Array:
 def reduce_scatter(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: int = 0):
     """Sums float32[devices, n] over the devices along the mesh axes `axes`, which exchange it in a low format, and
     returns this device's part, within jax.shard_map: (float32[n], the sum of all devices' x[i] on the i-th of them;
-    float32[devices, n], what rounding took from this device's x). n is a multiple of 64; seed, stream: as in `encode`,
-    different on each device."""
+    float32[devices, n], what rounding took from this device's x, which error feedback adds to the next step's). n is a
+    multiple of 64. seed, stream: as in `encode`; the seed must differ between devices."""
     sent = encode(x, format, seed, stream)
     received = {name: jax.lax.all_to_all(part, axes, 0, 0, tiled=True) for name, part in sent.items()}
     return decode(received, format).sum(0), x - decode(sent, format)
@@ -93,15 +94,16 @@ def reduce_scatter(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stre
 def all_gather(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: int = 0):
     """Collects float32[n] of all devices along the mesh axes `axes`, which exchange it in a low format, within
     jax.shard_map: (float32[devices, n], the same bits on all devices; float32[n], what rounding took from this device's
-    x). n is a multiple of 64; seed, stream: as in `encode`."""
+    x, for error feedback). n is a multiple of 64; seed, stream: as in `encode`."""
     sent = encode(x, format, seed, stream)
     gathered = {name: jax.lax.all_gather(part, axes) for name, part in sent.items()}
     return decode(gathered, format), x - decode(sent, format)
 
 
 def part_of_sum(gradient: jax.Array, axes: Axes, axis: int, count: int, format: SyncFormat) -> jax.Array:
-    """Sums an array, `gradient`, over the `count` devices along the mesh axes `axes`, and returns this device's part
-    along `axis` of the array, float32: jax.lax.psum_scatter in a low format, rounded stochastically.
+    """Sums an array, `gradient`, over the `count` devices along the mesh axes `axes`, and returns this device's equal
+    part along `axis` of the array, float32: jax.lax.psum_scatter in a low format, rounded stochastically.
+    gathers.scatter calls it, within jax.shard_map.
 
     The seed is a checksum of the array's bits, so that the same arrays give the same sum, without a key that would have
     to be passed to each layer's backward.

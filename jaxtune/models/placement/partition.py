@@ -4,11 +4,10 @@ Training runs in one shard_map over the whole mesh (`divided`), so that a model 
 as on one device. `AXES` declares the mesh's axes, `data` and `fsdp`. The rows of a batch are divided over all of them.
 Tensors are whole on the devices along `data`; along `fsdp`, each device has a part (a `Shard`) of the tensors that
 declare an axis to divide. These are gathered before they are used (gathers.py; the stack gathers a layer's weights one
-layer ahead), except frozen tensors that the plan keeps whole on every device (`declared_resident`).
-
-Sums over rows, among them gradients, are each device's own until they are added up: gradients of a Shard over `fsdp` at
-once, which leaves each device its part, all others once a step. What a model must know about other devices it asks
-here: `part_of_rows` and `total`. Where nothing is divided, these are 0 and the unchanged values.
+layer ahead), except frozen tensors that the plan keeps whole on every device (`declared_resident`). Sums over rows,
+among them gradients, are each device's own until they are added up: gradients of a Shard over `fsdp` at once, which
+leaves each device its part, all others once a step. What a model must know about other devices it asks here:
+`part_of_rows` and `total`. Where nothing is divided, these are 0 and the unchanged values.
 
 A module declares a tensor's logical axes in its variable's metadata: `nnx.Param(value, axes=("out", "in"))`. Small
 tensors (norms, biases, routers) and adapters declare none: a gather or a reduction in each layer would cost more than
@@ -120,7 +119,7 @@ def mesh_shape(*sizes: int, devices: int | None = None) -> MeshShape:
 
 def make_mesh(*sizes: int) -> Mesh:
     """Makes a mesh with these numbers of devices along AXES, of which one may be -1 and the last may be left out
-    (mesh_shape).
+    (mesh_shape). It has the first devices of the run; in one process others may be left over.
 
     Raises:
       ValueError: there are fewer devices, -1 gives no whole number, or processes would be left without a device.
@@ -192,8 +191,8 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
     """Places two trees of arrays, a model's trained tensors and the rest, on the same devices, so that one computation
-    can take both: (trained, rest). If every process has each array whole, that is one device of this process, otherwise
-    the mesh."""
+    can take both: (trained, rest). In a run of one process they stay as they are. If each of several has every array
+    whole, it gets its own copies on one device; otherwise `divide` says how the mesh has them."""
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
     if all(array.is_fully_replicated for array in elsewhere):
@@ -234,7 +233,7 @@ def on_host(array: Any) -> np.ndarray:
 
 @functools.cache
 def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
-    """Makes a compiled program that copies an array to a sharding, between devices and not by way of the host."""
+    """Makes a compiled program (cached) that copies an array to a sharding between devices, not by way of the host."""
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
@@ -249,7 +248,8 @@ def _row_axes() -> tuple[str, ...]:
 
 
 def part_of_rows() -> jax.Array | int:
-    """The number (int32[], from 0) of this device's equal part of the batch's rows; 0 outside of `divided`."""
+    """The number (int32[], from 0) of this device's equal part of the rows, for dropout's draws; 0 outside
+    `divided`."""
     axes = _row_axes()
     return jax.lax.axis_index(axes) if axes else 0
 
@@ -328,7 +328,7 @@ def _is_shard(leaf: Any) -> bool:
 def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
     """Marks which arrays of a tree of nnx variables the mesh divides: each of these is wrapped in a Shard, the others
     stay as they are, as all do without a mesh (None). sync: that of the Shards. Quantised tensors are divided between
-    blocks, with their scales. Tensors that cannot be divided evenly are whole."""
+    blocks, with their scales. Tensors that cannot be divided evenly are whole. Returns a new tree; no array is cut."""
     return divided_into(tree, 1 if mesh is None else MeshShape.of(mesh).parts, sync)
 
 
@@ -350,7 +350,6 @@ def bytes_per_device(tree: Any, parts: int) -> float:
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
     """(bytes, elements) of the whole arrays of those variables of a tree that would be divided if `parts` devices
     divide tensors; the planner computes the time of gathers from them."""
-    # These are whole arrays, which are only marked as divided.
     arrays = [shard.array for shard in shards(divided_into(tree, parts))]
     counts = [float(math.prod(array.shape)) for array in arrays]
     return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)
@@ -358,7 +357,7 @@ def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
 
 def divided_into(tree: Any, count: int, sync: SyncFormat | None = None) -> Any:
     """Marks the arrays of a tree of nnx variables as `divide` does, for a number of parts (the size of the mesh axis
-    fsdp) instead of a mesh, for plans that are made without one. The arrays are not cut."""
+    fsdp) instead of a mesh, for plans that are made without one. For count 1 it returns the tree unchanged."""
     if count == 1:
         return tree
 
@@ -452,7 +451,8 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def require_undivided(states: Any, what: str) -> None:
-    """Raises ValueError if a module's states are divided over devices; `what` is the caller's name, for the message."""
+    """Raises ValueError if an array of `states`, a module's state, is divided over devices: generation needs whole
+    weights. what: the caller's name, for the message."""
     for leaf in jax.tree.leaves(states):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
             raise ValueError(
@@ -465,7 +465,7 @@ def require_undivided(states: Any, what: str) -> None:
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     """The NamedShardings on a mesh of opt_state, an optimizer's states, which are placed like the `trainable` tensors
     that they belong to. A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit
-    states, factors) along its first. The update computes the same for every sharding."""
+    states, factors) along its first, if evenly. The update computes the same for every sharding."""
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
     everywhere = NamedSharding(mesh, WHOLE)

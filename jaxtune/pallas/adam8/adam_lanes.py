@@ -1,6 +1,6 @@
-"""Lane-level operations of the Adam kernel, which Pallas does not have: a look-up of many codes in a table, the step's
-direction by approximate instructions, the encoding of a moment, and the storing of a chunk. All threads of a warpgroup
-call each of them at the same point."""
+"""Lane-level operations of the Adam kernel (api.py), which Pallas does not have: a look-up of many codes in a table,
+the step's direction by approximate instructions, the encoding of a moment, and the storing of a chunk. All threads of a
+warpgroup (128 threads) call each of them at the same point, within the kernel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _elementwise(arrays, refs, layout, dtype, function):
     Args:
       arrays: the arrays in registers, all of one shape and of `layout`.
       refs: arrays in memory that the function may read, such as a table.
-      layout: the layout of the arrays and of the result (plgpu.Layout).
+      layout: the layout of the arrays and of the result (plgpu.Layout), that is, which thread has which elements.
       dtype: the dtype of the result.
       function: called once for every index, with a list of one MLIR scalar from each of `arrays`, and `refs`; it
         returns the result's element at that index, an MLIR scalar.

@@ -77,9 +77,10 @@ def cells(signed: bool) -> np.ndarray:
 
 def refusal(gradient, m_codes) -> str | None:
     """Returns the reason why the kernel cannot update this tensor, or None if it can; the optimizer then calls
-    adam_update, otherwise plain_update. Reasons are a GPU that is not Hopper, a gradient that is neither bfloat16 nor
-    float32, and fewer than 2,048 elements. On a GPU, the first call for a dtype runs a small case on the kernel and
-    compares it with XLA; a difference is a reason too.
+    adam_update, otherwise plain_update. Reasons are a device that is not a Hopper GPU, a gradient that is neither
+    bfloat16 nor float32, codes that are not uint8, and fewer than 2,048 elements. On a GPU, the first call for a dtype
+    runs a small case on the kernel and compares it with XLA; a difference is a reason too. In Pallas' interpreter, in
+    which tests run the kernel, the device does not matter and nothing is compared.
 
     Args:
       gradient: the gradient, or its jax.ShapeDtypeStruct; only dtype and size matter.
@@ -314,9 +315,10 @@ def adam_update(
       finite: bool; True: the step is taken; False: the moments stay as they are, and the direction is meaningless.
       betas: Adam's (beta1, beta2).
       eps: Adam's eps.
-      divided: the axis of the mesh along which each device has a part of the gradient and of its moments; None: they
-        are whole. A whole tensor is updated by each device in full, because updating parts and exchanging them takes
-        longer and more memory.
+      divided: the name of the mesh axis along which each device has a part of the gradient's leading axis and of its
+        moments; None: they are whole. A whole tensor is updated by each device in full, because updating parts and
+        exchanging them takes longer and more memory. So is a gradient of one axis, and one that has no equal parts of
+        whole blocks.
     Returns:
       (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
     Raises:

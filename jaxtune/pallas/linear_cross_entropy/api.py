@@ -1,5 +1,6 @@
-"""Losses and log-probabilities of next tokens from hidden states and a vocabulary head, without storing all logits:
-the public functions, with their derivatives."""
+"""Losses and log-probabilities of next tokens from hidden states and a vocabulary head, without storing all logits: the
+public functions, with their derivatives. The logits of a chunk of tokens exist at a time; `chunk_length` tells the
+memory planner how many tokens that is."""
 
 from __future__ import annotations
 
@@ -220,7 +221,8 @@ def linear_token_losses(
     """The weighted loss of each token, float32[B, T], for objectives that are not the sum of the tokens' losses. Logits
     [B, T, V] are never stored.
 
-    The sum over all tokens is the loss of linear_cross_entropy. With weights of 1, and without label smoothing and
+    The sum over all tokens is the loss of linear_cross_entropy, whose docstring has the formula. With weights of 1, and
+    without label smoothing and
     z-loss, the losses are the negative log-probabilities of the targets. With a frozen head, hidden's gradient is
     computed in the forward; with a trained head the backward computes the logits once more.
 
@@ -265,8 +267,8 @@ def linear_log_probs(
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere.
       head: [V, D] of these dtypes, cast to hidden's for the product.
-      targets: int[B, T] in [0, V), at padding too.
-      temperature: above 0.
+      targets: int[B, T] in [0, V), the tokens whose log-probabilities are wanted, at padding too.
+      temperature: above 0; the logits, after scale and soft cap, are divided by it.
       entropy_gradient: True: the entropies are differentiable, and the backward computes the logits once more. False:
         their gradient is zero, and with a frozen head logits are computed only once.
       soft_cap: limits the logits, after they are scaled, to soft_cap * tanh(logits / soft_cap); None: no limit.
@@ -339,8 +341,9 @@ def _checked(
 
 def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
     """Chooses how many neighbouring tokens of each row are in a chunk, whose logits exist at a time. All `rows` rows,
-    of `length` tokens each, have the same number of tokens in a chunk, at least one, and chunk_tokens in all at most.
-    Of the lengths that need equally few chunks, it returns the smallest, because the last chunk is padded to it."""
+    of `length` tokens each, have the same number of tokens in a chunk, at least one, and chunk_tokens in all at most
+    (but one a row if there are more rows). Of the lengths that need equally few chunks, it returns the smallest,
+    because the last chunk is padded to it. The memory planner calls it too."""
     most = max(1, min(length, chunk_tokens // max(1, rows)))
     return -(-length // max(1, -(-length // most)))
 
