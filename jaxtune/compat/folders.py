@@ -97,7 +97,8 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
 
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
     """Saves a module's adapter as a PEFT folder, or the whole model as a folder for transformers if it has no adapter.
-    The folder must not exist, or must be empty. tokenizer: is saved with it; None: no tokenizer is saved."""
+    The folder must not exist, or must be empty, else ValueError is raised. tokenizer: is saved with it; None: no
+    tokenizer is saved."""
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)
 
 
@@ -132,9 +133,9 @@ class Checkpoints:
         return self._output / f"checkpoint-{step}"
 
     def write(self, module: Decoder, step: int) -> bool:
-        """Writes the checkpoint-N folder of a step and removes old folders over the limit. Returns True if the folder
-        was written, now or before in this call of train(). An error is printed, the run continues, and False is
-        returned."""
+        """Writes the weights of `module` as the checkpoint-N folder of a step, in place of one that an earlier call of
+        train() wrote, and removes old folders over the limit. Returns True if the folder was written, now or before in
+        this call of train(). An error (OSError, ValueError) is printed, the run continues, and False is returned."""
         folder, whole = self.folder(step), unfinished_name(self.folder(step))
         if step in self.written:
             return True

@@ -314,8 +314,9 @@ class SFTTrainer(Evaluations):
         )
 
     def _strategies(self) -> tuple[str, str]:
-        """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; raises ValueError for another value, or if an
-        evaluation is asked for and there is nothing to evaluate on."""
+        """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; raises ValueError for another value, if an
+        evaluation is asked for and there is nothing to evaluate on, or if load_best_model_at_end is set without
+        evaluations."""
         args, known = self.args, {"steps": "steps", "no": "no", "epoch": "epoch"}
         saves = choose("SFTConfig", "save_strategy", plain_value(args.save_strategy), known)
         evaluates = choose("SFTConfig", "eval_strategy", plain_value(args.eval_strategy), known)
@@ -326,8 +327,8 @@ class SFTTrainer(Evaluations):
         return saves, evaluates
 
     def _optim(self) -> OptimConfig:
-        """The section `optim` of the run's config; raises ValueError for an optimizer that is not supported, or an
-        embedding_learning_rate if no embedding trains."""
+        """The section `optim` of the run's config, from the script's arguments; raises ValueError for an optimizer that
+        is not supported, or an embedding_learning_rate if no embedding trains."""
         args = self.args
         optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
         own = args.embedding_learning_rate
@@ -473,6 +474,7 @@ def train_on_responses_only(
     **others: Any,
 ) -> SFTTrainer:
     """Sets a trainer, in place, to train only on what follows response_part, up to the end of the turn, and returns it.
+    Rows that were tokenised before are tokenised again.
 
     Args:
       trainer: the trainer.

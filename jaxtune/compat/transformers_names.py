@@ -99,7 +99,8 @@ def load_plain(
     Args:
       where: the called function, for messages.
       name: a folder or a hub name.
-      max_length: the most tokens of a row; None: the trainer's max_length decides.
+      max_length: the most tokens of a row; None: the trainer's max_length decides. The model must have a position for
+        each.
       random_state: the seed of sampling and of a new adapter.
       full: True: all weights train, unless they are quantised; False: only an adapter trains.
       given: {name: value} of the script's arguments of from_pretrained, such as quantization_config and dtype.
