@@ -58,8 +58,7 @@ class CompatModel(ModelMethods):
       module: the current jaxtune.Decoder. Training replaces it, and callbacks find one with the current weights in it.
       tokenizer: the model's.
       max_seq_length: the most tokens of a row; None: the trainer's max_length.
-      residuals: a fixed plan for all residuals of the backward pass: "keep" keeps them on the device, as scripts ask
-        for with use_gradient_checkpointing=False; None: the planner chooses what is kept, recomputed or offloaded.
+      residuals: of the backward pass: "keep" keeps all on the device; None: the planner keeps, recomputes or offloads.
       adapter: the AdapterConfig that made the adapter, or None without one.
       full_finetuning: True: all weights train; False: only an adapter trains.
       random_state: the seed of sampling and of a new adapter.
@@ -142,14 +141,13 @@ class CompatModel(ModelMethods):
     ) -> np.ndarray:
         """transformers' generate: returns int32[B, T + new], input_ids and the new tokens, padded on the right with
         pad_token_id (None: the tokenizer's). input_ids: int[B, T], padded on either side, or a tokenizer's result.
-        attention_mask: 0 at padding. At most max_new_tokens are generated, up to one of eos_token_id (None: the
-        model's).
+        attention_mask: 0 at padding. At most max_new_tokens are generated, up to an eos_token_id (None: the model's).
 
-        Arguments that are not given come from the model's generation_config.json, else from transformers' defaults (a
-        top_k of 50 when sampling). It also samples if only a temperature, top_k, top_p or min_p is given;
-        do_sample=False or a temperature of 0 takes the likeliest token. streamer: its `put` gets the prompt and each
-        new token. Raises ValueError for an argument that is not supported or contradicts greedy decoding, and for a
-        streamer with several rows.
+        Options that are not given are those of generation_config.json, else transformers' (a top_k of 50 when
+        sampling). It also samples if only a temperature, top_k, top_p or min_p is given; do_sample=False or a
+        temperature of 0 takes the likeliest token. streamer: its `put` gets the prompt and each new token. Raises
+        ValueError for an argument that is not supported or contradicts greedy decoding, and for a streamer with several
+        rows.
         """
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5

@@ -314,9 +314,8 @@ class SFTTrainer(Evaluations):
         )
 
     def _strategies(self) -> tuple[str, str]:
-        """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; raises ValueError for another value, if an
-        evaluation is asked for and there is nothing to evaluate on, or if load_best_model_at_end is set without
-        evaluations."""
+        """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; raises ValueError for another value, for
+        evaluations without eval_dataset, and for load_best_model_at_end without evaluations."""
         args, known = self.args, {"steps": "steps", "no": "no", "epoch": "epoch"}
         saves = choose("SFTConfig", "save_strategy", plain_value(args.save_strategy), known)
         evaluates = choose("SFTConfig", "eval_strategy", plain_value(args.eval_strategy), known)
