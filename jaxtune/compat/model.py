@@ -146,8 +146,7 @@ class CompatModel(ModelMethods):
         Options that are not given are those of generation_config.json, else transformers' (a top_k of 50 when
         sampling). It also samples if only a temperature, top_k, top_p or min_p is given; do_sample=False or a
         temperature of 0 takes the likeliest token. streamer: its `put` gets the prompt and each new token. Raises
-        ValueError for an argument that is not supported or contradicts greedy decoding, and for a streamer with several
-        rows.
+        ValueError for what is not supported or contradicts greedy decoding, and for a streamer with several rows.
         """
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
@@ -336,7 +335,7 @@ class FastLanguageModel:
         them by default. use_gradient_checkpointing=False keeps all residuals on the device. random_state: the seed of
         sampling. packing: SFTConfig's packing if unset. num_labels=1 adds a head that scores texts. max_seq_length: the
         most tokens of a row; None: the trainer's max_length. A line names `others` without effect. Raises ValueError
-        for an argument that contradicts another or is not supported.
+        for contradictions and for what is not supported.
         """
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
