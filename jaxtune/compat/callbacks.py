@@ -69,44 +69,50 @@ class TrainerCallback:
     is accepted too."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called when the trainer has been made. It may change `control` or return another one; `kwargs` has `model`,
-        `processing_class` and more."""
+        """Called when the trainer has been made. `args` is the SFTConfig, `state` the TrainerState. It may change
+        `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before the first step of a call of train(). It may change `control` or return another one; `kwargs`
-        has `model`, `processing_class` and more."""
+        """Called before the first step of a call of train(). `args` is the SFTConfig, `state` the TrainerState. It may
+        change `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and
+        more."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called at the end of train(), when the model has its final weights: the trained ones, or the best ones with
-        load_best_model_at_end. `kwargs` has `model`, `processing_class` and more."""
+        load_best_model_at_end. `args` is the SFTConfig, `state` the TrainerState and `control` the TrainerControl;
+        `kwargs` has `model`, `processing_class` and more."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before the first step of an epoch. It may change `control` or return another one; `kwargs` has
-        `model`, `processing_class` and more."""
+        """Called before the first step of an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change
+        `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after the last step of an epoch, and after the last step of the run. It may change `control` or return
-        another one, which takes effect in the same step; `kwargs` has `model`, `processing_class` and more."""
+        """Called after the last step of an epoch, and after the last step of the run. `args` is the SFTConfig, `state`
+        the TrainerState. It may change `control`, the TrainerControl, or return another one, which takes effect in the
+        same step; `kwargs` has `model`, `processing_class` and more."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before an optimizer step. It may change `control` or return another one; `kwargs` has `model`,
-        `processing_class` and more."""
+        """Called before an optimizer step. `args` is the SFTConfig, `state` the TrainerState. It may change `control`,
+        the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after an optimizer step was dispatched; its numbers may not have arrived. It may change `control` or
-        return another one, which takes effect in the same step; `kwargs` has `model`, `processing_class` and more."""
+        """Called after an optimizer step was dispatched; its numbers may not have arrived. `args` is the SFTConfig,
+        `state` the TrainerState. It may change `control`, the TrainerControl, or return another one, which takes effect
+        in the same step; `kwargs` has `model`, `processing_class` and more."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
-        has `model`, `processing_class` and more."""
+        has `model`, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState and `control` the
+        TrainerControl."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an evaluation with `metrics` in `kwargs`, its numbers by name; `kwargs` also has `model`, with
-        the weights that were evaluated, `processing_class` and more. It may change `control` or return another one."""
+        the weights that were evaluated, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState.
+        It may change `control`, the TrainerControl, or return another one."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after a checkpoint was saved. It may change `control` or return another one; `kwargs` has `model`,
-        `processing_class` and more."""
+        """Called after a checkpoint was saved. `args` is the SFTConfig, `state` the TrainerState. It may change
+        `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
 
 
 class EarlyStoppingCallback(TrainerCallback):
@@ -125,8 +131,8 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts to count anew; raises ValueError if the arguments ask for no evaluation, or name no metric to
-        compare."""
+        """Starts to count anew; raises ValueError if `args`, the SFTConfig, asks for no evaluation, or names no metric
+        to compare."""
         if args.metric_for_best_model is None:
             raise ValueError(
                 "EarlyStoppingCallback: metric_for_best_model = None: name what is watched, such as 'eval_loss'"
@@ -136,9 +142,10 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Called after each evaluation with `metrics`, its numbers. Counts the evaluations in a row without
-        improvement, and sets control.should_training_stop after early_stopping_patience of them. Raises ValueError if
-        `metrics` lacks the number of metric_for_best_model."""
+        """Called after each evaluation with `metrics`, its numbers. args: the SFTConfig. state: the TrainerState, whose
+        best_metric does not count this evaluation yet. Counts the evaluations in a row without improvement, and sets
+        control.should_training_stop after early_stopping_patience of them. Raises ValueError if `metrics` lacks the
+        number of metric_for_best_model."""
         value = best_value(args, metrics)
         threshold = self.early_stopping_threshold
         if is_better(args, value, state.best_metric) and (

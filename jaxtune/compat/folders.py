@@ -1,5 +1,5 @@
 """checkpoint-N folders in output_dir, as transformers' Trainer writes them: the trained weights, for PEFT and
-transformers.
+transformers. `Checkpoints` writes them and removes old ones, and `resumed` says from which a run is continued.
 
 The files that a run resumes from (optimizer states, the position in the data) are in output_dir/checkpoints, in
 jaxtune's own format.
@@ -45,7 +45,8 @@ def is_own(folder: Path) -> bool:
 
 
 def checkpoints(output: Path) -> dict[int, Path]:
-    """{step: folder} of output_dir's checkpoint-N folders, by ascending step."""
+    """{step: folder} of output_dir's checkpoint-N folders, by ascending step, those of other programs included; {} if
+    there are none."""
     found = {int(name[1]): path for path in output.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 

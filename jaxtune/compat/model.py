@@ -334,8 +334,8 @@ class FastLanguageModel:
         files have them, and multiplies in FP8. An adapter's folder that records the format and dtype of its base gets
         them by default. use_gradient_checkpointing=False keeps all residuals on the device. random_state: the seed of
         sampling. packing: SFTConfig's packing if unset. num_labels=1 adds a head that scores texts. max_seq_length: the
-        most tokens of a row; None: the trainer's max_length. A line names `others` without effect. Raises ValueError
-        for contradictions and for what is not supported.
+        most tokens of a row; None: the trainer's max_length. others: load_in_8bit=True (int8), or what has no effect,
+        which a line names. Raises ValueError for contradictions and for what is not supported.
         """
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}

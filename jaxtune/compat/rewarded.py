@@ -127,7 +127,7 @@ class GRPOConfig(RewardedConfig):
     use_bias_correction_kl: bool = True  # True: the KL term is multiplied by the ratio; False: it is not
     # True: the loss corrects for the sampler's probabilities, by the mode and within the bounds below; False: not
     vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: str = "sequence_mask"  # or TRL's other modes (see grpo.importance_ratio)
+    vllm_importance_sampling_mode: str = "sequence_mask"  # or "token_mask", "token_truncate", "sequence_truncate"
     # bounds of the ratio of the trainer's probabilities to the sampler's; None: no bound
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
@@ -452,8 +452,9 @@ class RewardedTrainer(PreferenceTrainer):
 
 def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Turns]) -> list[dict[str, object]]:
     """Samples an answer to each prompt, for use in a script's rollout_func, as TRL's function of this name
-    (trl.experimental.openenv) does. Returns for each prompt a dict with `prompt_ids` and `completion_ids` (token ids),
-    `logprobs` (a log-probability for each token of the answer) and `text` (the answer).
+    (trl.experimental.openenv) does. The run's sampling options apply. Returns for each prompt, in their order, a dict
+    with `prompt_ids` and `completion_ids` (token ids), `logprobs` (a log-probability for each token of the answer) and
+    `text` (the answer).
 
     Args:
       trainer: the trainer that rollout_func got.

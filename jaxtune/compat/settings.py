@@ -154,7 +154,7 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
 
 def plain_value(setting: Any) -> Any:
     """The value of a member of one of transformers' enumerations, such as "steps"; any other value is returned
-    unchanged."""
+    unchanged. Scripts may pass either for an argument."""
     return getattr(setting, "value", setting)
 
 

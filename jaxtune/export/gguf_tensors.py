@@ -61,7 +61,8 @@ class Source:
 
 
 def all_tensors(sources: Iterable[Source]) -> list[Tensor]:
-    """The tensors of all `sources` in one list, in the order of the file."""
+    """The tensors of all `sources` in one list, in the order of the file, as its header and the choice of types need
+    them."""
     return [tensor for source in sources for tensor in source.tensors]
 
 

@@ -132,6 +132,7 @@ def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int
 
 def _sequence(part: dict[str, Any] | None, kinds: str) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer as a list: those that it lists if it is a sequence, else itself alone.
+    Its callers look whether llama.cpp has each step.
 
     Args:
       part: the entry "normalizer" or "pre_tokenizer" of a tokenizer.json; None if it has none, which gives [].
