@@ -37,9 +37,9 @@ class LoraConfig:
       use_dora: True: the norms of the weights' rows are trained as well (DoRA).
       modules_to_save: modules that are trained whole: "embed_tokens" and "lm_head".
       rank_pattern, alpha_pattern: {regular expression over the end of a module's name: its rank, or its alpha}.
-      layers_to_transform: the index of the layer, or the indices of the layers, that get adapters; None: all.
+      layers_to_transform: the index (from 0) of the layer that gets adapters, or several; None: all layers.
       init_lora_weights: True or "gaussian": how A, the first matrix of an adapter, is drawn. B starts at zero.
-      bias: must be "none" if the model has biases.
+      bias: "none"; PEFT's "all" and "lora_only" are refused if they would train a bias.
       others: PEFT's other arguments, such as task_type. A printed line reports each one that has no effect here.
     Attributes:
       settings: the named arguments, as keyword arguments of `adapted`.

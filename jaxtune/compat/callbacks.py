@@ -121,7 +121,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
     Args:
       early_stopping_patience: training ends after that number of evaluations in a row that were not better than the
-        best one before by more than the threshold. The first evaluation always counts as better.
+        best one before by more than the threshold. The first evaluation counts as better, and NaN never does.
       early_stopping_threshold: the difference by which a value must be better; None: 0.
     """
 

@@ -167,7 +167,7 @@ class DistilledTrainer(PreferenceTrainer):
 
 class DistillationTrainer(DistilledTrainer):
     """TRL's DistillationTrainer: the student samples an answer to every prompt and learns the teacher's distributions
-    over the tokens of that answer.
+    over the tokens of that answer. The arguments are those of DistilledTrainer, with a DistillationConfig as `args`.
 
     Rows of train_dataset have a column `prompt` (a text or a list of messages) or `messages`. Rows of eval_dataset must
     have answers, too (a column `completion`, or a last message of the assistant): the divergence is measured over these

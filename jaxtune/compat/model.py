@@ -51,8 +51,7 @@ class ModelSettings(SimpleNamespace):
 
 
 class CompatModel(ModelMethods):
-    """The model of a script, which FastLanguageModel makes: refers to the current module, and has the trainer's
-    settings.
+    """The model of a script, from FastLanguageModel: a reference to the current module, and settings for the trainer.
 
     Attributes:
       module: the current jaxtune.Decoder. Training replaces it, and callbacks find one with the current weights in it.
@@ -223,7 +222,8 @@ class CompatModel(ModelMethods):
     ) -> None:
         """Saves a whole model for transformers, with the adapter merged: in 16 bits (save_method "merged_16bit";
         quantised weights are decoded) or in bitsandbytes' NF4 ("merged_4bit"). "lora" saves what save_pretrained saves.
-        tokenizer: is saved with it, if given."""
+        tokenizer: is saved with it, if given. The folder must be new or empty, and another save_method is a
+        ValueError."""
         where = "save_pretrained_merged"
         settle(where, others, SAVE)
         load_in = choose(where, "save_method", save_method, _MERGED)

@@ -1,4 +1,5 @@
-"""TRL's DPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer with their configs, built on SFTTrainer's run."""
+"""TRL's DPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer with their configs, built on SFTTrainer's run.
+PreferenceTrainer is also the base of the trainers of distilled.py and rewarded.py."""
 
 from __future__ import annotations
 

@@ -313,7 +313,8 @@ class RewardedTrainer(PreferenceTrainer):
     def _rewards(self) -> RewardFunctions | None:
         """Returns the script's reward functions in the form that the objective calls, with their weights, and with the
         arguments that TRL passes to them in addition (`trainer_state`, `log_extra` and `log_metric`). None if there are
-        no functions, because environments or rollout_func give the rewards."""
+        no functions, because environments or rollout_func give the rewards. Raises ValueError for another number of
+        weights."""
         if not self._functions:
             return None
         name = type(self).__name__
@@ -484,13 +485,15 @@ def _not_logged(trainer: str, name: str, *_: object) -> None:
 
 
 class GRPOTrainer(RewardedTrainer):
-    """TRL's GRPOTrainer: an answer's advantage is its reward relative to the other answers to its prompt."""
+    """TRL's GRPOTrainer: an answer's advantage is its reward relative to the other answers to its prompt. The arguments
+    are those of RewardedTrainer, with a GRPOConfig as `args`."""
 
     config_type = GRPOConfig
 
 
 class RLOOTrainer(RewardedTrainer):
     """TRL's RLOOTrainer: an answer's advantage is its reward less the mean reward of the other answers to its prompt.
-    From each reward, beta times the answer's divergence from the reference model is subtracted before."""
+    From each reward, beta times the answer's divergence from the reference model is subtracted before. The arguments
+    are those of RewardedTrainer, with an RLOOConfig as `args`."""
 
     config_type = RLOOConfig

@@ -84,7 +84,8 @@ class SFTTrainer(Evaluations):
       others: arguments that older scripts pass here instead of to SFTConfig (dataset_text_field, max_seq_length,
         packing, dataset_num_proc), and TRL's other ones. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: one of `others` would change the result, or is unknown.
+      ValueError: train_dataset is missing; the model has neither adapter nor full_finetuning=True; an argument is
+        refused.
     """
 
     config_type: type[SFTConfig] = SFTConfig
@@ -199,7 +200,7 @@ class SFTTrainer(Evaluations):
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback, given as an instance or a class."""
+        """Adds a callback, an instance or a class; raises ValueError for one that cannot be called (`checked`)."""
         self.callbacks.append(checked(callback))
 
     def pop_callback(self, callback: Any) -> Any:
@@ -212,7 +213,7 @@ class SFTTrainer(Evaluations):
         return None
 
     def remove_callback(self, callback: Any) -> None:
-        """Removes a callback: the instance that is given, or the first instance of the class."""
+        """Removes a callback: the instance that is given, or the first instance of the class, if there is one."""
         self.pop_callback(callback)
 
     def _events(self, leave: Callable[[int], Any] = lambda step: None) -> Events:
