@@ -9,6 +9,9 @@ it has no effect here, which is printed as one line; or it is an error that says
 jaxtune's modules are values: training returns a new one. These scripts expect `model` itself to change, so their model
 is a `CompatModel`, which refers to the current module. `SFTTrainer.train` puts the trained module into it, so everybody
 with a reference to the model sees the trained weights. `model.module` is a plain `jaxtune.Decoder`.
+
+UnslothTrainer and UnslothTrainingArguments are other names of SFTTrainer and SFTConfig. The import of a name that does
+not exist here raises ImportError, which says what to use instead.
 """
 
 from typing import Any

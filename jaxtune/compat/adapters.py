@@ -1,4 +1,5 @@
-"""Adapters by the arguments of Unsloth's get_peft_model and of PEFT's LoraConfig, which are translated to jaxtune's."""
+"""Adapters by the arguments of Unsloth's get_peft_model and of PEFT's LoraConfig, which are translated to jaxtune's:
+LoraConfig for scripts, and the functions by which trainers and get_peft_model add the adapter that it describes."""
 
 from __future__ import annotations
 
@@ -26,11 +27,25 @@ class LoraConfig:
     peft_config. PEFT itself is not needed, and its own class is accepted too.
 
     Args:
+      r: the adapters' rank.
+      lora_alpha, use_rslora: the adapters' output is multiplied by lora_alpha / r, or lora_alpha / sqrt(r) if
+        use_rslora is True.
+      target_modules, target_parameters: which linears and which expert matrices get adapters, as in
+        jaxtune.get_peft_model. target_modules None: q_proj and v_proj, or qkv_proj in Phi-3. If embed_tokens or lm_head
+        is among them, it is trained whole.
+      lora_dropout: the dropout rate of the adapters' input.
+      use_dora: True: the norms of the weights' rows are trained as well (DoRA).
+      modules_to_save: modules that are trained whole: "embed_tokens" and "lm_head".
+      rank_pattern, alpha_pattern: {regular expression over the end of a module's name: its rank, or its alpha}.
+      layers_to_transform: the index (from 0) of the layer that gets adapters, or several; None: all layers.
+      init_lora_weights: True or "gaussian": how A, the first matrix of an adapter, is drawn. B starts at zero.
+      bias: "none"; PEFT's "all" and "lora_only" are refused if they would train a bias.
       others: PEFT's other arguments, such as task_type. A printed line reports each one that has no effect here.
     Attributes:
       settings: the named arguments, as keyword arguments of `adapted`.
     Raises:
-      ValueError: one of `others` would change the result, or is unknown.
+      ValueError: one of `others` would change the result, or is unknown. The other arguments are checked when the
+        adapter is added to a model.
     """
 
     def __init__(
@@ -111,11 +126,12 @@ def adapted(
     """Adds LoRA adapters to a module, by the arguments of Unsloth or PEFT.
 
     Args:
-      module: the model without adapters.
+      module: the model without adapters; it is not changed, and shares its arrays with the result.
       where: the called function, for messages.
       seed: of the adapters' initial values.
       target_modules, target_parameters, modules_to_save, rank_pattern, alpha_pattern, layers_to_transform,
-      init_lora_weights, bias: the arguments of PEFT's LoraConfig with these names.
+      init_lora_weights, bias: the arguments of LoraConfig with these names. embed_tokens and lm_head in target_modules
+        are trained whole, and a list of the seven names in ALL_LINEAR means every linear.
       experts_too: whether target_modules that name all linears also mean the experts' matrices, as in Unsloth and not
         in PEFT.
       plain: r, lora_alpha, lora_dropout, use_rslora and use_dora, which jaxtune.get_peft_model explains.
@@ -183,7 +199,8 @@ def _in_layers(where: str, target_modules: str | Sequence[str], layers: int | Se
 
     Args:
       where: the called function, for messages.
-      target_modules: a list of last parts of names, or "all-linear". Any other string is a regular expression.
+      target_modules: a list of last parts of names, or "all-linear". Any other string is a regular expression, which is
+        refused.
       layers: the index of one layer, from 0, or several.
       module: the model.
     Raises:

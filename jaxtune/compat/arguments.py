@@ -1,7 +1,8 @@
 """What happens to the arguments of a script that a function or class of jaxtune.compat has no parameter for: each
-either has no effect here, or is refused.
+either has no effect here, or is refused (`settle`). `choose` translates the values of arguments that are followed.
 
-arguments.yaml has a table for each function or class, from which the documentation's tables are written.
+arguments.yaml has a table of these arguments for each function or class, from which the documentation's tables are
+written.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from jaxtune.system.terminal import say
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """What happens to an argument that a function or class of jaxtune.compat does not use."""
+    """What happens to an argument that a function or class of jaxtune.compat does not use: an entry of arguments.yaml,
+    which tables.py reads and `settle` applies."""
 
     idle: bool  # True: it has no effect here, which is printed; False: it would change the result, and is refused
     text: str  # why it has no effect, or what to use instead
-    free: tuple  # the values that are accepted without a line or an error, such as the default
+    free: tuple  # values that are accepted without a line or an error; an error proposes the first, the default
 
 
 _told: set[tuple[str, str]] = set()
@@ -30,9 +32,9 @@ _told: set[tuple[str, str]] = set()
 def settle(
     where: str, others: Mapping[str, Any], table: Mapping[str, Argument], callee: Callable | None = None
 ) -> None:
-    """Decides about the arguments that a function or class does not use. A value that changes nothing, such as the
-    default, is accepted; for another value one line is printed, once in a process, if the argument has no effect here;
-    all other arguments are refused.
+    """Decides about the arguments that a function or class does not use. A value that changes nothing (Argument.free),
+    such as the default, is accepted; for another value one line is printed, once in a process, if the argument has no
+    effect here; all other arguments are refused.
 
     Args:
       where: the name of the function or class that the script called, for messages.

@@ -26,7 +26,9 @@ from jaxtune.train.display.metrics import read_metrics
 
 @dataclasses.dataclass
 class TrainerControl:
-    """What callbacks request of the run: a callback sets a field to True, and the run does it after this step."""
+    """What callbacks request of the run: a callback sets a field to True, and the run does it after this step. Before
+    on_step_end the run itself sets the last three fields: True if SFTConfig makes that due after this step. A callback
+    cannot prevent what is due by setting the field to False."""
 
     should_training_stop: bool = False  # end the run
     should_epoch_stop: bool = False  # raises ValueError, because an epoch is not a loop of its own here
@@ -50,9 +52,11 @@ class TrainerState:
     train_batch_size: int | None = None  # per_device_train_batch_size
     # the numbers of every step and evaluation, as in metrics.jsonl
     log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    best_metric: float | None = None  # the best value of metric_for_best_model so far
+    # the best value of metric_for_best_model in this call of train(); None: nothing was evaluated, or none is named
+    best_metric: float | None = None
     best_global_step: int | None = None  # the step after which it was measured
-    best_model_checkpoint: str | None = None  # the checkpoint-N folder of that step, once it is written
+    # the checkpoint-N folder of that step, written at the end of train() with load_best_model_at_end
+    best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True  # always True here
     is_world_process_zero: bool = True  # always True here
 
@@ -65,49 +69,61 @@ class TrainerCallback:
     is accepted too."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called when the trainer has been made. It may change `control` or return another one; `kwargs` has `model`,
-        `processing_class` and more."""
+        """Called when the trainer has been made. `args` is the SFTConfig, `state` the TrainerState. It may change
+        `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before the first step of a call of train(). It may change `control` or return another one; `kwargs`
-        has `model`, `processing_class` and more."""
+        """Called before the first step of a call of train(). `args` is the SFTConfig, `state` the TrainerState. It may
+        change `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and
+        more."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called at the end of train(), when the model has its final weights: the trained ones, or the best ones with
-        load_best_model_at_end. `kwargs` has `model`, `processing_class` and more."""
+        load_best_model_at_end. `args` is the SFTConfig, `state` the TrainerState and `control` the TrainerControl;
+        `kwargs` has `model`, `processing_class` and more."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before the first step of an epoch. It may change `control` or return another one; `kwargs` has
-        `model`, `processing_class` and more."""
+        """Called before the first step of an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change
+        `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after the last step of an epoch, and after the last step of the run. It may change `control` or return
-        another one, which takes effect in the same step; `kwargs` has `model`, `processing_class` and more."""
+        """Called after the last step of an epoch, and after the last step of the run. `args` is the SFTConfig, `state`
+        the TrainerState. It may change `control`, the TrainerControl, or return another one, which takes effect in the
+        same step; `kwargs` has `model`, `processing_class` and more."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before an optimizer step. It may change `control` or return another one; `kwargs` has `model`,
-        `processing_class` and more."""
+        """Called before an optimizer step. `args` is the SFTConfig, `state` the TrainerState. It may change `control`,
+        the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after an optimizer step was dispatched; its numbers may not have arrived. It may change `control` or
-        return another one, which takes effect in the same step; `kwargs` has `model`, `processing_class` and more."""
+        """Called after an optimizer step was dispatched; its numbers may not have arrived. `args` is the SFTConfig,
+        `state` the TrainerState. It may change `control`, the TrainerControl, or return another one, which takes effect
+        in the same step; `kwargs` has `model`, `processing_class` and more."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
-        has `model`, `processing_class` and more."""
+        has `model`, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState and `control` the
+        TrainerControl."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an evaluation with `metrics` in `kwargs`, its numbers by name; `kwargs` also has `model`, with
-        the weights that were evaluated, `processing_class` and more. It may change `control` or return another one."""
+        the weights that were evaluated, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState.
+        It may change `control`, the TrainerControl, or return another one."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after a checkpoint was saved. It may change `control` or return another one; `kwargs` has `model`,
-        `processing_class` and more."""
+        """Called after a checkpoint was saved. `args` is the SFTConfig, `state` the TrainerState. It may change
+        `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Ends training after `early_stopping_patience` evaluations in a row that were not better than the best one before
-    by more than early_stopping_threshold. SFTConfig's metric_for_best_model names the number that is compared."""
+    """transformers' callback that ends training when evaluations do not become better. A script passes it in
+    SFTTrainer's `callbacks`. SFTConfig's metric_for_best_model names the number that is compared.
+
+    Args:
+      early_stopping_patience: training ends after that number of evaluations in a row that were not better than the
+        best one before by more than the threshold. The first evaluation counts as better, and NaN never does.
+      early_stopping_threshold: the difference by which a value must be better; None: 0.
+    """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0):
         self.early_stopping_patience = early_stopping_patience
@@ -115,8 +131,8 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts to count anew; raises ValueError if the arguments ask for no evaluation, or name no metric to
-        compare."""
+        """Starts to count anew; raises ValueError if `args`, the SFTConfig, asks for no evaluation, or names no metric
+        to compare."""
         if args.metric_for_best_model is None:
             raise ValueError(
                 "EarlyStoppingCallback: metric_for_best_model = None: name what is watched, such as 'eval_loss'"
@@ -126,8 +142,10 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Called after each evaluation with `metrics`, its numbers. Counts the evaluations in a row without
-        improvement, and sets control.should_training_stop after early_stopping_patience of them."""
+        """Called after each evaluation with `metrics`, its numbers. args: the SFTConfig. state: the TrainerState, whose
+        best_metric does not count this evaluation yet. Counts the evaluations in a row without improvement, and sets
+        control.should_training_stop after early_stopping_patience of them. Raises ValueError if `metrics` lacks the
+        number of metric_for_best_model."""
         value = best_value(args, metrics)
         threshold = self.early_stopping_threshold
         if is_better(args, value, state.best_metric) and (
@@ -181,8 +199,9 @@ def checked(callback: Any) -> Any:
     """Returns a script's callback as an instance; a class is called without arguments.
 
     Raises:
-      ValueError: it is not a callback, or its class defines on_substep_end, on_pre_optimizer_step or on_optimizer_step,
-        which cannot be called because a step is one compiled program.
+      ValueError: it is not a callback (it has none of on_step_end, on_log and on_train_begin), or its class defines
+        on_substep_end, on_pre_optimizer_step or on_optimizer_step, which cannot be called because a step is one
+        compiled program.
     """
     callback = callback() if isinstance(callback, type) else callback
     if not any(callable(getattr(callback, f"on_{event}", None)) for event in ("step_end", "log", "train_begin")):
@@ -210,7 +229,8 @@ def listens(callback: Any, event: str) -> bool:
 
 class Events(Callback):
     """Passes the events of a run of SFTTrainer to the script's callbacks, does what they request, and keeps the best
-    weights if load_best_model_at_end asks for it. It is a callback of jaxtune.train, which calls it.
+    weights if load_best_model_at_end asks for it. It is a callback of jaxtune.train, which calls it. SFTTrainer makes
+    one for each call of train(), and others to report on_init_end and the numbers of evaluate().
 
     Args:
       args: the SFTConfig.
@@ -249,9 +269,10 @@ class Events(Callback):
         self._told: set[str] = set()
 
     def tell(self, event: str, **more: Any) -> None:
-        """Calls the method named `event`, such as "on_log", of every callback. It gets the SFTConfig, the state and the
-        control, and by name the model, the tokenizer, None for objects of transformers that do not exist here
-        (optimizer, lr_scheduler, data loaders), and `more`. A control that a callback returns replaces the current one.
+        """Calls the method named `event`, such as "on_log", of every callback that has it. It gets the SFTConfig, the
+        state and the control, and by name the model, the tokenizer, None for objects of transformers that do not exist
+        here (optimizer, lr_scheduler, data loaders), and `more`. A control that a callback returns replaces the current
+        one.
 
         Raises:
           ValueError: a callback set should_epoch_stop.
@@ -282,7 +303,7 @@ class Events(Callback):
     # ---- the run
 
     def begin(self, config: TrainConfig, total_steps: int, steps_per_epoch: int) -> None:
-        """Called before the first step of a call of train(): sets the state, forgets the best evaluation of an earlier
+        """Called by SFTTrainer.train before the first step: sets the state, forgets the best evaluation of an earlier
         call, and calls on_train_begin, on_epoch_begin and on_step_begin.
 
         Args:
@@ -338,7 +359,8 @@ class Events(Callback):
 
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
         """Logs, evaluates and saves if the control's fields request it, in the order of transformers, and clears these
-        fields.
+        fields. The numbers of a step are waited for, and on_log is called, only if a callback listens to on_log. A save
+        that is done here is one after which `saved` writes a checkpoint-N folder.
 
         Args:
           moment: the run between two steps.
@@ -365,21 +387,23 @@ class Events(Callback):
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
-        """Called by jaxtune's trainer when the numbers of a step have arrived, with `metrics`, {name: number}: passes
-        them to on_log if the config makes a log due at this step or a callback requested one."""
+        """Called by jaxtune's trainer when the numbers of step `step` (counted from 1) have arrived, with `metrics`,
+        {name: number}: passes them to on_log if the config makes a log due at this step or a callback requested one.
+        They are then waited for between the steps (`_do`); numbers that arrive later are not passed on."""
         if self.control.should_log and step == self.state.global_step:
             self.control.should_log = False
             self.tell("on_log", logs=metrics)
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
         """Called by jaxtune's trainer before an evaluation: makes the script's model refer to the weights that it
-        evaluates."""
+        evaluates. step: the number of steps done. model: a function that returns the module with these weights."""
         self._at(step, model)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         """Called by jaxtune's trainer after an evaluation, with its numbers: adds the epoch and the numbers of
-        compute_metrics to `metrics`, in place, calls on_log and on_evaluate with them, and keeps a copy of the trained
-        weights if they are the best so far and load_best_model_at_end is set. step: the number of steps done."""
+        compute_metrics to `metrics`, in place, and calls on_log and on_evaluate with them. If metric_for_best_model is
+        set and its number is the best so far, the state records it, and with load_best_model_at_end `best` becomes a
+        copy of the trained weights. step: the number of steps done."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
         self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too
@@ -424,7 +448,8 @@ class Events(Callback):
 
 
 def with_trained(module: Decoder, trained: Any) -> Decoder:
-    """Returns `module` with its trained arrays replaced by the numpy arrays `trained`, such as Events.best; each is put
-    on the devices that its predecessor was on. It is used at the end of a run with load_best_model_at_end."""
+    """Returns a new module, `module` with its trained arrays (nnx.Param) replaced by the numpy arrays `trained`, a
+    state such as Events.best; each is put on the devices that its predecessor was on. It is used at the end of a run
+    with load_best_model_at_end."""
     graph, own, frozen = nnx.split(module, nnx.Param, ...)
     return nnx.merge(graph, jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), trained, own), frozen)

@@ -121,28 +121,34 @@ class DistilledTrainer(PreferenceTrainer):
             )
 
     def _room(self, args: object) -> int | None:
-        """The number of tokens of the longest row that a student given by its name is loaded for; None:
-        max_seq_length if it is set, else TRL's default, 1,024. args: the script's config."""
+        """The number of tokens of the longest row that a student given by its name is loaded for; None: max_seq_length
+        if it is set, else TRL's default, 1,024. Here it is the config's max_length; DistillationTrainer, whose rows are
+        made of prompts and sampled answers, takes 512 plus max_completion_length. args: the script's config."""
         return getattr(args, "max_length", None)
 
     def _to_train(self) -> Decoder:
-        """Returns the module that the run trains: the student with its teacher attached."""
+        """Returns the module that the run trains: the student with its teacher attached, or the student itself if the
+        teacher is the student with its adapter off."""
         return with_teacher(super()._to_train(), None if self._teacher is None else self._teacher.module)
 
     def _objective(self) -> ObjectiveConfig:
         """Returns the section `objective` of the run's config: distillation from this teacher, with the script's beta
-        and sampling options."""
+        and sampling options. It names the teacher's folder or hub name, "in memory" if there is none, or BASE for the
+        model with its adapter off."""
         teacher = BASE if self._teacher is None else self._teacher.module.name_or_path or "in memory"
         return dataclasses.replace(ObjectiveConfig("distill", teacher=teacher, beta=self.args.beta), **self._drawing())
 
     def _drawing(self) -> dict[str, float | int]:
         """Returns those options of the config's section `objective`, {name: value}, that say what share of the answers
-        is sampled from the student, and how. Subclasses derive them from their config's arguments."""
+        is sampled from the student, and how. The share, `on_policy`, is 1 in DistillationTrainer, and lmbda in
+        GKDTrainer, which also sets the loss's temperature to 1. The others are the config's arguments under jaxtune's
+        names."""
         raise NotImplementedError
 
     @property
     def _samples(self) -> bool:
-        """Whether the run samples answers from the student (True), or trains on the rows' answers alone (False)."""
+        """Whether the run samples answers from the student (True), or trains on the rows' answers alone (False). It is
+        True, except in a GKDTrainer with an lmbda of 0."""
         return True
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
@@ -161,7 +167,7 @@ class DistilledTrainer(PreferenceTrainer):
 
 class DistillationTrainer(DistilledTrainer):
     """TRL's DistillationTrainer: the student samples an answer to every prompt and learns the teacher's distributions
-    over the tokens of that answer.
+    over the tokens of that answer. The arguments are those of DistilledTrainer, with a DistillationConfig as `args`.
 
     Rows of train_dataset have a column `prompt` (a text or a list of messages) or `messages`. Rows of eval_dataset must
     have answers, too (a column `completion`, or a last message of the assistant): the divergence is measured over these
@@ -269,8 +275,8 @@ class GKDTrainer(DistilledTrainer):
 def _teacher(
     trainer: str, teacher_model: CompatModel | str | os.PathLike | None, args: SFTConfig
 ) -> CompatModel | None:
-    """Returns the teacher of a distillation, which is loaded if it is given by a name; None if the script neither gave
-    nor named one.
+    """Returns the teacher of a distillation; None if the script neither gave nor named one. A teacher that is given by
+    a name is loaded in 16 bits, or as the config's teacher_model_init_kwargs say.
 
     Args:
       trainer: the name of the trainer's class, for messages.

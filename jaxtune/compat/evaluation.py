@@ -22,7 +22,9 @@ class PredictionOutput(NamedTuple):
     """What predict() returns, as in transformers: the first two fields are those of EvalPrediction."""
 
     predictions: object  # float32[rows, length, vocab] logits, or the results of preprocess_logits_for_metrics
-    label_ids: np.ndarray  # int32[rows, length]: trained tokens, -100 elsewhere
+    # int32[rows, length]: the row's token where it is trained on, -100 elsewhere; the logits at position t predict the
+    # label at position t + 1
+    label_ids: np.ndarray
     metrics: dict[str, float]  # such as {"test_loss": 1.2}
 
 
@@ -84,13 +86,13 @@ class Evaluations(Reports):
         Args:
           test_dataset: rows of the same format as train_dataset.
           ignore_keys: has no effect; transformers' method has it.
-          metric_key_prefix: what the names of the numbers begin with.
+          metric_key_prefix: what the names of the numbers begin with in place of "eval".
         Returns:
           a PredictionOutput: the logits, or what preprocess_logits_for_metrics makes of them; the labels; and the
             numbers.
         Raises:
           ValueError: all logits take more than half of the host's memory, and preprocess_logits_for_metrics is not
-            given; or the rows have another format than the trained ones.
+            given; the rows have another format than the trained ones; or compute_metrics returns no numbers.
         """
         del ignore_keys
         trainer = self._on(test_dataset)
@@ -103,8 +105,8 @@ class Evaluations(Reports):
 
     def _on(self, dataset: object) -> Trainer:
         """Makes a jaxtune Trainer that evaluates the current model on the rows of `dataset`, a data set in any form
-        that SFTTrainer accepts, and trains nothing. Raises ValueError if its rows have another format than the trained
-        ones."""
+        that SFTTrainer accepts, and trains nothing. Its eval_data has these rows, tokenised. Raises ValueError if the
+        rows have another format than the trained ones."""
         rows, form = self._read(dataset, self._formatting)
         if form != self._format:
             raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")

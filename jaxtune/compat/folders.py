@@ -1,5 +1,5 @@
 """checkpoint-N folders in output_dir, as transformers' Trainer writes them: the trained weights, for PEFT and
-transformers.
+transformers. `Checkpoints` writes them and removes old ones, and `resumed` says from which a run is continued.
 
 The files that a run resumes from (optimizer states, the position in the data) are in output_dir/checkpoints, in
 jaxtune's own format.
@@ -45,7 +45,8 @@ def is_own(folder: Path) -> bool:
 
 
 def checkpoints(output: Path) -> dict[int, Path]:
-    """{step: folder} of output_dir's checkpoint-N folders, by ascending step."""
+    """{step: folder} of output_dir's checkpoint-N folders, by ascending step, those of other programs included; {} if
+    there are none."""
     found = {int(name[1]): path for path in output.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
@@ -97,7 +98,8 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
 
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
     """Saves a module's adapter as a PEFT folder, or the whole model as a folder for transformers if it has no adapter.
-    The folder must not exist, or must be empty. tokenizer: is saved with it; None: no tokenizer is saved."""
+    The folder must not exist, or must be empty, else ValueError is raised. tokenizer: is saved with it; None: no
+    tokenizer is saved."""
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)
 
 
@@ -132,9 +134,9 @@ class Checkpoints:
         return self._output / f"checkpoint-{step}"
 
     def write(self, module: Decoder, step: int) -> bool:
-        """Writes the checkpoint-N folder of a step and removes old folders over the limit. Returns True if the folder
-        was written, now or before in this call of train(). An error is printed, the run continues, and False is
-        returned."""
+        """Writes the weights of `module` as the checkpoint-N folder of a step, in place of one that an earlier call of
+        train() wrote, and removes old folders over the limit. Returns True if the folder was written, now or before in
+        this call of train(). An error (OSError, ValueError) is printed, the run continues, and False is returned."""
         folder, whole = self.folder(step), unfinished_name(self.folder(step))
         if step in self.written:
             return True

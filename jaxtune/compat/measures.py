@@ -45,7 +45,8 @@ def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) 
       module: the model.
       batches: one epoch of batches of one row each, in the order of the results.
       preprocess: preprocess_logits_for_metrics: maps (logits float32[1, length, vocab], labels int32[1, length]), NumPy
-        arrays whose argmax accepts torch's dim too, to an array or a tuple of arrays with the same first axis.
+        arrays whose argmax accepts torch's dim too, to an array or a tuple of arrays with the same first axis. None:
+        the logits are returned.
     Raises:
       ValueError: all logits take more than half of the host's memory, and `preprocess` is None.
     """

@@ -42,8 +42,8 @@ def is_bfloat16_supported() -> bool:
 
 
 class ModelSettings(SimpleNamespace):
-    """The values of config.json as attributes, for scripts that read `model.config`. Setting one has no effect, because
-    training reads the module."""
+    """The values of the model's config.json as attributes, for scripts that read `model.config`. Setting one has no
+    effect, because training reads the module."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the values as a dict, by their names in config.json."""
@@ -51,14 +51,13 @@ class ModelSettings(SimpleNamespace):
 
 
 class CompatModel(ModelMethods):
-    """The model of an Unsloth script: a reference to the current module, and settings for the trainer.
+    """The model of a script, from FastLanguageModel: a reference to the current module, and settings for the trainer.
 
     Attributes:
       module: the current jaxtune.Decoder. Training replaces it, and callbacks find one with the current weights in it.
       tokenizer: the model's.
       max_seq_length: the most tokens of a row; None: the trainer's max_length.
-      residuals: a fixed plan for all residuals of the backward pass: "keep" keeps them on the device, as scripts ask
-        for with use_gradient_checkpointing=False; None: the planner chooses what is kept, recomputed or offloaded.
+      residuals: of the backward pass: "keep" keeps all on the device; None: the planner keeps, recomputes or offloads.
       adapter: the AdapterConfig that made the adapter, or None without one.
       full_finetuning: True: all weights train; False: only an adapter trains.
       random_state: the seed of sampling and of a new adapter.
@@ -111,8 +110,8 @@ class CompatModel(ModelMethods):
         return has_adapter(self.module)
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
-        """PEFT's method: returns a new model with the adapter merged into its weights. If they were quantised, those of
-        the new model are in the compute dtype. The arguments of PEFT's method are accepted and ignored."""
+        """PEFT's method: returns a new model with the adapter merged into its weights, all of which train. If they were
+        quantised, those of the new model are in the compute dtype. Arguments are ignored."""
         return CompatModel(
             jaxtune.merge_adapter(self.module),
             self.tokenizer,
@@ -139,14 +138,14 @@ class CompatModel(ModelMethods):
         pad_token_id: int | None = None,
         **others: Any,
     ) -> np.ndarray:
-        """transformers' generate: input_ids, int[B, T] padded on either side -> int32[B, T + new], the prompts and the
-        new tokens, padded on the right. attention_mask has 0 at padding; None: there is none. At most max_new_tokens
-        are generated, up to one of eos_token_id (None: the model's).
+        """transformers' generate: returns int32[B, T + new], input_ids and the new tokens, padded on the right with
+        pad_token_id (None: the tokenizer's). input_ids: int[B, T], padded on either side, or a tokenizer's result.
+        attention_mask: 0 at padding. At most max_new_tokens are generated, up to an eos_token_id (None: the model's).
 
-        Arguments that are not given come from the model's generation_config.json, else from transformers' defaults (a
-        top_k of 50 when sampling). It also samples if only a temperature, top_k, top_p or min_p is given; a temperature
-        of 0 takes the likeliest token. A streamer gets each token of the only row. Raises ValueError for an argument
-        that is not supported or contradicts greedy decoding, and for a streamer with several rows.
+        Options that are not given are those of generation_config.json, else transformers' (a top_k of 50 when
+        sampling). It also samples if only a temperature, top_k, top_p or min_p is given; do_sample=False or a
+        temperature of 0 takes the likeliest token. streamer: its `put` gets the prompt and each new token. Raises
+        ValueError for what is not supported or contradicts greedy decoding, and for a streamer with several rows.
         """
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
@@ -194,7 +193,8 @@ class CompatModel(ModelMethods):
         return np.concatenate([ids.astype(np.int32), tail], axis=1)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
-        """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer."""
+        """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer. The folder
+        must be new or empty. others: have no effect, which is printed, or raise ValueError."""
         settle("save_pretrained", others, SAVE)
         (jaxtune.save_adapter if self.has_adapter else jaxtune.save_pretrained)(self.module, save_directory)
 
@@ -220,9 +220,10 @@ class CompatModel(ModelMethods):
     def save_pretrained_merged(
         self, save_directory: str | os.PathLike, tokenizer: Any = None, save_method: str = "merged_16bit", **others: Any
     ) -> None:
-        """Saves a whole model for transformers, with the adapter merged: in 16 bits (save_method "merged_16bit") or in
-        bitsandbytes' NF4 ("merged_4bit"). "lora" saves what save_pretrained saves. tokenizer: is saved with it, if
-        given."""
+        """Saves a whole model for transformers, with the adapter merged: in 16 bits (save_method "merged_16bit";
+        quantised weights are decoded) or in bitsandbytes' NF4 ("merged_4bit"). "lora" saves what save_pretrained saves.
+        tokenizer: is saved with it, if given. The folder must be new or empty, and another save_method is a
+        ValueError."""
         where = "save_pretrained_merged"
         settle(where, others, SAVE)
         load_in = choose(where, "save_method", save_method, _MERGED)
@@ -242,8 +243,9 @@ class CompatModel(ModelMethods):
         quantization_method: str | Sequence[str] = "fast_quantized",
         **others: Any,
     ) -> None:
-        """Saves a GGUF file for llama.cpp in each of the methods named (f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0),
-        each in its own folder below save_directory."""
+        """Saves a GGUF file for llama.cpp in each of the methods named (f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0;
+        "fast_quantized" is q8_0), each in a folder of that name below save_directory. An adapter is merged. tokenizer:
+        is in the file; None: the model's. Raises ValueError for another method."""
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
@@ -273,7 +275,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_merged saves to a hub repository, a new one privately if `private` is True."""
+        """Saves what save_pretrained_merged saves to a hub repository; token and private are those of push_to_hub."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -288,7 +290,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_gguf saves to a hub repository, a new one privately if `private` is True."""
+        """Saves what save_pretrained_gguf saves to a hub repository; token and private are those of push_to_hub."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)
@@ -306,7 +308,7 @@ class CompatModel(ModelMethods):
 
 
 class FastLanguageModel:
-    """Unsloth's class of functions that load a model and add adapters."""
+    """Unsloth's class, of which scripts call the functions that load a model and add adapters; none is made."""
 
     @staticmethod
     def from_pretrained(
@@ -326,14 +328,14 @@ class FastLanguageModel:
         """Returns (model, tokenizer) of `model_name`: a model folder, a hub name, or an adapter folder that names its
         base.
 
-        dtype None is bfloat16; torch's dtypes are accepted by name. load_in_4bit, the default, is NF4 with double
-        quantisation; full_finetuning=True (all weights train) turns it off, and load_in_16bit needs
-        load_in_4bit=False. load_in_fp8 stores the layers' weights in FP8, with a scale for each row or as the files
-        have them, and multiplies in FP8. An adapter's folder that records the format and dtype of its base gets them by
-        default. use_gradient_checkpointing=False keeps all residuals on the device. random_state: the seed of sampling.
-        packing: SFTConfig's packing if a script does not set it. num_labels=1 adds a head that scores texts.
-        max_seq_length: the most tokens of a row. A line names `others` without effect. Raises ValueError for an
-        argument that contradicts another or is not supported.
+        dtype None is bfloat16; torch's dtypes are accepted by name. load_in_4bit (None: True) is NF4 with double
+        quantisation; full_finetuning=True (all weights train) and load_in_fp8 turn the default off, and load_in_16bit
+        needs load_in_4bit=False. load_in_fp8 stores the layers' weights in FP8, with a scale for each row or as the
+        files have them, and multiplies in FP8. An adapter's folder that records the format and dtype of its base gets
+        them by default. use_gradient_checkpointing=False keeps all residuals on the device. random_state: the seed of
+        sampling. packing: SFTConfig's packing if unset. num_labels=1 adds a head that scores texts. max_seq_length: the
+        most tokens of a row; None: the trainer's max_length. others: load_in_8bit=True (int8), or what has no effect,
+        which a line names. Raises ValueError for contradictions and for what is not supported.
         """
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
@@ -399,12 +401,10 @@ class FastLanguageModel:
         bias: str = "none",
         **others: Any,
     ) -> CompatModel:
-        """Returns a new model with LoRA adapters on `model`, whose arrays are shared. embed_tokens and lm_head in
-        target_modules are trained whole. finetune_last_n_layers adapts that number of last layers only; random_state is
-        the seed of the initial values. Other arguments are those of PEFT's LoraConfig and of from_pretrained.
-
-        Raises:
-          ValueError: an argument that is not supported, or contradicts those of from_pretrained.
+        """Returns a new model with LoRA adapters on `model`, whose arrays are shared. The default target_modules also
+        adapt experts. finetune_last_n_layers adapts that number of last layers only; random_state is the seed of the
+        initial values. Other arguments are those of LoraConfig and of from_pretrained, whose max_seq_length cannot be
+        changed here. Raises ValueError for an argument that is not supported or contradicts those of from_pretrained.
         """
         where = "FastLanguageModel.get_peft_model"
         settle(where, others, PEFT, FastLanguageModel.get_peft_model)
@@ -451,8 +451,8 @@ class FastLanguageModel:
 
     @staticmethod
     def for_training(model: CompatModel, use_gradient_checkpointing: bool | str = True) -> CompatModel:
-        """Returns the model, in which it sets from use_gradient_checkpointing whether residuals of the backward pass
-        may be recomputed or offloaded; there is no mode to switch."""
+        """Returns the same model, in which it sets whether residuals of the backward pass may be recomputed or
+        offloaded (use_gradient_checkpointing is True or "unsloth") or stay on the device (False)."""
         where = "FastLanguageModel.for_training"
         model.residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         return model

@@ -16,7 +16,8 @@ from jaxtune.train.config import AdapterConfig
 
 
 class TaskType(enum.StrEnum):
-    """PEFT's kinds of tasks, for LoraConfig's task_type. Every model here is a causal language model, CAUSAL_LM."""
+    """PEFT's kinds of tasks, for LoraConfig's task_type. Every model here is a causal language model, CAUSAL_LM;
+    another kind has no effect, which is printed."""
 
     SEQ_CLS = "SEQ_CLS"
     SEQ_2_SEQ_LM = "SEQ_2_SEQ_LM"
@@ -27,7 +28,8 @@ class TaskType(enum.StrEnum):
 
 
 def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) -> CompatModel:
-    """Returns a new CompatModel of `module`, with the tokenizer and the settings of `model`.
+    """Returns a new CompatModel of `module`, with the tokenizer and the settings of `model`, of which only the adapter
+    trains.
 
     Args:
       model: the script's model without the adapter; it is not changed.
@@ -51,7 +53,7 @@ def get_peft_model(
     """PEFT's function: returns a new model, `model` with a new adapter.
 
     Args:
-      model: the script's model; it is not changed.
+      model: the script's model; it is not changed, and shares its weights with the result.
       peft_config: the LoraConfig, this package's or PEFT's, that describes the adapter.
       adapter_name: must be "default", because an adapter has no name here.
       others: PEFT's other arguments. A printed line reports each one that has no effect here.
@@ -96,7 +98,7 @@ class PeftModel:
         """Returns a new model, `model` with the adapter of a PEFT folder.
 
         Args:
-          model: the script's model without an adapter; it is not changed.
+          model: the script's model without an adapter; it is not changed, and shares its weights with the result.
           model_id: the adapter's folder.
           adapter_name: must be "default", because an adapter has no name here.
           is_trainable: has no effect: the adapter can always be trained further.

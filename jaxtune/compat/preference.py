@@ -1,4 +1,5 @@
-"""TRL's DPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer with their configs, built on SFTTrainer's run."""
+"""TRL's DPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer with their configs, built on SFTTrainer's run.
+PreferenceTrainer is also the base of the trainers of distilled.py and rewarded.py."""
 
 from __future__ import annotations
 
@@ -95,9 +96,11 @@ def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
 class PreferenceTrainer(SFTTrainer):
     """The base class of the trainers whose rows have other columns than SFTTrainer's, such as pairs of answers. It
     checks the columns, trains on responses without packing, and turns the adapter's dropout off unless disable_dropout
-    is False. Its arguments are those of SFTTrainer. A subclass sets the class attributes and defines `_objective`."""
+    is False. Its arguments are those of SFTTrainer. A subclass sets `config_type`, the class of its config, and the
+    attributes below where they differ, and defines `_objective`."""
 
-    table = TRAINER | REFERENCE_MODEL
+    table = TRAINER | REFERENCE_MODEL  # the arguments that are not parameters: without effect here, or refused
+    # the config's arguments that older versions of TRL accepted as arguments of the trainer
     older = SFTTrainer.older | {
         *("beta", "label_smoothing", "loss_type", "max_length", "max_prompt_length", "max_completion_length"),
         *("truncation_mode", "padding_value", "label_pad_token_id", "is_encoder_decoder", "disable_dropout"),
@@ -186,12 +189,14 @@ class ReferencedTrainer(PreferenceTrainer):
 
 
 def PatchDPOTrainer() -> None:
-    """Does nothing: preference trainers need no patch here."""
+    """Unsloth's function, which scripts call before they make a DPOTrainer. It does nothing: no trainer needs a patch
+    here."""
 
 
 class DPOTrainer(ReferencedTrainer):
     """TRL's DPOTrainer, on rows with chosen and rejected (and prompt): it makes the chosen answer likelier than the
-    rejected one, relative to the model with its adapter off."""
+    rejected one, relative to the model with its adapter off. The arguments are those of SFTTrainer, with a DPOConfig as
+    `args`."""
 
     config_type = DPOConfig
 
@@ -210,7 +215,8 @@ class DPOTrainer(ReferencedTrainer):
 
 class ORPOTrainer(PreferenceTrainer):
     """TRL's ORPOTrainer, on rows with chosen and rejected (and prompt): cross-entropy of the chosen answer, and a term
-    that compares the odds of both answers. It needs no reference model."""
+    that compares the odds of both answers. It needs no reference model. The arguments are those of SFTTrainer, with an
+    ORPOConfig as `args`."""
 
     config_type = ORPOConfig
 
@@ -222,7 +228,7 @@ class ORPOTrainer(PreferenceTrainer):
 class KTOTrainer(ReferencedTrainer):
     """TRL's KTOTrainer, on rows with prompt, completion and label (True for a desirable answer, False for an
     undesirable one): it makes desirable answers likelier and others less likely, relative to the model with its adapter
-    off."""
+    off. The arguments are those of SFTTrainer, with a KTOConfig as `args`."""
 
     config_type = KTOConfig
     form = LABELLED  # the name of the rows' format
@@ -230,7 +236,8 @@ class KTOTrainer(ReferencedTrainer):
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
         """Returns the tokenised rows, each with the answer of another row as a mismatched one, as in TRL: KTO's loss
-        estimates its KL term from such answers. The other row is one of the same per_device_train_batch_size rows."""
+        estimates its KL term from such answers. The other row is one of the same per_device_train_batch_size rows. Rows
+        whose answer is cut off completely are left out."""
         assert isinstance(data, PairDataset)
         return mismatched_in_groups(data, self.args.per_device_train_batch_size)
 
@@ -242,8 +249,8 @@ class KTOTrainer(ReferencedTrainer):
 
 class RewardTrainer(PreferenceTrainer):
     """TRL's RewardTrainer, on rows with chosen and rejected: it trains a model with a head that gives a text one
-    number, the reward, which is to be higher for the chosen text. A model without such a head gets one, unless it has
-    an adapter.
+    number, the reward, which is to be higher for the chosen text. A model without such a head gets one, in place,
+    unless it has an adapter. The arguments are those of SFTTrainer, with a RewardConfig as `args`.
 
     Raises:
       ValueError: the model has an adapter and no such head; FastLanguageModel.from_pretrained(num_labels=1) loads one

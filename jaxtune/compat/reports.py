@@ -1,4 +1,5 @@
-"""The methods log_metrics, save_metrics and save_state of transformers' Trainer, and what train() returns."""
+"""The methods log_metrics, save_metrics and save_state of transformers' Trainer, what train() returns, and the lines
+about rows that it prints first."""
 
 from __future__ import annotations
 

@@ -84,11 +84,12 @@ class RewardedConfig(PreferenceConfig):
     learning_rate: float = 1e-6
     disable_dropout: bool = False  # True: the adapter's dropout is turned off; False: it is used
     num_generations: int = 8  # answers that are sampled to each prompt
+    # with it a row has at most max_prompt_length + max_completion_length tokens; None: only max_length bounds a row
     max_prompt_length: int | None = None
     max_completion_length: int = 512  # the most tokens of an answer
-    generation_batch_size: int | None = None  # answers that are sampled at once
-    steps_per_generation: int | None = None  # the same in micro-batches
-    # How answers are sampled.
+    generation_batch_size: int | None = None  # answers that are sampled at once; None: those of one update
+    steps_per_generation: int | None = None  # the same in micro-batches, if generation_batch_size is None
+    # How answers are sampled; the defaults change nothing.
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = 0
@@ -126,7 +127,8 @@ class GRPOConfig(RewardedConfig):
     use_bias_correction_kl: bool = True  # True: the KL term is multiplied by the ratio; False: it is not
     # True: the loss corrects for the sampler's probabilities, by the mode and within the bounds below; False: not
     vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: str = "sequence_mask"  # or TRL's other modes (see grpo.importance_ratio)
+    vllm_importance_sampling_mode: str = "sequence_mask"  # or "token_mask", "token_truncate", "sequence_truncate"
+    # bounds of the ratio of the trainer's probabilities to the sampler's; None: no bound
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
 
@@ -165,6 +167,8 @@ class RewardedTrainer(PreferenceTrainer):
       environment_factory: a function without arguments that returns an environment, an object whose methods are tools;
         or {name: such a function}.
       others: further arguments of SFTTrainer.
+    Attributes:
+      rollout_model: what generate_rollout_completions samples with during a call of rollout_func; None otherwise.
     Raises:
       ValueError: reward_funcs are no functions; rollout_func is given with tools or environments; or an argument, which
         the message names, is not supported.
@@ -227,7 +231,8 @@ class RewardedTrainer(PreferenceTrainer):
     # ---- the arguments
 
     def _require_best(self) -> None:
-        """Raises ValueError if metric_for_best_model names what an evaluation by rewards does not measure."""
+        """Raises ValueError if metric_for_best_model names what an evaluation by rewards does not measure. None is
+        accepted, and any name if there are no reward functions."""
         wanted = self.args.metric_for_best_model
         if wanted is None or (rewards := self._rewards()) is None:
             return
@@ -308,7 +313,8 @@ class RewardedTrainer(PreferenceTrainer):
     def _rewards(self) -> RewardFunctions | None:
         """Returns the script's reward functions in the form that the objective calls, with their weights, and with the
         arguments that TRL passes to them in addition (`trainer_state`, `log_extra` and `log_metric`). None if there are
-        no functions, because environments or rollout_func give the rewards."""
+        no functions, because environments or rollout_func give the rewards. Raises ValueError for another number of
+        weights."""
         if not self._functions:
             return None
         name = type(self).__name__
@@ -338,7 +344,8 @@ class RewardedTrainer(PreferenceTrainer):
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
         """Returns the TrainConfig of the run, as SFTTrainer.config makes it, but rows_per_step counts the answers of an
         update, which are packed. If max_prompt_length is set, a row has at most max_prompt_length +
-        max_completion_length tokens.
+        max_completion_length tokens. With an eval_dataset each evaluation samples answers to its prompts and rewards
+        them.
 
         Args:
           resume: "auto" continues the run in output_dir, "never" starts a new one.
@@ -369,8 +376,12 @@ class RewardedTrainer(PreferenceTrainer):
         as in TRL, the reference is a copy of that adapter. None if there is no KL term (beta = 0) or the reference is
         the model with its adapter off, which needs no copy.
 
+        Args:
+          objective: the run's objective, whose temperature divides the logits.
         Returns:
-          a function of (model, batch) that returns the log-probabilities of the answers' tokens.
+          a function of (the run's model, a Batch of packed answers) that returns the log-probabilities of the targets
+            under the reference, float32[rows, length]. It uses the model with the copied weights in place of the
+            trained ones.
         """
         if not objective.losses.beta or not self._trained_before:
             return None
@@ -406,7 +417,8 @@ class RewardedTrainer(PreferenceTrainer):
 
     def _rollout(self, prompts: list[Turns], model: RolloutModel) -> Mapping[str, Sequence]:
         """Calls the script's rollout_func with the prompts and this trainer, and returns its result, a dict of lists
-        with an entry for each answer. `model` is what generate_rollout_completions samples with during the call."""
+        with an entry for each answer. prompts: texts or lists of messages. `model` is what generate_rollout_completions
+        samples with during the call."""
         assert self._rollout_func is not None
         self.rollout_model = model
         try:
@@ -441,8 +453,9 @@ class RewardedTrainer(PreferenceTrainer):
 
 def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Turns]) -> list[dict[str, object]]:
     """Samples an answer to each prompt, for use in a script's rollout_func, as TRL's function of this name
-    (trl.experimental.openenv) does. Returns for each prompt a dict with `prompt_ids` and `completion_ids` (token ids),
-    `logprobs` (a log-probability for each token of the answer) and `text` (the answer).
+    (trl.experimental.openenv) does. The run's sampling options apply. Returns for each prompt, in their order, a dict
+    with `prompt_ids` and `completion_ids` (token ids), `logprobs` (a log-probability for each token of the answer) and
+    `text` (the answer).
 
     Args:
       trainer: the trainer that rollout_func got.
@@ -472,13 +485,15 @@ def _not_logged(trainer: str, name: str, *_: object) -> None:
 
 
 class GRPOTrainer(RewardedTrainer):
-    """TRL's GRPOTrainer: an answer's advantage is its reward relative to the other answers to its prompt."""
+    """TRL's GRPOTrainer: an answer's advantage is its reward relative to the other answers to its prompt. The arguments
+    are those of RewardedTrainer, with a GRPOConfig as `args`."""
 
     config_type = GRPOConfig
 
 
 class RLOOTrainer(RewardedTrainer):
     """TRL's RLOOTrainer: an answer's advantage is its reward less the mean reward of the other answers to its prompt.
-    From each reward, beta times the answer's divergence from the reference model is subtracted before."""
+    From each reward, beta times the answer's divergence from the reference model is subtracted before. The arguments
+    are those of RewardedTrainer, with an RLOOConfig as `args`."""
 
     config_type = RLOOConfig

@@ -17,7 +17,7 @@ IGNORE = -100  # the label of a token that is not trained on, as in PyTorch's cr
 class Tokenised(Sequence):
     """A sequence of rows {"input_ids": token ids, "labels": the same, -100 where a token is not trained on}, as scripts
     read them from trainer.train_dataset. documents: the tokenised documents, which are converted when a row is
-    accessed."""
+    accessed. A slice is a list of rows."""
 
     def __init__(self, documents):
         self._documents = documents
@@ -112,7 +112,8 @@ def _known_form(columns: Sequence[str], text_field: str) -> str:
 def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the texts that a script's formatting_func makes of the rows, one for each row. The function takes one row
     and returns its text, or (as Unsloth's do) takes {column: values} and returns a list of texts; a call with the first
-    row shows which. Raises ValueError if the result is anything else."""
+    row shows which. A mapping with such a list under "text" is accepted as well. Raises ValueError if the result is
+    anything else."""
     if not dataset:
         return []
     try:

@@ -1,4 +1,5 @@
-"""The arguments of a run: SFTConfig and TrainingArguments, and their translation to jaxtune.train."""
+"""The arguments of a run: SFTConfig and TrainingArguments, and the functions by which the trainers translate them to
+the sections of a TrainConfig of jaxtune.train."""
 
 from __future__ import annotations
 
@@ -16,64 +17,69 @@ from jaxtune.train.config import MetricsConfig, ScheduleConfig
 
 @dataclasses.dataclass(init=False)
 class SFTConfig:
-    """TRL's SFTConfig with Unsloth's defaults: the arguments of a run. An argument that is not a field is accepted if
-    it has no effect here, or has a value that changes nothing, such as its default; any other raises a ValueError.
+    """TRL's SFTConfig with Unsloth's defaults: the arguments of a run, which a script makes and passes to SFTTrainer.
+    An update is an optimizer step. Intervals below 1 (save_steps and the like) are shares of all updates. An argument
+    that is not a field is accepted if it has no effect here, or has a value that changes nothing, such as its default;
+    any other raises a ValueError.
 
     With load_best_model_at_end a copy of the best trained weights of this call of train() is kept in host memory, and
-    the model has these weights when train() returns. metric_for_best_model (eval_loss by default) names the number of
-    an evaluation that is compared, and greater_is_better says whether the best is the greatest (True) or the least
-    (False).
+    the model has these weights when train() returns. metric_for_best_model (then "loss" by default, which is eval_loss)
+    names the number of an evaluation that is compared, and greater_is_better says whether the best is the greatest
+    (True) or the least (False).
     """
 
     table = SFT  # the arguments that are not fields: which have no effect here, and which are refused (Argument)
     orders = ORDERS  # {value of train_sampling_strategy: TokenDataset's name for that order of the rows}
 
-    output_dir: str = "trainer_output"
-    per_device_train_batch_size: int = 4
-    gradient_accumulation_steps: int = 2
-    max_steps: int = -1
+    output_dir: str = "trainer_output"  # the folder of checkpoints and metrics
+    per_device_train_batch_size: int = 4  # rows of a micro-batch
+    gradient_accumulation_steps: int = 2  # micro-batches of an update
+    max_steps: int = -1  # updates of the run; 0 or less: num_train_epochs decides
     num_train_epochs: float = 3.0
-    learning_rate: float = 5e-5
-    embedding_learning_rate: float | None = None
+    learning_rate: float = 5e-5  # the peak
+    embedding_learning_rate: float | None = None  # that of embed_tokens and lm_head; None: learning_rate
     weight_decay: float = 0.001
-    optim: str = "adamw_8bit"
+    optim: str = "adamw_8bit"  # a key of OPTIMIZERS in tables.py
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
-    max_grad_norm: float | None = 1.0
-    neftune_noise_alpha: float | None = None
-    lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: Mapping[str, Any] | None = None
-    warmup_steps: float = 0
-    warmup_ratio: float = 0.1
-    logging_steps: float = 1
-    report_to: str | Sequence[str] | None = "none"
-    project: str = "huggingface"
+    max_grad_norm: float | None = 1.0  # the gradient's global norm is clipped at it; None or 0: it is not
+    neftune_noise_alpha: float | None = None  # the scale of noise on the embeddings (NEFTune); None: no noise
+    lr_scheduler_type: str = "linear"  # a key of SCHEDULES in tables.py
+    lr_scheduler_kwargs: Mapping[str, Any] | None = None  # may have num_cycles of "cosine_with_restarts"
+    warmup_steps: float = 0  # updates; below 1: a share of all updates; 0: warmup_ratio decides
+    warmup_ratio: float = 0.1  # a share of all updates
+    logging_steps: float = 1  # updates between two logged lines
+    report_to: str | Sequence[str] | None = "none"  # "tensorboard", "wandb", "trackio", or several of them
+    project: str = "huggingface"  # Trackio's project, unless TRACKIO_PROJECT is set
     seed: int = 3407
-    bf16: bool | None = None
+    bf16: bool | None = None  # True: computation in bfloat16, or float16 with fp16; else in the model's dtype
     fp16: bool | None = None
+    # True: residuals may be recomputed or offloaded; False: they stay on the device; None: as the model was loaded
     gradient_checkpointing: bool | str | None = None
-    save_strategy: str = "steps"
+    save_strategy: str = "steps"  # a checkpoint every save_steps updates; or after each "epoch"; or "no"
     save_steps: float = 500
-    save_total_limit: int | None = None
-    eval_strategy: str = "no"
-    eval_steps: float | None = None
+    save_total_limit: int | None = None  # the number of checkpoints that are kept; None or 0: all
+    eval_strategy: str = "no"  # or "steps", an evaluation every eval_steps updates; or after each "epoch"
+    eval_steps: float | None = None  # None: logging_steps
+    # the most tokens of a row: the least of these two and the model's max_seq_length (row_length)
     max_length: int | None = None
     max_seq_length: int | None = None
-    packing: bool | None = None
-    train_sampling_strategy: str = "random"
-    dataset_text_field: str = "text"
-    dataset_num_proc: int | None = None
+    packing: bool | None = None  # True: documents fill rows, which an update counts; None: as the model was loaded
+    train_sampling_strategy: str = "random"  # a key of `orders`
+    dataset_text_field: str = "text"  # the column of texts
+    dataset_num_proc: int | None = None  # processes that tokenise
+    # which tokens are trained on; see trained_tokens
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
-    chat_template_path: str | None = None
-    model_init_kwargs: Mapping[str, Any] | None = None
-    router_aux_loss_coef: float | None = None
-    eval_on_start: bool = False
+    chat_template_path: str | None = None  # a chat template, as data.template takes it; None: the tokenizer's
+    model_init_kwargs: Mapping[str, Any] | None = None  # arguments of from_pretrained for a model given by its name
+    router_aux_loss_coef: float | None = None  # the factor of the experts' load-balancing loss; None: the model's
+    eval_on_start: bool = False  # True: it is also evaluated before the first update
     load_best_model_at_end: bool = False
     metric_for_best_model: str | None = None
-    greater_is_better: bool | None = None
-    full_determinism: bool = False
+    greater_is_better: bool | None = None  # None: True unless the metric's name ends with "loss"
+    full_determinism: bool = False  # True: repeated runs have equal bits
 
     def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
         own = {field.name: field.default for field in dataclasses.fields(self)}
@@ -120,8 +126,8 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
     """Returns the arguments that a script gave to a trainer as an object of `kind`, if they are transformers' or TRL's.
 
     Args:
-      args: an object of this package's config classes, which is returned as it is; an object of transformers' or TRL's
-        classes, which is translated; or None, for which the defaults are returned.
+      args: an object of this package's config classes, which is returned as it is, even if it is not of `kind`; an
+        object of transformers' or TRL's classes, which is translated; or None, for which the defaults are returned.
       kind: the class of the trainer's config, such as SFTConfig.
     Raises:
       ValueError: args is an object of another class, or has a setting that is not supported.
@@ -148,7 +154,7 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
 
 def plain_value(setting: Any) -> Any:
     """The value of a member of one of transformers' enumerations, such as "steps"; any other value is returned
-    unchanged."""
+    unchanged. Scripts may pass either for an argument."""
     return getattr(setting, "value", setting)
 
 
@@ -272,8 +278,10 @@ def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -
 
 
 def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
-    """Returns the section `metrics` of a run's config: which loggers are used, by the argument report_to, and
-    `log_every`, the number of steps between two logged lines. Raises ValueError for a logger that is not supported."""
+    """Returns the section `metrics` of a run's config: which loggers are used, by the argument report_to ("none",
+    "tensorboard", "wandb", "trackio" or a list), and `log_every`, the number of steps between two logged lines. The
+    projects of wandb and trackio are those of the environment variables WANDB_PROJECT and TRACKIO_PROJECT, if they are
+    set. Raises ValueError for a logger that is not supported."""
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
         choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))

@@ -1,6 +1,8 @@
 """Tables of the arguments of Unsloth, TRL and transformers that are not followed, and of values with another name here.
 
-The arguments are listed in arguments.yaml, with the reason why each has no effect, or what to use instead.
+The arguments are listed in arguments.yaml, with the reason why each has no effect, or what to use instead. LOAD, SFT
+and the like are {argument: Argument} for one function or class, which `settle` applies; DTYPES, OPTIMIZERS and the like
+are the supported values, which `choose` translates.
 """
 
 from __future__ import annotations

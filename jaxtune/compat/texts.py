@@ -67,9 +67,9 @@ class NumpyTensor(np.ndarray):
 
 
 def without_torch(tokenizer: Any) -> Any:
-    """Changes a tokenizer in place, and returns it: its results for return_tensors="pt" or "np" are NumpyTensor arrays,
-    so torch need not be installed. It prints a line at its first use of "pt". A tokenizer that was changed before stays
-    as it is."""
+    """Changes a tokenizer in place, and returns it: the results of its methods for return_tensors="pt" or "np" are
+    NumpyTensor arrays, so torch need not be installed. It prints a line at its first use of "pt". A tokenizer that was
+    changed before stays as it is."""
     base = type(tokenizer)
     if getattr(base, "_answers_numpy", False):
         return tokenizer
@@ -127,8 +127,8 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
         pair, whose first item is one of these and whose second is ignored.
       others: Unsloth's other arguments. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: the tokenizer's present template would be kept and lacks that string; or one of `others` would change
-        the result, or is unknown.
+      ValueError: the tokenizer's present template would be kept and lacks that string; another template is not found,
+        or writes special tokens that the tokenizer lacks; or one of `others` would change the result, or is unknown.
     """
     settle("get_chat_template", others, TEMPLATE, get_chat_template)
     if isinstance(chat_template, Sequence) and not isinstance(chat_template, str):
@@ -178,7 +178,7 @@ def setup_chat_format[Model](
 
 def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
     """Unsloth's: returns a new data set with messages {"role", "content"} in place of ShareGPT's {"from", "value"} in
-    the column `conversations`.
+    the column `conversations`. Messages that have a role keep it; other columns stay.
 
     Args:
       dataset: a datasets.Dataset or a list of dicts, with a column conversations.

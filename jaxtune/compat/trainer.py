@@ -84,7 +84,8 @@ class SFTTrainer(Evaluations):
       others: arguments that older scripts pass here instead of to SFTConfig (dataset_text_field, max_seq_length,
         packing, dataset_num_proc), and TRL's other ones. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: one of `others` would change the result, or is unknown.
+      ValueError: train_dataset is missing; the model has neither adapter nor full_finetuning=True; an argument is
+        refused.
     """
 
     config_type: type[SFTConfig] = SFTConfig
@@ -199,7 +200,7 @@ class SFTTrainer(Evaluations):
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback, given as an instance or a class."""
+        """Adds a callback, an instance or a class; raises ValueError for one that cannot be called (`checked`)."""
         self.callbacks.append(checked(callback))
 
     def pop_callback(self, callback: Any) -> Any:
@@ -212,7 +213,7 @@ class SFTTrainer(Evaluations):
         return None
 
     def remove_callback(self, callback: Any) -> None:
-        """Removes a callback: the instance that is given, or the first instance of the class."""
+        """Removes a callback: the instance that is given, or the first instance of the class, if there is one."""
         self.pop_callback(callback)
 
     def _events(self, leave: Callable[[int], Any] = lambda step: None) -> Events:
@@ -314,8 +315,8 @@ class SFTTrainer(Evaluations):
         )
 
     def _strategies(self) -> tuple[str, str]:
-        """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; raises ValueError for another value, or if an
-        evaluation is asked for and there is nothing to evaluate on."""
+        """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; raises ValueError for another value, for
+        evaluations without eval_dataset, and for load_best_model_at_end without evaluations."""
         args, known = self.args, {"steps": "steps", "no": "no", "epoch": "epoch"}
         saves = choose("SFTConfig", "save_strategy", plain_value(args.save_strategy), known)
         evaluates = choose("SFTConfig", "eval_strategy", plain_value(args.eval_strategy), known)
@@ -326,8 +327,8 @@ class SFTTrainer(Evaluations):
         return saves, evaluates
 
     def _optim(self) -> OptimConfig:
-        """The section `optim` of the run's config; raises ValueError for an optimizer that is not supported, or an
-        embedding_learning_rate if no embedding trains."""
+        """The section `optim` of the run's config, from the script's arguments; raises ValueError for an optimizer that
+        is not supported, or an embedding_learning_rate if no embedding trains."""
         args = self.args
         optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
         own = args.embedding_learning_rate
@@ -473,6 +474,7 @@ def train_on_responses_only(
     **others: Any,
 ) -> SFTTrainer:
     """Sets a trainer, in place, to train only on what follows response_part, up to the end of the turn, and returns it.
+    Rows that were tokenised before are tokenised again.
 
     Args:
       trainer: the trainer.

@@ -99,7 +99,8 @@ def load_plain(
     Args:
       where: the called function, for messages.
       name: a folder or a hub name.
-      max_length: the most tokens of a row; None: the trainer's max_length decides.
+      max_length: the most tokens of a row; None: the trainer's max_length decides. The model must have a position for
+        each.
       random_state: the seed of sampling and of a new adapter.
       full: True: all weights train, unless they are quantised; False: only an adapter trains.
       given: {name: value} of the script's arguments of from_pretrained, such as quantization_config and dtype.
@@ -127,9 +128,11 @@ class AutoModelForCausalLM:
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> CompatModel:
         """Returns the model of a folder or of a hub name, in 16 bits or as quantization_config says. For an adapter's
-        folder it loads the base model with the adapter.
+        folder it loads the base model with the adapter. All weights train, unless they are quantised or there is an
+        adapter, which then trains alone.
 
         Args:
+          pretrained_model_name_or_path: the folder or the hub name.
           arguments: transformers' other arguments, such as quantization_config and dtype. A printed line reports each
             one that has no effect here.
         Raises:
@@ -150,6 +153,7 @@ class AutoTokenizer:
         """Returns the tokenizer of a folder or of a hub name. It answers return_tensors="pt" with NumPy arrays.
 
         Args:
+          pretrained_model_name_or_path: the folder or the hub name.
           arguments: padding_side and truncation_side are set on the tokenizer. A printed line reports each other
             argument that has no effect here.
         Raises:

@@ -1,4 +1,4 @@
-"""Export of an adapter in PEFT's format, and notes for the user on which servers can load it.
+"""Export of an adapter in PEFT's format (`write`), and notes for the user on which servers can load it (`servers`).
 
 The files are read back. Their tensors must equal the written ones bit for bit, and the product B A of each adapted
 matrix, computed from the files in PEFT's layout, must equal the model's. The base's weights, the factor alpha / r and
@@ -36,8 +36,8 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
     Returns:
       notes for the user, at least one: which programs can load this adapter (`servers`).
     Raises:
-        ValueError: the model has no adapter, or one that PEFT's files cannot express; a value is not finite; the disk
-          has no room.
+      ValueError: the model has no adapter, or one that PEFT's files cannot express; a value is not finite; the disk has
+        no room.
       ArithmeticError: the tensors that were read back differ from those written, or the product B A of an adapted
         matrix, as PEFT computes it from the files, is not the model's.
     """

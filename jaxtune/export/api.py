@@ -29,7 +29,7 @@ _DEFAULT_OUTTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 class Exported:
     """What `export_model` wrote, and what the user should know of it."""
 
-    folder: Path
+    folder: Path  # absolute
     files: tuple[str, ...]  # names of the files in the folder
     notes: tuple[str, ...] = ()  # what users of the folder should know, of one or more sentences each
 
@@ -52,13 +52,14 @@ def export_model(
     Args:
       model: the model, with or without an adapter.
       path: a folder that does not exist or is empty.
-      to: one of FORMATS. An adapter is merged first, except in "adapter" and "gguf-adapter", which contain the adapter
-        alone.
+      to: one of FORMATS: "merged", a Hugging Face folder in the model's dtype; a quantised one ("bnb-4bit", "fp8",
+        "nvfp4", "int8", "w4a16", "w4a8" or "mxfp4"); "gguf"; or "adapter" or "gguf-adapter", which contain the adapter
+        alone. In all others an adapter is merged first. The model itself is not changed.
       tokenizer: written with the model; gguf needs it.
       outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's own dtype. gguf-adapter is always
         f32, and other formats take None.
       name: general.name of a GGUF file; None: the folder's name.
-      max_shard_bytes: for safetensors folders: weights above this size are divided into shards.
+      max_shard_bytes: for safetensors folders of whole models: weights above this size are divided into shards.
     Returns:
       the folder, its files and notes for the user.
     Raises:
@@ -123,7 +124,8 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     "gguf" of FORMATS. If the model has an adapter, it is merged into the weights. llama.cpp treats a tokenizer as
     Phi-3's if the model's name has phi-3 in it: such a name is changed where the tokenizer is of another kind, and "
     (Phi-3)" is added where it is of that kind and the name does not say so; a note tells the user. job: the folder and
-    the options of the export.
+    the options of the export. The file's name is model-OUTTYPE.gguf. Another note says how many tensors have a type
+    other than the outtype because of their rows' length.
 
     Raises:
       ValueError: llama.cpp would compute another model or does not support this kind of tokenizer; there is no
@@ -164,7 +166,8 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
 
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
     """Writes a model's LoRA adapter as a GGUF file in float32 for llama.cpp's --lora, and verifies it by reading it
-    back; the entry "gguf-adapter" of FORMATS. job: the folder and the options of the export.
+    back; the entry "gguf-adapter" of FORMATS. job: the folder and the options of the export. The file's name is
+    adapter-f32.gguf.
 
     Raises:
       ValueError: the model has no adapter, or one that llama.cpp cannot apply; llama.cpp would compute another base;

@@ -1,4 +1,5 @@
-"""Families that llama.cpp knows: its name for each, what it computes, and the metadata that it needs.
+"""Families that llama.cpp knows: its name for each (ARCHITECTURES), whether it computes what a model does
+(`architecture`), and the metadata that it needs (`hyperparameters`). Exports to GGUF files use it.
 
 llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute
 differently is refused here, with the reason. A model that it computes correctly in a shorter context only is written
@@ -26,8 +27,9 @@ _GEMMA3_LOCAL_THETA = 10_000.0
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp computes the models of one family, as far as its architectures differ. An export compares a model
-    with it, and refuses one that llama.cpp would compute differently. "It" below is llama.cpp."""
+    """How llama.cpp computes the models of one family, as far as its architectures differ. The table ARCHITECTURES has
+    one for each family. An export compares a model with it, and refuses one that llama.cpp would compute differently.
+    "It" below is llama.cpp."""
 
     name: str  # general.architecture of the file
     permuted: bool = False  # rotary pairs are the neighbours (2i, 2i + 1) of a head, so rows of q and k are reordered
@@ -273,8 +275,8 @@ def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dic
     Args:
       config: the model's, of which max_position_embeddings and the head size are read.
       rope: its rotary embedding, the first one if it has several.
-      notes: sentences for the user on where llama.cpp computes otherwise; one is appended for longrope, and for a yarn
-        whose bounds are not rounded.
+      notes: sentences for the user on where llama.cpp computes otherwise. It is changed in place: one is appended for
+        longrope, and for a yarn whose bounds are not rounded.
     """
     original = rope.original_max_position_embeddings or config.max_position_embeddings
     if rope.kind == "linear":
@@ -304,9 +306,9 @@ def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dic
 
 def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray]:
     """The factors by which llama.cpp divides the rotary frequencies, which it reads as tensors of the file: {tensor's
-    name: float32[rotary dims / 2]}. They are one tensor for rotary embeddings of kind llama3, two for longrope (for
-    long and for short contexts), and one for the proportional kind of Gemma 4's global layers; {} for other kinds.
-    config: the model's, whose first rotary embedding is read."""
+    name in the file: float32[rotary dims / 2]}. They are one tensor for rotary embeddings of kind llama3, two for
+    longrope (for long and for short contexts), and one for the proportional kind of Gemma 4's global layers; {} for
+    other kinds. config: the model's, whose first rotary embedding is read."""
     rope = config.rotary[0]
     if rope.kind == "proportional":
         return {"rope_freqs.weight": gemma4.frequency_factors(rope, config.head_dim)}

@@ -61,8 +61,8 @@ def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
     Raises:
-        ValueError: the model has experts, and the format's readers do not support them; weights that the model says QAT
-          rounded to the format were changed since; the disk has no room.
+      ValueError: the model has experts, and the format's readers do not support them; weights that the model says QAT
+        rounded to the format were changed since; the disk has no room.
       ArithmeticError: what was read back differs from what was written.
     """
     assert to.export is not None
@@ -84,7 +84,7 @@ def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes:
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
     Raises:
-        ValueError: a model of another family; the disk has no room.
+      ValueError: a model of another family; the disk has no room.
       ArithmeticError: what was read back differs from what was written.
     """
     model = weights.model
@@ -103,8 +103,9 @@ def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes:
 
 
 def _in_mxfp4(make: Callable[[], Any], dtype: str) -> Stored:
-    """Encodes a matrix of all experts of a layer in MXFP4, as files store it: [E, out, in]. make: returns the matrix
-    [E, in, out], which may be quantised and is then decoded first. dtype: the model's, to which it is decoded."""
+    """Makes a matrix of all experts of a layer and encodes it in MXFP4, as files store it: [E, out, in]. It is called
+    when the matrix is written, so that one matrix is in memory at a time. make: returns the matrix [E, in, out], which
+    may be quantised and is then decoded first. dtype: the model's, to which it is decoded."""
     return _encoded_transposed(dense(make(), dtype))
 
 

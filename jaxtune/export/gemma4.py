@@ -99,8 +99,9 @@ def hyperparameters(config: DecoderConfig) -> dict[str, Any]:
 
 def frequency_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """The factors by which llama.cpp divides the angles of the pairs of a head in global layers: rope.factor for those
-    that are rotated, and 1e30, which leaves no rotation, for the others. float32[head size / 2]. rope: the global
-    layers' rotary base. head_dim: the head's size if the base does not give its own."""
+    that are rotated, and 1e30, which leaves no rotation, for the others. float32[head size / 2], which the file has as
+    the tensor rope_freqs.weight. rope: the global layers' rotary base. head_dim: the head's size if the base does not
+    give its own."""
     half = (rope.head_dim or head_dim) // 2
     turning = int(rope.partial_rotary_factor * half)
     return np.asarray([rope.factor] * turning + [_UNTURNED] * (half - turning), np.float32)

@@ -1,4 +1,5 @@
-"""Writes tensors in the number types of GGUF files; encoders run and check themselves on the tensor's device.
+"""Encodes tensors in the number types of GGUF files (`encode`), for gguf_file.py, which writes the bytes. The encoders
+run on the tensor's device, where their results are decoded and compared.
 
 F32, F16 and BF16 are plain numbers. The quantised types, which BLOCK_TYPES lists, code the numbers of a row in blocks.
 """
@@ -25,7 +26,7 @@ Floats = jax.Array | np.ndarray
 @dataclasses.dataclass(frozen=True)
 class BlockType:
     """A quantised type of GGUF files, in which a row is divided into blocks of neighbouring numbers and each block is
-    encoded alone."""
+    encoded alone. BLOCK_TYPES has them by gguf's names."""
 
     numbers: int  # how many numbers of a row are one block
     encode: Callable[[jax.Array], jax.Array]  # float32[n, numbers] -> uint8[n, bytes of a block]
@@ -86,7 +87,7 @@ def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray
 
     Args:
       name: the tensor's name, for messages.
-      array: the values.
+      array: the values. In a quantised type the columns must be whole blocks (`block_size`).
       kind: gguf's name of the type.
     Yields:
       for each run a function without arguments that copies the run's bytes to the host and returns them, uint8[n]. A

@@ -40,8 +40,8 @@ def _bytes_of(scales: jax.Array) -> jax.Array:
 
 
 def _f16_of(pair: jax.Array) -> jax.Array:
-    """Reads f16 numbers from their bytes: float32[n, 1]. pair: uint8[n, 2], the two bytes of each, the lower one
-    first."""
+    """Reads f16 numbers, such as the scales of blocks, from their bytes: float32[n, 1]. pair: uint8[n, 2], the two
+    bytes of each, the lower one first."""
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 

@@ -1,4 +1,5 @@
-"""Writer of GGUF files, one tensor at a time, and the check that reads them back."""
+"""Writer of GGUF files, one tensor at a time (`write`), and the check that reads them back (`verify`). Exports of
+models and of adapters call both."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _FETCHED_AHEAD = 3  # runs that are copied to the host while the device makes an
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor as it was written, by which `verify` recognises it in the file that is read back."""
+    """A tensor as it was written, which `write` returns and by which `verify` recognises it in the file that is read
+    back."""
 
     shape: tuple[int, ...]  # in numpy's order; the file lists the dimensions in reverse
     kind: str  # gguf's name of the type
@@ -72,7 +74,7 @@ def write(
     Returns:
       {tensor's name: what was written of it}.
     Raises:
-        ArithmeticError: a value that is not finite or not represented, or an array of another shape than planned.
+      ArithmeticError: a value that is not finite or not represented, or an array of another shape than planned.
       OSError: the disk is full; the message has the file and its size.
     """
     tensors = all_tensors(sources)
@@ -134,7 +136,8 @@ def _header(
     file: Path, architecture: str, fields: Mapping[str, Any], tensors: Sequence[Tensor], kinds: Mapping[str, str]
 ) -> bytes:
     """The bytes of a GGUF file before its tensors: metadata, and the name, shape, type and position of each tensor.
-    gguf's writer makes them, which can only write to a file: `file` is used for it, and overwritten later.
+    gguf's writer makes them, which can only write to a file: `file` is used for it, and `write` overwrites it with the
+    bytes that are returned.
 
     Args:
       architecture: general.architecture, such as "llama".

@@ -1,4 +1,4 @@
-"""Encoders of GGUF's types Q4_K, Q5_K and Q6_K.
+"""Encoders and decoders of GGUF's types Q4_K, Q5_K and Q6_K, and the error that rounding to them explains (`allowed`).
 
 A block is 256 numbers of a row. It is divided into parts, each of which has a scale, and in Q4_K and Q5_K a least value
 too. The parts' scales are themselves whole numbers, which a scale of the whole block in f16 multiplies:
@@ -77,7 +77,7 @@ def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, bits: int) -> 
 
 
 def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x / y, and 0 where y is 0."""
+    """Returns x / y, and 0 where y is 0, so that a part of zeros, whose scale is 0, has finite codes."""
     return jnp.where(y == 0, 0, x / jnp.where(y == 0, 1, y))
 
 
@@ -218,8 +218,8 @@ def _best_signed(parts: jax.Array, middle: int) -> jax.Array:
 
 
 def _f16_of(pair: jax.Array) -> jax.Array:
-    """Reads f16 numbers from their bytes: float32[n, 1]. pair: uint8[n, 2], the two bytes of each, the lower one
-    first."""
+    """Reads f16 numbers, such as the scales of blocks, from their bytes: float32[n, 1]. pair: uint8[n, 2], the two
+    bytes of each, the lower one first."""
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 

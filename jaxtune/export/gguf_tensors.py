@@ -1,4 +1,5 @@
-"""The tensors of a model or an adapter under llama.cpp's names and in its order of rows."""
+"""The tensors of a model (`of_model`) or an adapter (`of_adapter`) under llama.cpp's names and in its order of rows, as
+Sources from which gguf_file.py makes and writes one tensor at a time."""
 
 from __future__ import annotations
 
@@ -52,14 +53,16 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Tensors of a file that are computed from one value of the model, such as gate and up from a fused matrix."""
+    """Tensors of a file that are computed from one value of the model, such as gate and up from a fused matrix, so that
+    the value is made once."""
 
     make: Callable[[], Any]  # returns the value; called when these tensors are written, and the value is then freed
     tensors: tuple[Tensor, ...]  # the tensors that are computed from it, in the order of the file
 
 
 def all_tensors(sources: Iterable[Source]) -> list[Tensor]:
-    """The tensors of all `sources` in one list, in the order of the file."""
+    """The tensors of all `sources` in one list, in the order of the file, as its header and the choice of types need
+    them."""
     return [tensor for source in sources for tensor in source.tensors]
 
 
@@ -118,8 +121,9 @@ def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
 
 
 def of_model(weights: Weights, arch: Architecture) -> list[Source]:
-    """Returns the Sources of every tensor of a model's GGUF file, in the order of the file; each tensor is made only
-    when it is written.
+    """Returns the Sources of every tensor of a model's GGUF file, in the order of the file: the rotary factors, the
+    model's weights, and the head where llama.cpp needs a tied one as a tensor of its own. Each tensor is made only when
+    it is written.
 
     Args:
       weights: the model's weights. If it has an adapter, they must be the merged ones.

@@ -1,8 +1,9 @@
 """A Hugging Face tokenizer as GGUF metadata.
 
-llama.cpp implements tokenizers itself: "gpt2", which merges bytes within words, and "llama", which merges characters by
-scores as SentencePiece does. For "gpt2" it knows a fixed set of word patterns, by name. A tokenizer is written if its
-pattern is one of them, and refused otherwise: with another pattern a model would read other tokens.
+`tokenizer_fields` makes it, for exports of models as GGUF files. llama.cpp implements tokenizers itself: "gpt2", which
+merges bytes within words, and "llama", which merges characters by scores as SentencePiece does. For "gpt2" it knows a
+fixed set of word patterns, by name. A tokenizer is written if its pattern is one of them, and refused otherwise: with
+another pattern a model would read other tokens.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ def tokenizer_fields(
     Args:
       tokenizer: a fast Hugging Face tokenizer.
       vocab_size: rows of the model's embedding; those past the tokenizer's last token become unused tokens.
-      ends: (llama.cpp's key, the token's text) of each end token that llama.cpp does not recognise by its text.
+      ends: (llama.cpp's key, the token's text) of each end token that llama.cpp does not recognise by its text. Tokens
+        of `ends` and `shown` that the tokenizer lacks are ignored.
       shown: the texts of special tokens that llama.cpp is to write into an answer, such as the marks of tool calls. It
         leaves other special tokens out of the text.
     Returns:
-      {GGUF's key: value}.
+      {GGUF's key: value}, with the tokens, their types, the merges or scores, the ids of special tokens, the chat
+        template, and whether the tokenizer adds BOS and EOS to a text.
     Raises:
       ValueError: there is no tokenizer, or llama.cpp has no equal one.
     """
@@ -129,6 +132,7 @@ def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int
 
 def _sequence(part: dict[str, Any] | None, kinds: str) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer as a list: those that it lists if it is a sequence, else itself alone.
+    Its callers look whether llama.cpp has each step.
 
     Args:
       part: the entry "normalizer" or "pre_tokenizer" of a tokenizer.json; None if it has none, which gives [].

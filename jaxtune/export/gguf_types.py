@@ -1,4 +1,5 @@
-"""The type in which each tensor of a GGUF file is stored."""
+"""The type in which each tensor of a GGUF file is stored: OUTTYPES, from which the user chooses one for a file, and
+`stored_types`, which gives each tensor its type by the rules of llama.cpp."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def stored_types(
 
 def is_short(tensor: Tensor, outtype: str) -> bool:
     """Whether a tensor cannot be stored in the type that `outtype` names, because its rows are not whole blocks of that
-    type. The user gets a note about such tensors. outtype: the type of the file's weights, one of OUTTYPES."""
+    type; False for types without blocks and for tensors that stay in float32. The user gets a note about such tensors.
+    outtype: the type of the file's weights, one of OUTTYPES."""
     block = gguf_blocks.BLOCK_TYPES.get(OUTTYPES[outtype][0])
     return block is not None and not tensor.plain and tensor.shape[-1] % block.numbers != 0
 

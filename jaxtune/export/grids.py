@@ -80,8 +80,12 @@ def quantized(weights: Weights, format: str) -> Weights:
     model was trained with quantisation-aware training, its matrices are encoded exactly; others are rounded here. The
     new Weights' model has no `qat`, because the format itself says what its numbers are.
 
+    Args:
+      weights: the model's weights.
+      format: the format's name.
     Raises:
-      ValueError: when such a matrix is encoded: it is not on the format's grid, so it was changed since.
+      ValueError: when a matrix of a model with such training is encoded: it is not on the format's grid, so it was
+        changed since.
     """
     if weights.model.qat is None:
         return weights.quantized(format)
@@ -135,7 +139,8 @@ def _exactly(name: str, format: str, weight: jax.Array) -> Stored:
 
 def _between(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The bounds (least, most), float64 in the shape of `numbers`, between which magnitudes are rounded to those of
-    `numbers`: the middles between each magnitude and its neighbours in the dtype."""
+    `numbers`: the middles between each magnitude and its neighbours in the dtype. numbers: of a dtype of 16 or 32
+    bits."""
     bits = {2: np.int16, 4: np.int32}[numbers.dtype.itemsize]
     size = np.abs(numbers)
     codes = size.view(bits)

@@ -12,7 +12,7 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
     Args:
       folder: the folder.
       repository: owner/name.
-      private: whether a created repository is private.
+      private: whether a created repository is private; the visibility of one that exists is not changed.
       api: huggingface_hub.HfApi or an object with its methods; None: one with this machine's login.
     Returns:
       the repository's address.

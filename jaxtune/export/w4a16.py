@@ -1,5 +1,5 @@
-"""Weights in four bits for vLLM: compressed-tensors' `pack-quantized` format with activations in 16 bits (w4a16), and
-its `int-quantized` format with activations that servers round to int8 by token (w4a8).
+"""Exports of weights in four bits for vLLM (`write`): compressed-tensors' `pack-quantized` format with activations in
+16 bits (w4a16), and its `int-quantized` format with activations that servers round to int8 by token (w4a8).
 
 The numbers of a group within a row are codes of -8..7 times the group's scale, as quantisation-aware training rounds
 them (fake_quant.int4). Weights that were trained so are stored exactly. The format has three tensors for a linear X:
@@ -127,8 +127,9 @@ def quantization_config(group: int, ignored: list[str], activations: bool) -> di
 
 
 def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, to: str) -> Piece:
-    """Describes the tensors that files store in place of the weight of one linear, or of one expert. They are
-    encoded and compared with the weight when the file is written.
+    """Describes the tensors that files store in place of the weight of one linear, or of one expert. They are encoded
+    and compared with the weight when the file is written, and a weight that they do not represent is then an
+    ArithmeticError.
 
     Args:
       name: the linear's name.
@@ -205,8 +206,9 @@ def _pack(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    """Decodes the weight of a linear, float32[out, in], from the three tensors that a file has for it. packed:
-    int32[out, in / 8], eight codes in each number. scales: [out, in / group]. shape: int64[2], which is (out, in)."""
+    """Decodes the weight of a linear, float32[out, in], from the three tensors that a w4a16 file has for it, as its
+    readers do; the export compares the result with the weight. packed: int32[out, in / 8], eight codes in each number.
+    scales: [out, in / group]. shape: int64[2], which is (out, in)."""
     codes = (packed.view(np.uint32)[..., None] >> (4 * np.arange(_PACKED, dtype=np.uint32))) & 15
     codes = codes.reshape(len(packed), -1)[:, : int(shape[1])].astype(np.float32) - 8
     return codes * np.repeat(scales.astype(np.float32), codes.shape[1] // scales.shape[1], axis=1)
