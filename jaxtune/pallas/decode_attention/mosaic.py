@@ -82,9 +82,9 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """The blocks of the kernel for such a query, as a string. It becomes a part of the name of the check at first use,
-    because a kernel with other blocks is compiled anew and must be checked again. Of query [B, heads, D], only the head
-    dim and the dtype matter."""
+    """The blocks of the kernel for such a query, as a string, which api.py asks for. It becomes a part of the name of
+    the check at first use, because a kernel with other blocks is compiled anew and must be checked again. Of query [B,
+    heads, D], only the head dim and the dtype matter."""
     return str(blocks_of(query.shape[-1], query.dtype).as_dict())
 
 
@@ -121,14 +121,15 @@ def _smem(shape, dtype):
 
 
 def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
-    """Runs the kernel over splits, the first of the two: attention over each split of the keys alone.
+    """Runs the kernel over splits, the first of the two: attention over each split of the keys alone, one persistent
+    program for each multiprocessor.
 
     Args:
       query: [B, kv_heads, padded heads, D], the query heads of each KV head, with rows of zeros behind them.
       keys, values: the caches, [B, kv_heads, capacity, D].
       table, lines: from work_of.
       blocks: how the work is divided.
-      scale, soft_cap: of the attention.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
     Returns:
       (float32[B, kv_heads, splits, padded heads, D], each split's output, normalised by the split's own sum of weights;
         float32[B, kv_heads, splits, padded heads], the log-sum-exps in units of log2). The memory of splits without
@@ -193,11 +194,11 @@ def _combine(parts, lse, order, count, sinks, group: int, dtype):
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
     """The Mosaic implementation of decode_attention: returns the attention of the newest token of each row over its
-    cache, [B, heads, D] in query's dtype.
+    cache, [B, heads, D] in query's dtype. An empty row gives 0. `refusal` says which calls are supported.
 
     Args:
       query: [B, heads, D], of the newest tokens.
-      keys, values: the caches, [B, kv_heads, capacity, D].
+      keys, values: the caches, [B, kv_heads, capacity, D]. The token at position p is at index p % capacity.
       lengths: int32[B], tokens of each row with the newest one.
       scale: factor on query . key.
       window: how many tokens the newest one sees, itself included; None: all.

@@ -1,4 +1,4 @@
-"""Shapes of decoding steps of real models, shared by tests and benchmarks."""
+"""Shapes of decoding steps of real models, shared by tests and benchmarks: Case describes one, CASES lists them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class Case:
     sinks: bool = False  # whether heads have sinks
 
     def lengths(self) -> np.ndarray:
-        """The length of each row, int32[rows], in random order."""
+        """The length of each row, int32[rows], in random order, the same at every call."""
         spread = np.linspace(self.shortest, self.longest, self.rows).round().astype(np.int32)
         return np.random.default_rng(0).permutation(spread)
 
     def live_bytes(self) -> int:
-        """Bytes of the 16-bit keys and values that the rows see."""
+        """Bytes of the 16-bit keys and values that the rows see, which a kernel must read: a benchmark divides them by
+        its time."""
         seen = np.minimum(self.lengths(), min(self.window or self.capacity, self.capacity))
         return int(seen.sum()) * self.kv_heads * self.dim * 2 * 2
 
