@@ -244,7 +244,7 @@ def computing(wg, number: int | None = None):
 def bringing(wg):
     """Returns a decorator that runs a function without arguments at once, in the warpgroup that loads blocks; others
     skip it. It first lowers the registers of each thread to 24, so that the computing warpgroups can have more; without
-    it they would wait forever for theirs. wg: the number of the warpgroup that runs this code."""
+    it they would wait forever for registers. wg: the number of the warpgroup that runs this code."""
 
     def decorate(body):
         @pl.when(wg == WARPGROUPS)

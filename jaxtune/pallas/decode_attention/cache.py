@@ -24,7 +24,7 @@ def cache_capacity(tokens: int, window: int | None = None) -> int:
     It is the number of tokens, or the window if that is smaller, rounded up to a multiple of CAPACITY_STEP (128), which
     kernels require.
 
-    tokens: prompt and sampled tokens together. window: how many tokens a token sees, itself included; None: all.
+    tokens: those of the prompt and the sampled ones. window: how many tokens a token sees, itself included; None: all.
 
     >>> cache_capacity(700), cache_capacity(700, window=128)
     (768, 128)
