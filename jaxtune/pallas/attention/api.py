@@ -164,7 +164,8 @@ def attention_forward(
         before it.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap), as in Gemma 2; None: no cap.
       sinks: float[heads], an extra logit for each head that has no value, as in gpt-oss; None: none.
-      implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
+        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call.
     Returns:
       (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], the natural logarithm of the sum of exponentials
         of a query's scores, its head's sink included). Padding gives out = 0; its lse means nothing, and depends on the
@@ -210,7 +211,8 @@ def attention_backward(
       window: a query sees itself and the window - 1 keys before it; None: all keys before it.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
       sinks: float[heads], an extra logit for each head that has no value; None: none.
-      implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call; it need
+      implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
+        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call; it need
         not be that of the forward.
     Returns:
       (dquery, dkey, dvalue, dsinks): shapes and dtypes of the operands; dsinks is None without sinks. Padding gives 0.
@@ -299,7 +301,8 @@ def attention(
       window: a query sees itself and the window - 1 keys before it; None: all keys before it.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap.
       sinks: float[heads], an extra logit for each head that has no value; None: none.
-      implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
+        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call.
       backward_implementation: the implementation of the gradients; None: `implementation`.
     Returns:
       out [B, T, heads, D] in query's dtype. Padding gives 0 and gets no gradient, whatever out's gradient is there.

@@ -21,8 +21,10 @@ MAX_DOCUMENTS = 32
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Returns the reason why cuDNN cannot compute this call exactly; None if it can. Reasons are the GPU, the dtype,
-    the head dim, a soft cap, sinks, and a layout without the guarantee of at most 32 documents a row.
+    """Returns the reason why cuDNN cannot compute this call exactly; None if it can. Reasons are: no NVIDIA GPU, a
+    dtype other than bfloat16 and float16, a head dim that is no multiple of 8 or above 256 (128 below compute
+    capability 9.0), a soft cap, sinks, a layout without the guarantee of at most 32 documents a row, and below compute
+    capability 9.0 more than one.
 
     Args:
       query: [B, T, heads, D]; only shape and dtype are used.
@@ -92,7 +94,8 @@ def _call_arguments(layout, query, scale, window):
     """Returns (arrays, static arguments) that JAX's call of cuDNN takes after query, key and value. The seven arrays
     are a bias, the documents' lengths for queries and for keys, their first tokens for both, and two page tables. Those
     of the documents are from `_documents` if rows are packed (max_documents is not 1); all others are empty, which
-    means that the feature is not used. The static arguments are a dict of keywords.
+    means that the feature is not used. The static arguments are a dict of keywords: the scale, a causal mask (within
+    documents, if rows are packed), the window, no dropout, and the order of axes.
 
     Args:
       layout: the bounds of the documents of the batch's rows.

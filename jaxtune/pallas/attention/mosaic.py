@@ -1,4 +1,6 @@
-"""Packed attention as Pallas Mosaic GPU kernels for Hopper (wgmma, TMA, warp specialisation).
+"""Packed attention as Pallas Mosaic GPU kernels for Hopper (wgmma, TMA, warp specialisation), for 16-bit operands and
+head dims up to 512: `forward` and `backward` prepare the operands and call the kernels, `refusal` says which calls they
+cannot compute, and `blocks_of` how they divide the work.
 
 The layout determines which blocks exist. A tile of queries [a, b] needs keys from the lower bound of a (the start of
 its document, or of the window) to b. A tile of keys [a, b] is needed by queries from a to the upper bound of b. Bounds
@@ -299,7 +301,7 @@ def _ring_barriers(blocks: Blocks, copies: tuple[int, int], readers: tuple[int, 
 def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | None = None, **static):
     """Returns a kernel as a function of its arrays in global memory, with one program for each multiprocessor, two
     computing warpgroups and a loading one. Within gpu_kernel.interpreted Pallas' interpreter runs it, with two
-    programs, for tests without a GPU.
+    programs, for tests without a GPU. Exponentials and the like are the GPU's approximate instructions.
 
     Args:
       kernel: the body, a Python function such as forward_kernel. The kernel's name, which profiles show, is

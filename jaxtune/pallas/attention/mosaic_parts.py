@@ -1,4 +1,5 @@
-"""What the Mosaic GPU attention kernels share; mosaic.py describes and calls them.
+"""What the Mosaic GPU attention kernels share; mosaic.py describes and calls them. The kernels of decode_attention use
+the smallest of these functions, too.
 
 A kernel runs one program on each multiprocessor, with two warpgroups that compute and one that loads blocks. A program
 works through a list of items. An item is a tile of queries of two heads (or, without grouped heads, two tiles of one
@@ -7,9 +8,9 @@ other side: a block of keys and values for a tile of queries, or a block of quer
 tile of keys. Each of the two usually has a tile of queries of its own: with grouped heads, the same queries of two
 heads that share their keys; without, neighbouring queries of one head.
 
-An item's own side (queries and their gradient, or keys and values) is double-buffered, and the loading warpgroup runs
-ahead across items, so that the start and end of an item overlap with its neighbours' work. On packed rows an item has
-only two to ten steps, so its start and end take as long as the steps.
+An item's own side (queries and their gradient, or keys and values) is double-buffered for head dims up to 128, and the
+loading warpgroup runs ahead across items, so that the start and end of an item overlap with its neighbours' work. On
+packed rows an item has only two to ten steps, so its start and end take as long as the steps.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Blocks:
 
 
 def smem(shape, dtype):
-    """Swizzled shared memory of this shape and 16- or 32-bit dtype, which tensor cores and TMA can read, and warpgroups
-    can access without bank conflicts."""
+    """Describes swizzled shared memory of this shape and 16- or 32-bit dtype, one of a kernel's scratch_types, which
+    tensor cores and TMA can read, and warpgroups can access without bank conflicts."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
@@ -184,7 +185,8 @@ class Items:
 
     Args:
       table_ref: int32[lines, columns], in global memory.
-      heads: the number of items of a line: query heads, pairs of them, or key heads.
+      heads: the number of items of a line: query heads, pairs of them, or key heads; in the forward for heads of 512
+        twice as many, because an item is half of an output.
     """
 
     def __init__(self, table_ref, heads: int):
@@ -257,7 +259,8 @@ def bringing(wg):
 
 def bring(number, copies):
     """Starts the TMA copies of step `number` (int32[]) into their slots of the pipeline, each after the slot's previous
-    content was used. The loading warpgroup calls it.
+    content was used. A step's slot is its number modulo the number of slots; numbers count the steps of all of a
+    program's items from 0. The loading warpgroup calls it.
 
     copies: (source in global memory, its slots in shared memory, the slots' barriers `full`, which complete when a copy
     has arrived, and `free`, at which the computing warpgroups arrive after their last read).
@@ -311,7 +314,9 @@ class QuerySide:
     def place(self, item, wg=None):
         """Says which queries of an item a warpgroup computes: (row of the batch, query head, index of the first query
         in the row), int32[] each; there are `blocks.own`. With `pairs` the two warpgroups have the same queries of two
-        heads, with `shared` the same queries of one head, and otherwise neighbouring ones of one head.
+        heads, with `shared` the same queries of one head, and otherwise neighbouring ones of one head; where a row's
+        last tile has queries for one warpgroup only, the other has the same ones, and repeats their results bit for
+        bit.
 
         Args:
           item: [head number, row, first query, first block of keys, number of blocks], int32[] each, from Items.at.

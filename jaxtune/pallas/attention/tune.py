@@ -118,9 +118,9 @@ def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, A
       kernel: one of KERNELS.
       case: shapes, documents and window.
       dtype: of the operands.
-      prepare: a function without arguments that compiles the kernel with the blocks under test and returns a function
-        that runs it once.
-      say: gets a line of text for each candidate.
+      prepare: a function without arguments that compiles the kernel with the blocks under test (it is called within
+        tuning.forced) and returns a function that runs it once.
+      say: gets text for the user, two pieces that make a line for each candidate.
       path: the file that stores the entry; None: the user's cache.
     """
     dim = mosaic.kernel_dim(case.dim)
