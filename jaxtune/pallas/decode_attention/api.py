@@ -1,4 +1,5 @@
-"""The public function of decode attention, and the choice of its implementation."""
+"""The public function of decode attention, which is the attention of one new token for each row over the row's
+key/value cache, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -100,8 +101,10 @@ def decode_attention(
       window: the newest token sees itself and the window - 1 tokens before it; None: all tokens.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap (Gemma 2).
       sinks: float[heads], an extra logit per head that has no value; None: none (gpt-oss).
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call. The kernels need 16
-        bits and a capacity of whole tiles (cache.cache_capacity); only Triton supports FP8 caches.
+      implementation: "mosaic" (Hopper GPUs; D of 64, 96, 128 or 256), "triton" (NVIDIA GPUs from compute capability 8.0
+        on; D a multiple of 16 up to 512), "reference" (plain jnp, everywhere), or None for the first that supports the
+        call. The kernels need 16 bits and a capacity of whole tiles (cache.cache_capacity); FP8 caches are read by
+        "triton" from compute capability 8.9 on, and by "reference".
     Returns:
       [B, heads, D] in query's dtype. With the kernels, a row's result has the same bits alone, in any batch and in any
         slot.

@@ -9,7 +9,8 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One decoding step, in which the lengths of rows are spread evenly from `shortest` to `longest`."""
+    """One decoding step (one new token for each row) that a test or a benchmark makes, in which the lengths of rows are
+    spread evenly from `shortest` to `longest`."""
 
     name: str  # its name in reports
     rows: int  # rows of the batch

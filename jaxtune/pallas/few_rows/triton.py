@@ -32,7 +32,7 @@ _ENOUGH = 96  # programs that occupy the 132 multiprocessors of a Hopper GPU wel
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """How a product is divided among the programs of a kernel: each program multiplies one tile of rows of the weight
-    by all rows of x, and reads both in steps along the columns."""
+    by all rows of x, and reads both in steps along the columns. The ones that are used were measured on an H200."""
 
     rows: int  # the number of rows of the weight that a program multiplies
     depth: int  # the number of columns that are read in one step
