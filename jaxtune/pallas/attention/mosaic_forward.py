@@ -30,8 +30,8 @@ _UNSEEN = -1e20
 
 
 class Softmax:
-    """The running softmax of the forward, in powers of two, in the registers of one warpgroup: blocks of keys come one
-    after the other, and no row of scores exists as a whole (as in FlashAttention). Its state is (maximum so far, sum of
+    """The running softmax of the forward, in powers of two, in the registers of one warpgroup: it takes the keys block
+    by block, so that no row of scores exists as a whole (as in FlashAttention). Its state is (maximum so far, sum of
     weights), float32[own] each, one number for each of the warpgroup's `own` queries; with `lean` the maximum is of
     numbers before the factor. `start` makes the first state, `step` takes one block of keys, and `end` gives 1 / sum
     and the log-sum-exp.

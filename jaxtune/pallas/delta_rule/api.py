@@ -40,9 +40,9 @@ def _check_layout(check: Arguments, layout) -> None:
 
 
 def _check_tokens(check: Arguments, key, value, decay, beta) -> None:
-    """Checks the arrays of tokens of a call: key [B, T, key_heads, K], value [B, T, heads, V] in key's dtype, decay and
-    beta float32[B, T, heads], and that heads is a multiple of key_heads. check: the checker of the call (Arguments),
-    which binds these sizes.
+    """Checks the arrays of tokens of a call: key [B, T, key_heads, K] bfloat16, float16 or float32, value [B, T, heads,
+    V] in key's dtype, decay and beta float32[B, T, heads], and that heads is a multiple of key_heads. check: the
+    checker of the call (Arguments), which binds these sizes.
 
     Raises:
       TypeError, ValueError: an array is not as described here.

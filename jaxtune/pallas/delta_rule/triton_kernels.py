@@ -106,7 +106,8 @@ def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: 
 def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
     """Returns float32[CHUNK]: 1 over the length of each token's vector, a query or a key of DIM numbers, by which it is
     normalised. `array` points to the head's first token, `first` is the number of the chunk's first token in the row,
-    STRIDE the numbers from token to token; tokens past the row (LENGTH) are 0."""
+    STRIDE the numbers from token to token; vectors of tokens past the row (LENGTH) count as 0. As 1e-6 is added to the
+    squared length, a vector of 0 gives 1000."""
     wide = _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1) + _EPS)
 

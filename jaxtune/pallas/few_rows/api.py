@@ -131,8 +131,9 @@ def products(
       loras: the adapter of each weight, or None for a weight without one; empty if no weight has one. An adapter adds
         scale * (x a^T) b^T to its weight's product. "triton" supports ranks up to 64. Arrays in another dtype than x's
         are cast to it in each call.
-      implementation: "triton" (16-bit floats on a Hopper GPU), "reference" (plain JAX), or None for the first that
-        supports the call; for another N than 2 to 128 that is "reference", without a warning.
+      implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns),
+        "reference" (plain JAX), or None for the first that supports the call; for another N than 2 to 128 that is
+        "reference", without a warning.
     Returns:
       partial sums [splits, N, sum of out_i], in float32, or in x's dtype if there is one split. Their sum over the
         splits, rounded to x's dtype, is x times the weights, adapters included, side by side in the order of `weights`.
@@ -182,8 +183,9 @@ def gated_product(
         dtype.
       loras: the adapters of gate and up, each may be None; empty if there are none. An adapter adds scale * (x a^T) b^T
         to its weight's product. "triton" supports ranks up to 64.
-      implementation: "triton" (16-bit floats on a Hopper GPU, "silu" or "gelu_tanh"), "reference" (plain JAX), or None
-        for the first that supports the call; for another N than 2 to 128 that is "reference", without a warning.
+      implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns, "silu"
+        or "gelu_tanh"), "reference" (plain JAX), or None for the first that supports the call; for another N than 2 to
+        128 that is "reference", without a warning.
     Returns:
       [N, out] in x's dtype.
     Raises:
