@@ -37,7 +37,8 @@ _REGISTERS = (240, 24)
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """How one of the kernels divides its work, and which of its variants runs: a compile-time setting on which the
-    speed depends, and not what is computed. Measured ones come from tuning.py, others from mosaic.HEURISTIC."""
+    speed depends, and the result only by its rounding. Measured ones come from tuning.py, others from
+    mosaic.HEURISTIC."""
 
     own: int  # tokens whose results a computing warpgroup accumulates: queries in the forward and dq, keys in dk and dv
     step: int  # tokens of a block that a step visits: keys in the forward and dq, queries in dk and dv

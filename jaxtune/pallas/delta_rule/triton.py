@@ -249,8 +249,9 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
 
 
 def _states(query, key, value, made: Made, *, save: bool):
-    """Runs the third kernel, which walks along the rows. Returns (out [B, T, heads, V], the errors z that tokens write,
-    of value's shape and dtype, and the states before each chunk, [B, heads, chunks, V, K] in key's dtype).
+    """Runs the third kernel, which walks along the rows. Returns (out [B, T, heads, V], the errors z of tokens, which
+    are written into the state times beta, of value's shape and dtype, and the states before each chunk, [B, heads,
+    chunks, V, K] in key's dtype).
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V]; made: the factors and matrices that `_chunks`
     returned. save: True: errors and states are stored for the backward; False, when no derivative is taken: in their

@@ -289,7 +289,7 @@ def chunk_kernel(
     WIDTH: tl.constexpr,
 ):
     """Computes the two matrices of a chunk of a value head that triton.Made has: inverse, of 1 + B, and weights, with
-    which queries read the chunk's own tokens, in the dtype of the arrays. It is the forward's second kernel. Grid:
+    which queries read the chunk's own tokens, both stored in key's dtype. It is the forward's second kernel. Grid:
     (heads, chunks, B).
 
     query and key are [B, T, key_heads, K], starts and ends the document bounds, int32[B, T]; of numbers_kernel's
@@ -353,12 +353,12 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
     for products. Everything is transposed: the state is always the left operand of its products, and stays in
     registers. Grid: (VALUE_DIM / WIDTH, heads, B).
 
-    SAVE: True: it also stores `error` (the errors z that tokens write into the state, as value) and `states` (those
-    before each chunk, [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]) for the backward; False: these two are not written. query
-    and key are [B, T, key_heads, K], value [B, T, heads, V]; inverse, weights, kept, read, written and faded are the
-    fields of triton.Made, which explains them: the matrices of chunks, and the factors with which tokens and chunks
-    read and change the state. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of
-    CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
+    SAVE: True: it also stores `error` (the errors z of tokens before their factor beta, in value's shape and dtype) and
+    `states` (those before each chunk, [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]) for the backward; False: these two are
+    not written. query and key are [B, T, key_heads, K], value [B, T, heads, V]; inverse, weights, kept, read, written
+    and faded are the fields of triton.Made, which explains them: the matrices of chunks, and the factors with which
+    tokens and chunks read and change the state. The compile-time constants are the sizes: LENGTH tokens of a row in
+    CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
     """
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     state = tl.zeros([WIDTH, KEY_DIM], tl.float32)
@@ -633,8 +633,9 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
     backward's kernels. Grid: (heads, chunks, B).
 
     A decay's gradient is a sum over the later tokens: the reading queries' and keys' inner products with their own
-    gradients, minus those of the writing keys. It reads share (beta), kept, faded and reach of triton.Made, the
-    document bounds (starts, ends), and what the kernels before it stored for each token: flow and dbeta_of_pairs
+    gradients, minus those of the writing keys. The sum ends with the document or the chunk; what goes through the state
+    into later chunks is added at the chunk's last token. It reads share (beta), kept, faded and reach of triton.Made,
+    the document bounds (starts, ends), and what the kernels before it stored for each token: flow and dbeta_of_pairs
     (pairs_kernel's dbeta), asked (dquery_kernel), lost and gained, and for each chunk fading (dkey_kernel). The
     compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS
     of VALUE_DIM; SCALE and WIDTH are not used.
