@@ -1,5 +1,6 @@
 """Packed causal attention: the public functions, of which `attention` is differentiable, and the choice of their
-implementation. Shapes are [B, T, heads, D] with grouped key/value heads."""
+implementation. Shapes are [B, T, heads, D] with grouped key/value heads. Packed rows hold several documents, and a
+token sees only its own."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def implementations(
     sinks=None,
 ) -> dispatch.Table:
     """Returns the implementations of a call in the order in which they are tried: {name: a function that returns the
-    reason why it refuses the call, gradients included, or None}. dispatch.choose takes the first that does not refuse.
+    reason why it refuses the call, gradients included, or None}. dispatch.choose takes the first that does not refuse,
+    and `jaxtune info --kernels` prints the reasons. The names are "cudnn", "mosaic", "triton" and "reference" (plain
+    jnp, which refuses nothing), in this order; "mosaic" comes first unless the layout guarantees one document a row,
+    and on a Hopper GPU also for such rows of up to 4,096 tokens if the head dim is 64, 128, 256 or 512. The functions
+    may compare a kernel with the reference on this GPU first (first_use.py), which takes seconds.
 
     Args:
       query: [B, T, heads, D]; only shape and dtype are used.
@@ -74,7 +79,8 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
 
     Args:
       op: the name of the public function that was called, with which messages begin.
-      query, key, value: [B, T, heads, D] and twice [B, T, kv_heads, D], in one dtype, heads a multiple of kv_heads.
+      query, key, value: [B, T, heads, D] and twice [B, T, kv_heads, D], all bfloat16, float16 or float32, heads a
+        multiple of kv_heads.
       layout: a PackedLayout for B rows of T tokens.
       scale: a number.
       window: None, or a whole number from 1 on.
@@ -116,7 +122,8 @@ def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks
 
 def _pick(query, key, value, layout, implementation, **options):
     """Chooses the implementation of a call and returns its module, which has the functions `forward` and `backward`:
-    the one named `implementation`, or for None the first of `implementations` that supports the call.
+    the one named `implementation`, or for None the first of `implementations` that supports the call. It raises
+    ValueError if the named one does not, or is unknown.
 
     query, key, value: of the call; only shapes and dtypes are used. layout: the documents of the call, of which only
     the static guarantees are used. options: window, soft_cap and sinks, each None if the call has none.
@@ -127,7 +134,8 @@ def _pick(query, key, value, layout, implementation, **options):
 
 def _by_rows(function, operands: int, results: int):
     """Returns a function f(*arrays, layout, sinks) that calls `function` on each device of a mesh with the device's own
-    rows of the batch, because the kernels are programs for one device.
+    rows of the batch, because the kernels are programs for one device. Without a mesh of several devices, or within a
+    shard_map over it, `function` gets the arrays as they are.
 
     Args:
       function: an implementation's forward or backward. It takes the same arguments, with `sinks` as a keyword.
@@ -143,7 +151,8 @@ def _by_rows(function, operands: int, results: int):
 def attention_forward(
     query, key, value, layout: PackedLayout, *, scale, window=None, soft_cap=None, sinks=None, implementation=None
 ):
-    """Computes attention and its log-sum-exp, for code that saves residuals itself and later calls attention_backward.
+    """Computes attention and its log-sum-exp, for code that saves residuals itself and later calls attention_backward,
+    such as the layers of a model. Kernels have no derivative here; `attention` is differentiable.
 
     Args:
       query: [B, T, heads, D] bfloat16, float16 or float32.
@@ -155,12 +164,15 @@ def attention_forward(
         before it.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap), as in Gemma 2; None: no cap.
       sinks: float[heads], an extra logit for each head that has no value, as in gpt-oss; None: none.
-      implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
+        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call.
     Returns:
       (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], the natural logarithm of the sum of exponentials
-        of a query's scores, its head's sink included). Padding gives out = 0; its lse means nothing.
+        of a query's scores, its head's sink included). Padding gives out = 0; its lse means nothing, and depends on the
+        implementation.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
+        call.
     """
     _checked("attention_forward", query, key, value, layout, scale, window, soft_cap, sinks)
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
@@ -185,11 +197,12 @@ def attention_backward(
     sinks=None,
     implementation=None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Computes the gradients of attention from its saved output and log-sum-exp, for code that saves residuals itself.
+    """Computes the gradients of attention from its saved output and log-sum-exp, for code that saves residuals itself,
+    such as the layers of a model.
 
     Args:
       query: [B, T, heads, D] bfloat16, float16 or float32.
-      key, value: [B, T, kv_heads, D] in query's dtype.
+      key, value: [B, T, kv_heads, D] in query's dtype, finite at padding, too.
       out, lse: the results of attention_forward, by whatever implementation.
       dout: [B, T, heads, D], the gradient of out, which must be finite at padding too (`attention` sets it to zero
         there).
@@ -198,11 +211,14 @@ def attention_backward(
       window: a query sees itself and the window - 1 keys before it; None: all keys before it.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
       sinks: float[heads], an extra logit for each head that has no value; None: none.
-      implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
+        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call; it need
+        not be that of the forward.
     Returns:
       (dquery, dkey, dvalue, dsinks): shapes and dtypes of the operands; dsinks is None without sinks. Padding gives 0.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
+        call.
     """
     check = _checked("attention_backward", query, key, value, layout, scale, window, soft_cap, sinks)
     check.array("out", out, "B T heads D", query.dtype)
@@ -216,8 +232,8 @@ def attention_backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attention(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """Returns packed causal attention, [B, T, heads, D], with a custom derivative, whose backward may run another
-    implementation than the forward.
+    """Returns packed causal attention, [B, T, heads, D] in query's dtype and 0 at padding, with a custom derivative,
+    whose backward may run another implementation than the forward. `attention` calls it with checked arguments.
 
     Args:
       query, key, value: [B, T, heads, D] and twice [B, T, kv_heads, D].
@@ -242,7 +258,8 @@ def _attention_fwd(query, key, value, sinks, layout, static, implementation, bac
 
 def _attention_bwd(static, implementation, backward_implementation, residuals, dout):
     """The backward rule of `_attention` for jax.custom_vjp: returns (gradients of query, key and value, of sinks or
-    None without them, None for the layout). It sets dout to zero at padding first, where it may be anything, even NaN.
+    None without them, None for the layout), in the operands' shapes and dtypes. Unless the layout guarantees that there
+    is none (`full`), it sets dout to zero at padding first, where it may be anything, even NaN.
 
     Args:
       static, implementation, backward_implementation: the static arguments of the call; `implementation` is not used.
@@ -273,7 +290,8 @@ def attention(
     implementation=None,
     backward_implementation=None,
 ):
-    """Differentiable packed attention.
+    """Causal attention over packed documents, differentiable with respect to query, key, value and sinks. The backward
+    computes the softmax weights again, from the operands, out and the log-sum-exp, which are saved.
 
     Args:
       query: [B, T, heads, D] bfloat16, float16 or float32.
@@ -283,12 +301,14 @@ def attention(
       window: a query sees itself and the window - 1 keys before it; None: all keys before it.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap.
       sinks: float[heads], an extra logit for each head that has no value; None: none.
-      implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
+        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call.
       backward_implementation: the implementation of the gradients; None: `implementation`.
     Returns:
-      out [B, T, heads, D].
+      out [B, T, heads, D] in query's dtype. Padding gives 0 and gets no gradient, whatever out's gradient is there.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument is not as described here, or a named implementation does not support the call
+        (that of the gradients: when they are taken).
     """
     _checked("attention", query, key, value, layout, scale, window, soft_cap, sinks)
     static = (("scale", scale), ("window", window), ("soft_cap", soft_cap))

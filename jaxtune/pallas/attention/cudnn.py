@@ -1,4 +1,5 @@
-"""Attention through cuDNN, where it is exact.
+"""Attention through cuDNN, NVIDIA's library, where it is exact: an implementation that api.py chooses mainly for rows
+of one document each.
 
 cuDNN has no segment ids. Its packed ("THD") path takes the starts and lengths of at most n documents a row. Measured on
 an H200 with cuDNN 9.19, it is exact up to 32 documents a row, and its dq is wrong at 64. It therefore serves rows that
@@ -20,8 +21,10 @@ MAX_DOCUMENTS = 32
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Returns the reason why cuDNN cannot compute this call exactly; None if it can. Reasons are the GPU, the dtype,
-    the head dim, a soft cap, sinks, and a layout without the guarantee of at most 32 documents a row.
+    """Returns the reason why cuDNN cannot compute this call exactly; None if it can. Reasons are: no NVIDIA GPU, a
+    dtype other than bfloat16 and float16, a head dim that is no multiple of 8 or above 256 (128 below compute
+    capability 9.0), a soft cap, sinks, a layout without the guarantee of at most 32 documents a row, and below compute
+    capability 9.0 more than one.
 
     Args:
       query: [B, T, heads, D]; only shape and dtype are used.
@@ -88,9 +91,11 @@ def _stat_index(layout: PackedLayout):
 
 
 def _call_arguments(layout, query, scale, window):
-    """Returns (arrays, static arguments) that JAX's call of cuDNN takes after query, key and value. The arrays are the
-    documents' lengths and offsets if rows are packed (max_documents is not 1), and empty arrays for features that are
-    not used, such as a bias. The static arguments are a dict of keywords.
+    """Returns (arrays, static arguments) that JAX's call of cuDNN takes after query, key and value. The seven arrays
+    are a bias, the documents' lengths for queries and for keys, their first tokens for both, and two page tables. Those
+    of the documents are from `_documents` if rows are packed (max_documents is not 1); all others are empty, which
+    means that the feature is not used. The static arguments are a dict of keywords: the scale, a causal mask (within
+    documents, if rows are packed), the window, no dropout, and the order of axes.
 
     Args:
       layout: the bounds of the documents of the batch's rows.
@@ -117,8 +122,8 @@ def _call_arguments(layout, query, scale, window):
 
 
 def _real(layout, array):
-    """`array` [B, T, heads, D], which is out, dout or a gradient of cuDNN, with zeros at the padding of `layout`,
-    where cuDNN leaves the memory unwritten."""
+    """`array` [B, T, heads, D], which is out, dout or a gradient of cuDNN, with zeros at the padding of `layout`, where
+    cuDNN leaves the memory unwritten. It is returned unchanged if the layout guarantees that there is no padding."""
     if layout.full:
         return array
     real = jnp.arange(array.shape[1]) < layout.doc_end
@@ -126,9 +131,9 @@ def _real(layout, array):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """Returns (out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by cuDNN. soft_cap
-    and sinks must be None, because cuDNN has neither; they are there because all implementations are called with the
-    same arguments.
+    """Returns (out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by cuDNN. out has
+    query's dtype and is 0 at padding, where lse means nothing. soft_cap and sinks must be None, because cuDNN has
+    neither; they are there because all implementations are called with the same arguments.
 
     Args:
       query: [B, T, heads, D].
@@ -148,12 +153,12 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (dquery, dkey, dvalue, None) of packed causal attention, computed by cuDNN: the gradients of its
-    operands. The None is for sinks. soft_cap and sinks must be None, because cuDNN has neither.
+    operands, 0 at padding. The None is for sinks. soft_cap and sinks must be None, because cuDNN has neither.
 
     Args:
       query, key, value: the operands of `forward`, [B, T, heads, D] and twice [B, T, kv_heads, D].
       out, lse: its results, which were saved, [B, T, heads, D] and float32[B, heads, T].
-      dout: the gradient of out, [B, T, heads, D].
+      dout: the gradient of out, [B, T, heads, D], taken as 0 at padding.
       layout, scale, window: the arguments of `forward`.
     """
     arrays, static = _call_arguments(layout, query, scale, window)

@@ -1,5 +1,6 @@
-"""The cases with which implementations are compared with the reference at their first use on a GPU
-(dispatch.first_use).
+"""The cases with which implementations of attention are compared with the reference at their first use on a GPU
+(dispatch.first_use), because a kernel can be wrong on a GPU, or with a version of a compiler, on which it was never
+tested.
 
 Our kernels are checked on one small case. cuDNN chooses among its own kernels by the sizes of a call, and one of them
 was wrong for one number of documents only, so packed rows are checked with the call's own sizes.
@@ -31,7 +32,9 @@ _DOCUMENT_LENGTHS = (90, 1, 160, 7, 110)
 
 def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
     """Returns the reason why this GPU must not run the kernels of `module` for calls like this one, or None. It
-    compares the forward and the gradients of a small packed case with the reference, once for each kind of call.
+    compares the forward and the gradients of a small packed case with the reference, once for each kind of call (dtype,
+    head dim, grouped heads or not, soft cap or not, blocks), which takes some seconds; a pass is stored in the user's
+    cache. It is None without a check if there is no GPU, or while compiling for another GPU.
 
     Args:
       name: the implementation's name, such as "mosaic".
@@ -74,8 +77,9 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Ma
 
 
 def _arrays(shape: tuple[int, int], heads: int, kv_heads: int, dim: int, dtype) -> list[jax.Array]:
-    """Makes random query, key, value and dout of `dtype` for a small case, each [rows, tokens, its number of heads,
-    dim]: `heads` for query and dout, `kv_heads` for key and value. shape: (rows, tokens)."""
+    """Makes random query, key, value and dout of `dtype` for a small case, always the same ones, as a list, each [rows,
+    tokens, its number of heads, dim]: `heads` for query and dout, `kv_heads` for key and value. shape: (rows,
+    tokens)."""
     keys = jax.random.split(jax.random.key(0), 4)
     counts = (heads, kv_heads, kv_heads, heads)
     return [jax.random.normal(key, (*shape, count, dim)).astype(dtype) for key, count in zip(keys, counts, strict=True)]
@@ -83,14 +87,15 @@ def _arrays(shape: tuple[int, int], heads: int, kv_heads: int, dim: int, dtype) 
 
 def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int | None) -> str | None:
     """Returns the reason why this GPU must not run cuDNN for calls like this one, or None. It compares the forward and
-    the gradients with the reference, on packed rows of the call's own sizes, or for rows of one document each on one
-    shorter row; once for each kind of call.
+    the gradients with the reference, on packed rows of the call's own sizes, by which cuDNN chooses its kernels, or for
+    rows of one document each on one shorter row; once for each kind of call; a pass is stored in the user's cache. It
+    is None without a check if there is no GPU, or while compiling for another GPU.
 
     Args:
       query: of the call, [B, T, heads, D]; only shape and dtype are used.
       kv_heads: of the call; None: as many as query heads.
       layout: of the call; its guarantee `max_documents` must not be None.
-      window: the sliding window of the call; None: none. The case has one of at most 100 keys.
+      window: the sliding window of the call; None: none. The case's is no larger than 100 keys.
     """
     rows, length, heads, dim = query.shape
     kv_heads, dtype, documents = kv_heads or heads, jnp.dtype(query.dtype), layout.max_documents
@@ -131,10 +136,10 @@ def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int
 
 
 def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The documents of the case with which cuDNN is checked, as (row, first token, length in tokens), int[documents]
-    each. The first row has `most` documents and others have one or two fewer, because cuDNN has been wrong for one
-    number of documents only. They are spread over the `length` tokens of each of `rows` rows, with padding between
-    them."""
+    """Lays out the documents of the case with which cuDNN is checked, and returns (row, first token, length in tokens),
+    int[documents] each. The first row has `most` documents and others have one or two fewer, because cuDNN has been
+    wrong for one number of documents only. They are spread over the `length` tokens of each of `rows` rows, with
+    padding between them; with `most` 1 the only document of a row fills nine tenths of it."""
     most = min(most, length)
     part = length // most
     sizes = [part - part // 10] if most == 1 else [min(part, tokens) for tokens in _DOCUMENT_LENGTHS]

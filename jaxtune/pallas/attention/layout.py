@@ -20,7 +20,9 @@ from jaxtune.pallas.meshes import on_any_mesh
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
     """The document boundaries of every token of a batch, and the model's rotary tables; packed_layout makes one for
-    each batch, and all layers use it."""
+    each batch without tables, the model adds its tables, and all layers use it: attention takes the bounds, and the
+    layers rotate queries and keys by the tables. It is a JAX pytree whose guarantees are static: another guarantee is
+    another program."""
 
     doc_start: jax.Array  # int32[B, T], index in the row of the first token of this token's document
     # int32[B, T], index after the last token of this token's document. Padding has doc_start = doc_end = its own index:
@@ -36,7 +38,7 @@ class PackedLayout:
     full: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     def positions(self) -> jax.Array:
-        """int32[B, T]: index of each token within its document; 0 on padding."""
+        """int32[B, T]: index of each token within its document; 0 on padding. Rotary tables are made for these."""
         index = jnp.arange(self.doc_start.shape[1], dtype=jnp.int32)
         return index - self.doc_start
 
@@ -45,14 +47,15 @@ class PackedLayout:
 def packed_layout(
     shape: tuple[int, int], segment_ids: jax.Array | None = None, max_documents: int | None = None
 ) -> PackedLayout:
-    """Builds the layout of a batch of `shape` = (rows, length), whose rotary tables are empty.
+    """Builds the layout of a batch of `shape` = (rows, length), whose rotary tables are empty (the model fills them).
 
     Shapes are static and nothing waits for the device, so it can be used within jit.
 
     Args:
       shape: (rows, length), each at least 1.
-      segment_ids: int[B, T], 0 is padding; None: one document a row without padding, which the layout then guarantees
-        (full, max_documents = 1), whatever max_documents is.
+      segment_ids: int[B, T], the same number for neighbouring tokens of one document, 0 for padding; `full` stays False
+        with them. None: one document a row without padding, which the layout then guarantees (full, max_documents = 1),
+        whatever max_documents is.
       max_documents: the caller's guarantee that no row has more documents than this; with 1, the document of each row
         starts at index 0. None: no guarantee. It is not verified here, because that would wait for the device.
     Raises:

@@ -1,13 +1,16 @@
-"""Packed attention as Pallas Mosaic GPU kernels for Hopper (wgmma, TMA, warp specialisation).
+"""Packed attention as Pallas Mosaic GPU kernels for Hopper (wgmma, TMA, warp specialisation), for 16-bit operands and
+head dims up to 512: `forward` and `backward` prepare the operands and call the kernels, `refusal` says which calls they
+cannot compute, and `blocks_of` how they divide the work.
 
 The layout determines which blocks exist. A tile of queries [a, b] needs keys from the lower bound of a (the start of
 its document, or of the window) to b. A tile of keys [a, b] is needed by queries from a to the upper bound of b. Bounds
 never fall along a row, so the first and last token of a tile bound all of it. Blocks between the bounds are loaded, and
 only those that a bound crosses are masked. XLA writes the tiles into a table, the most expensive first, and the kernels
-(mosaic_forward.py, mosaic_backward.py, mosaic_backward_wide.py, and for heads of 512 mosaic_halves.py) work through it.
+(mosaic_forward.py, mosaic_backward.py, mosaic_backward_wide.py, and for heads of 512 mosaic_halves.py and
+mosaic_halves_keys.py) work through it.
 
-The backward has one kernel for dq and one for dk and dv (which visits all query heads of its key head), so that every
-sum has a fixed order: results are bitwise deterministic without atomics.
+The backward has one kernel for dq and one for dk and dv (for heads of 512, one for each), which visits all query heads
+of its key head. So every sum has a fixed order: results are bitwise deterministic without atomics.
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ _SHORT_WINDOW = 1024
 def bucket(dim: int, whole: bool, window: int | None) -> str:
     """Returns the name of the class of calls for which the tuner stores one choice of blocks, such as "head_dim=128,
     whole rows". It has what the fastest blocks depend on: the head dim of the kernels, and how many blocks a tile
-    visits. A short window makes the visits short whatever the documents are; a long window hardly matters.
+    visits. A short window makes the visits short whatever the documents are; a long window hardly matters. Windows of
+    up to 1,024 keys are named by the next power of two from 128 on, such as "head_dim=128, window up to 256".
 
     Args:
       dim: the head dim of the kernels (`kernel_dim`).
@@ -81,7 +85,7 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
 
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
     """Returns how a kernel divides its work for such calls: the blocks that the tuner measured for them, else those
-    that it measured for packed rows, else those of HEURISTIC.
+    that it measured for packed rows, else those of HEURISTIC. Within tuning.forced they are the ones given there.
 
     Args:
       kernel: a key of HEURISTIC: "forward", "dquery", "dkey" or "dvalue".
@@ -100,9 +104,10 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
 
 def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict[str, Any]]:
     """How the kernels would divide their work for such a call: {operation of tuning.py, such as "attention forward":
-    the fields of its Blocks that are not the defaults}. first_use.py asks it, because a kernel with other blocks is
-    compiled anew and must be checked again. Of `query` only shape and dtype are used; layout and window are those of
-    the call."""
+    the fields of its Blocks that are not the defaults}, for the kernels that exist for the head dim: the forward, dq,
+    dk (with dv), and for heads of 512 dv. first_use.py asks it, because a kernel with other blocks is compiled anew and
+    must be checked again. Of `query` only the head dim, at most 512, and the dtype are used; layout and window are
+    those of the call."""
     query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
     return {
         f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict()
@@ -113,7 +118,7 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
     """The reason, in words, why these kernels cannot serve this call, or None if they can: no Hopper GPU (where they
-    are not interpreted), a dtype other than bfloat16 and float16, or too large a head dim. query is [B, T, heads, D],
+    are not interpreted), a dtype other than bfloat16 and float16, or a head dim above 512. query is [B, T, heads, D],
     of which only dtype and head dim matter. layout, window, soft_cap and sinks are not looked at, as the kernels
     support all; they are there because all implementations are asked with the same arguments."""
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -143,7 +148,8 @@ def _bounds(layout: PackedLayout, window: int | None):
 
 def _padded(array, axis):
     """Pads `array` with zeros along `axis`, the axis of tokens, to a multiple of 128, so that the tokens that one
-    warpgroup takes at a time are never cut by the end of a row."""
+    warpgroup takes at a time are never cut by the end of a row. It returns `array` itself if there is nothing to
+    pad."""
     extra = -array.shape[axis] % _PAD
     if not extra:
         return array
@@ -161,7 +167,7 @@ def _operand(array):
 
 def kernel_dim(dim: int) -> int:
     """The head dim of the kernels that serve `dim`: the smallest of 64, 128, 256 and 512 that is not smaller; operands
-    are padded with zeros to it."""
+    are padded with zeros to it. `dim` must be at most 512."""
     return next(possible for possible in sorted(FORWARD) if possible >= dim)
 
 
@@ -207,7 +213,8 @@ def _whole_blocks(tokens, blocks: Blocks):
 
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
     """Makes the table of work of the forward and of dq, int32[B * tiles, 4]. A line is a tile of queries: (row, first
-    query, first block of keys that it sees, number of blocks); `_table` makes and orders the lines.
+    query, first block of keys that it sees, number of blocks, at least 1 even for padding); `_table` makes and orders
+    the lines.
 
     Args:
       lower: int32[B, T], the first key that each query sees, from `_prepare`.
@@ -229,7 +236,7 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
 
 def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
     """Makes the table of work of dk and dv, int32[B * tiles, 4]. A line is a tile of keys: (row, first key, first block
-    of queries that sees it, number of blocks); `_table` makes and orders the lines.
+    of queries that sees it, number of blocks, at least 1 even for padding); `_table` makes and orders the lines.
 
     Args:
       upper: int32[B, T], the query after the last that sees each key, from `_prepare`.
@@ -247,15 +254,16 @@ def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
 
 
 def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int) -> list:
-    """Makes the barriers of most kernels, in the order of their parameters. An item is what a program computes at a
-    time (mosaic_parts.py): a tile of queries, or of keys.
+    """Makes the barriers of the kernels whose warpgroups can take turns, as a list in the order of their parameters. An
+    item is what a program computes at a time (mosaic_parts.py): a tile of queries, or of keys.
 
-    The first array of barriers has one for each of `buffers` buffers in shared memory for the item's own operands (its
-    queries, or its keys and values); such a barrier completes after `own_copies` copies. Then come four arrays for the
-    slots of shared memory into which blocks of two operands (keys and values, or queries and dout) are loaded, each
-    with one barrier for each slot: a block of the first operand has arrived, after `brought_copies` copies; one of the
-    second has, after as many; the slot of the first is free again, because both computing warpgroups have read it; the
-    slot of the second is. The last barrier is the one at which the two warpgroups take turns (mosaic_parts.Turns).
+    The first array has `buffers` barriers, one for each buffer in shared memory for an item's own operands (its
+    queries, or its keys and values), or one for each warpgroup and buffer where they share the buffers; such a barrier
+    completes after `own_copies` copies. Then come four arrays for the slots of shared memory into which blocks of two
+    operands (keys and values, or queries and dout) are loaded, each with one barrier for each slot: a block of the
+    first operand has arrived, after `brought_copies` copies; one of the second has, after as many; the slot of the
+    first is free again, because both computing warpgroups have read it; the slot of the second is. The last barrier is
+    the one at which the two warpgroups take turns (mosaic_parts.Turns).
     """
     return [
         plgpu.Barrier(num_arrivals=own_copies, num_barriers=buffers),
@@ -292,12 +300,13 @@ def _ring_barriers(blocks: Blocks, copies: tuple[int, int], readers: tuple[int, 
 
 def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | None = None, **static):
     """Returns a kernel as a function of its arrays in global memory, with one program for each multiprocessor, two
-    computing warpgroups and a loading one.
+    computing warpgroups and a loading one. Within gpu_kernel.interpreted Pallas' interpreter runs it, with two
+    programs, for tests without a GPU. Exponentials and the like are the GPU's approximate instructions.
 
     Args:
-      kernel: the body, a Python function such as forward_kernel; its name without "_kernel" becomes a part of the
-        kernel's.
-      out_type: shapes and dtypes of the results.
+      kernel: the body, a Python function such as forward_kernel. The kernel's name, which profiles show, is
+        "attention_" and the body's without "_kernel".
+      out_type: shape and dtype of the result (jax.ShapeDtypeStruct), or a list of them.
       scratch: the shared memory and barriers that the body takes after the arrays.
       blocks: how the work is divided, which is passed to the body.
       compiler: further parameters of plgpu.CompilerParams.
@@ -332,16 +341,18 @@ def _pairs(query, key, blocks: Blocks) -> bool:
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (out [B, T, heads, D], lse float32[B, heads, T] in the natural logarithm) of packed causal attention,
-    computed by the Mosaic kernels.
+    computed by the Mosaic kernels. out has query's dtype and is 0 at padding, as is lse without sinks. The same call
+    gives the same bits.
 
     Args:
-      query: [B, T, heads, D].
+      query: [B, T, heads, D] in 16 bits, D at most 512.
       key, value: [B, T, kv_heads, D].
       layout: the bounds of the documents; a query sees only its own document.
       scale: the factor on scores.
       window: how many keys a query sees, itself included; None: all of its document before it.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
-      sinks: float[heads], an extra logit for each head that has no value; None: none.
+      sinks: float[heads], an extra logit for each head that has no value, which scales the kernel's output after it;
+        None: none.
     """
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
@@ -467,7 +478,7 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
 
 
 def _key_gradients(operands, upper, blocks: Blocks, layout, options):
-    """Computes (dk, dv), in the shapes of key and value, by one of two kernels: for head dims above NARROW, whose
+    """Computes (dk, dv), in the shapes of key and value, by one of two kernels: for head dims above NARROW (128), whose
     gradients do not fit the registers of one warpgroup, by that of mosaic_backward_wide.py. All arrays are padded.
 
     Args:
@@ -524,13 +535,13 @@ def _halved_key_gradients(operands, upper, blocks: Blocks, value_blocks: Blocks,
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by the Mosaic kernels. dsinks is None
-    without sinks.
+    """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by the Mosaic kernels, in the
+    operands' shapes and dtypes and 0 at padding. dsinks is None without sinks. The same call gives the same bits.
 
     Args:
       query, key, value: the operands of `forward`, [B, T, heads, D] and twice [B, T, kv_heads, D].
       out, lse: its results, which were saved, [B, T, heads, D] and float32[B, heads, T].
-      dout: the gradient of out, [B, T, heads, D].
+      dout: the gradient of out, [B, T, heads, D], finite at padding.
       layout, scale, window, soft_cap, sinks: the arguments of `forward`.
     """
     _, length, _, given_dim = query.shape

@@ -89,7 +89,8 @@ def query_kernel(
     interpreted,
 ):
     """The body of the backward's kernel for the gradient of query: writes dq of the tiles of queries that are dealt to
-    a program, one on each multiprocessor.
+    a program, one on each multiprocessor, for head dims of 64, 128 and 256. Two of its warpgroups compute, each
+    `blocks.own` queries of one head at a time; a third loads the blocks of keys and values ahead of them.
 
     Args:
       q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
@@ -107,7 +108,7 @@ def query_kernel(
       pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: neighbouring
         queries of one head.
       scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it.
+      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
@@ -197,7 +198,8 @@ def query_kernel(
 
 
 def masked_keys(weights, *, base, upper, queries, lean):
-    """Returns `weights`, float32[keys, queries] in registers, with 0 where a query does not see a key.
+    """Returns `weights`, float32[keys, queries] in registers, with 0 where a query does not see a key. The kernels of
+    dk and dv call it only for blocks that a bound crosses.
 
     Args:
       weights: the softmax weights of a block.
@@ -219,13 +221,15 @@ def masked_keys(weights, *, base, upper, queries, lean):
 def bring_queries(items, group, width, operands, slots, full, free):
     """Copies the blocks of queries that the dk/dv kernel visits into shared memory, for all items of a program: the
     work of its loading warpgroup. For each tile of keys it goes through the `group` query heads that share the key
-    head, and for each through the blocks that see the tile, as far ahead as there are free slots.
+    head, and for each through the blocks that see the tile, as far ahead as there are free slots. It ends when all
+    blocks were used.
 
     Args:
       items: deals the work to the program, an Items.
       group: number of query heads that share a key head.
       width: queries of a block.
-      operands: (query, dout, stat, delta) in global memory.
+      operands: (query, dout, stat, delta) in global memory; stat and delta are two numbers of each query, the
+        log-sum-exp in log2, and the sum of out * dout times scale.
       slots: shared memory, (slots of query, slots of dout, numbers: a vector of stat for each slot, then one of delta).
       full: (query's, dout's) barriers, one for each slot, which complete when a block has arrived.
       free: (query's, dout's) barriers, one for each slot, at which readers arrive when the slot is free again.
@@ -290,8 +294,10 @@ def key_kernel(
     interpreted,
 ):
     """The body of the backward's kernel for the gradients of key and value, for head dims up to 128: writes dk and dv
-    of the tiles of keys that are dealt to a program. It visits the query blocks that see the tile, for every query head
-    in turn.
+    of the tiles of keys that are dealt to a program, one on each multiprocessor. Two of its warpgroups compute, each
+    `blocks.own` keys of one head at a time; a third loads the blocks of queries and dout ahead of them. It visits the
+    query blocks that see the tile, for every query head of the key head in turn, so that gradients are sums in one
+    fixed order without atomics.
 
     Args:
       q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
@@ -307,7 +313,7 @@ def key_kernel(
         slot of either is free again; the one at which the warpgroups take turns.
       blocks: how the work is divided.
       scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it.
+      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

@@ -60,8 +60,10 @@ def wide_key_kernel(
     interpreted,
 ):
     """The body of the backward's kernel for the gradients of key and value, for head dims of 256: writes dk and dv of
-    the tiles of keys that are dealt to a program. The first computing warpgroup writes dv, the second dk. It visits the
-    query blocks that see the tile, for every query head in turn.
+    the tiles of keys that are dealt to a program. Both computing warpgroups have the same keys: the first computes the
+    weights and dv, the second dk, because both gradients would not fit one's registers; a third warpgroup loads the
+    blocks of queries and dout ahead of them. It visits the query blocks that see the tile, for every query head of the
+    key head in turn.
 
     Args:
       q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
@@ -81,7 +83,7 @@ def wide_key_kernel(
       weights_full, weights_free: barriers of weights_smem: weights are in a slot; they have been read.
       blocks: how the work is divided.
       scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it.
+      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

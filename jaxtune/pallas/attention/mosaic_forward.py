@@ -30,9 +30,11 @@ _UNSEEN = -1e20
 
 
 class Softmax:
-    """The running softmax of the forward, in powers of two, in the registers of one warpgroup. Its state is (maximum so
-    far, sum of weights), float32[own] each, one number for each of the warpgroup's `own` queries. `start` makes the
-    first state, `step` takes one block of keys, and `end` gives 1 / sum and the log-sum-exp.
+    """The running softmax of the forward, in powers of two, in the registers of one warpgroup: it takes the keys block
+    by block, so that no row of scores exists as a whole (as in FlashAttention). Its state is (maximum so far, sum of
+    weights), float32[own] each, one number for each of the warpgroup's `own` queries; with `lean` the maximum is of
+    numbers before the factor. `start` makes the first state, `step` takes one block of keys, and `end` gives 1 / sum
+    and the log-sum-exp.
 
     Args:
       scale: the factor on scores.
@@ -53,13 +55,14 @@ class Softmax:
         return filled((own,), _UNSEEN if self.lean else MASKED, layout), filled((own,), 0.0, layout)
 
     def step(self, scores, state, mask):
-        """One block of keys of the running softmax: (weights float32[own, step], factor float32[own] by which the sums
-        of earlier blocks are multiplied because the maximum rose, the new state).
+        """Takes one block of keys. Returns (weights float32[own, step], factor float32[own] by which the sums of
+        earlier blocks are multiplied because the maximum rose, the new state).
 
         Args:
           scores: float32[own, step], the raw products of queries and keys.
           state: the state after the blocks before, (maximum, sum).
-          mask: a function that replaces the scores of keys which a query does not see.
+          mask: a function of scores that returns them with MASKED, a large negative number, for keys that a query does
+            not see. It gets them scaled and capped, or with `lean` before the factor.
         """
         top, total = state
         if not self.lean:
@@ -112,7 +115,9 @@ def forward_kernel(
     interpreted,
 ):
     """The body of the forward kernel of packed attention, which one program runs on each multiprocessor: writes out and
-    lse (natural log, without sinks; 0 at padding) of the tiles of queries that are dealt to it.
+    lse (natural log, without sinks; 0 at padding) of the tiles of queries that are dealt to it. Two of its warpgroups
+    compute, each `blocks.own` queries of one head at a time; a third loads the blocks of keys and values ahead of them.
+    It is for head dims of 64, 128 and 256.
 
     Args:
       q_ref, k_ref, v_ref: query, key and value, [B, T, heads or kv_heads, D], in global memory as all refs.
@@ -121,13 +126,14 @@ def forward_kernel(
         blocks.
       out_ref, lse_ref: the results, as q_ref and float32[B, heads, T].
       qo_smem to v_smem: shared memory for queries and later results, their bounds, lse, and slots of keys and values.
-      own_full to turn_barrier: barriers: an item's operands have arrived; a block of keys, of values has arrived; the
-        slot of either is free again; the one at which the warpgroups take turns.
+      own_full to turn_barrier: barriers: an item's queries and bounds have arrived in a buffer (with blocks.buffers = 1
+        three buffers go round between the warpgroups); a block of keys, of values has arrived; the slot of either is
+        free again; the one at which the warpgroups take turns.
       blocks: how the work is divided.
       pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: neighbouring
         queries of one head.
       scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it.
+      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)

@@ -1,4 +1,5 @@
-"""The bodies of the forward and dq kernels for heads of 512, whose results do not fit the registers of one warpgroup.
+"""The bodies of the forward and dq kernels of attention on Hopper GPUs for heads of 512 (Gemma 4), whose results do not
+fit the registers of one warpgroup.
 
 A float32 accumulator of 64 rows and 512 columns takes 256 registers of every thread of a warpgroup, which has 240. So
 every result is made in two halves of 256 columns, and each half computes all of the scores that it needs:
@@ -45,7 +46,8 @@ def columns_of(number, size: int):
 
 def bring_pieces(ref, place, number, ring, full, free, which=None):
     """Starts the copies of a block into slots of shared memory. A block is a run of tokens with all 512 columns of a
-    head; each copy, a piece, has all the tokens and some of the columns.
+    head; each copy, a piece, has all the tokens and some of the columns. Each waits until its slot is free. The loading
+    warpgroup calls it.
 
     Args:
       ref: the array with the block, [B, T, heads, 512], in global memory.
@@ -67,7 +69,8 @@ def bring_pieces(ref, place, number, ring, full, free, which=None):
 def bring_both(pieces, halves):
     """Starts the copies of two blocks that one step uses, one in four pieces of 128 columns and one in two halves of
     256. The step uses first all pieces and then both halves, which stay until its end. A copy waits until its slot is
-    free; the order of the copies is such that none waits behind a copy that is needed later.
+    free; the order of the copies is such that none waits behind a copy that is needed later. The loading warpgroup
+    calls it, for dq and dk.
 
     pieces, halves: for each of the two blocks a tuple, the first arguments of `bring_pieces`: (the array in global
     memory, the block's place in it, its number among the blocks that were loaded, the slots, the barriers of slots that
@@ -78,13 +81,14 @@ def bring_both(pieces, halves):
 
 
 def multiply(acc, own, first, ring, full, number, release=None):
-    """Starts the tensor cores on acc += left block^T, a sum over all 512 columns of a head, piece by piece as the
-    pieces of the block arrive. The caller waits for the result, and releases the slot of the last piece (`last_slot`).
+    """Adds left block^T to acc on the tensor cores, a sum over all 512 columns of a head, piece by piece as the pieces
+    of the block arrive. The last products still run when it returns: the caller waits for the result, and releases the
+    slot of the last piece (`last_slot`). A computing warpgroup calls it.
 
     Args:
       acc: the accumulator, [left's rows, tokens of the block].
       own: shared memory [halves, rows, 256]: the left factor is the two halves at index `first` and first + 1.
-      first: int32[].
+      first: int32[], where the left factor begins in `own`.
       ring: the slots with the block's pieces, [slots, tokens, columns of a piece].
       full: a barrier for each slot, which completes when a piece has arrived.
       number: int32[], the block's number among those that were loaded into `ring`.
@@ -108,7 +112,8 @@ def multiply(acc, own, first, ring, full, number, release=None):
 
 def two_products(shape, weight_operands, score_operands, number, zero):
     """Computes the products of a step of dq or dk of heads of 512: returns (scores, gradients of the softmax weights),
-    both float32[shape] in registers. The slots of the second product's block are not released.
+    both float32[shape] in registers. The slots of the gradients' block are released as they are read. Those of the
+    scores' block are not: the caller multiplies it once more.
 
     Args:
       shape: (tokens of the item, tokens of the block).
@@ -197,7 +202,9 @@ def half_forward_kernel(
     interpreted,
 ):
     """The body of the forward kernel for heads of 512: writes out and lse (natural log, without sinks; 0 at padding) of
-    the tiles of queries that are dealt to a program. An item is one half, 256 columns, of the output of a tile.
+    the tiles of queries that are dealt to a program. An item is one half, 256 columns, of the output of a tile, for
+    which all of the tile's scores are computed. Two warpgroups compute, each `blocks.own` queries; a third loads the
+    blocks of keys and values ahead of them.
 
     Args:
       q_ref, k_ref, v_ref: query, key and value, [B, T, heads or kv_heads, 512], in global memory as all refs.
@@ -213,7 +220,7 @@ def half_forward_kernel(
       pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: neighbouring
         queries of one head.
       scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it.
+      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg, parts=2)
@@ -355,7 +362,8 @@ def half_query_kernel(
     interpreted,
 ):
     """The body of the kernel for dq of heads of 512: writes dq of the tiles of queries that are dealt to a program.
-    Both warpgroups have the same queries, and each computes one half of the columns of dq.
+    Both warpgroups have the same queries, and each computes one half of the columns of dq, and all of the scores for
+    it; a third warpgroup loads the blocks of keys and values ahead of them.
 
     Args:
       q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, 512], in global memory as all
@@ -372,7 +380,7 @@ def half_query_kernel(
       meet: a barrier at which both warpgroups arrive when they no longer read an item's queries and dout.
       blocks: how the work is divided.
       scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it.
+      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
     """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, False, wg, shared=True)

@@ -1,7 +1,7 @@
-"""The bodies of the kernels that compute dk and dv, the gradients of keys and values, for a head dim of 512. A float32
-accumulator of 64 rows and 512 columns does not fit the registers of one warpgroup. So both warpgroups of a program have
-the same 64 keys, and each computes the gradient of one half, 256 of the 512 columns. mosaic_halves.py has the forward
-and dq kernels, and the functions that all of them share."""
+"""The bodies of the kernels of attention on Hopper GPUs that compute dk and dv, the gradients of keys and values, for a
+head dim of 512. A float32 accumulator of 64 rows and 512 columns does not fit the registers of one warpgroup. So both
+warpgroups of a program have the same 64 keys, and each computes the gradient of one half, 256 of the 512 columns.
+mosaic_halves.py has the forward and dq kernels, and the functions that all of them share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _bring_queries(items, group, width, copies):
       group: number of query heads that share a key head.
       width: queries of a block.
       copies: a function that starts the copies of one block, given how many blocks came before it, its row, its slice
-        of tokens and its query head.
+        of tokens and its query head. It waits for free slots; the caller drains them at the end.
     """
 
     def work(turn, done, item, following):
@@ -65,9 +65,10 @@ def _bring_queries(items, group, width, copies):
 
 
 class _KeySide:
-    """What the kernels of dk and dv share: `items` deals the work to programs (an Items; an item is a tile of keys that
-    both warpgroups have), `group` is the number of query heads that share a key head, `place` says which keys an item
-    has, and `masked` masks the weights of a block of queries.
+    """What the kernels of dk and dv for heads of 512 share; every warpgroup of a program makes one: `items` deals the
+    work to programs (an Items; an item is a tile of keys that both warpgroups have), `group` is the number of query
+    heads that share a key head, `place` says which keys an item has, and `masked` masks the weights of a block of
+    queries.
 
     Args:
       q_ref, k_ref: query and key in global memory; only their numbers of heads are used.
@@ -88,7 +89,7 @@ class _KeySide:
 
     def masked(self, weights, item, i, upper, first_upper):
         """Returns `weights`, float32[keys of the item, queries of a block], with 0 where a query does not see a key;
-        unchanged if no bound crosses the block.
+        unchanged, without the cost of a mask, if no bound crosses the block.
 
         Args:
           weights: the softmax weights, in registers.
@@ -133,8 +134,9 @@ def half_key_kernel(
     interpreted,
 ):
     """The body of the kernel for dk of heads of 512: writes dk of the tiles of keys that are dealt to a program. Both
-    warpgroups have the same keys, and each computes one half of the columns of dk. It visits the query blocks that see
-    the tile, for every query head in turn.
+    warpgroups have the same keys, and each computes one half of the columns of dk, and all of the scores for it; a
+    third warpgroup loads the blocks of queries and dout ahead of them. It visits the query blocks that see the tile,
+    for every query head of the key head in turn.
 
     Args:
       q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, 512], in global memory as all
@@ -151,7 +153,7 @@ def half_key_kernel(
       meet: a barrier at which both warpgroups arrive when they no longer read an item's keys and values.
       blocks: how the work is divided.
       scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it.
+      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)
@@ -263,8 +265,9 @@ def half_value_kernel(
     interpreted,
 ):
     """The body of the kernel for dv of heads of 512: writes dv of the tiles of keys that are dealt to a program. Both
-    warpgroups have the same keys, and each computes one half of the columns of dv. It visits the query blocks that see
-    the tile, for every query head in turn.
+    warpgroups have the same keys, and each computes one half of the columns of dv, and all of the scores for it; a
+    third warpgroup loads the blocks of queries and dout ahead of them. It visits the query blocks that see the tile,
+    for every query head of the key head in turn.
 
     Args:
       q_ref, k_ref, do_ref: query, key and dout, [B, T, heads or kv_heads, 512], in global memory as all refs.
@@ -280,7 +283,7 @@ def half_value_kernel(
       meet: a barrier at which both warpgroups arrive when they no longer read an item's keys.
       blocks: how the work is divided.
       scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it.
+      interpreted: whether Pallas' interpreter runs it, which computes products in another way.
     """
     wg = lax.axis_index("wg")
     side = _KeySide(q_ref, k_ref, table_ref, blocks)

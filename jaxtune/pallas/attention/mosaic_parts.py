@@ -1,4 +1,5 @@
-"""What the Mosaic GPU attention kernels share; mosaic.py describes and calls them.
+"""What the Mosaic GPU attention kernels share; mosaic.py describes and calls them. The kernels of decode_attention use
+the smallest of these functions, too.
 
 A kernel runs one program on each multiprocessor, with two warpgroups that compute and one that loads blocks. A program
 works through a list of items. An item is a tile of queries of two heads (or, without grouped heads, two tiles of one
@@ -7,9 +8,9 @@ other side: a block of keys and values for a tile of queries, or a block of quer
 tile of keys. Each of the two usually has a tile of queries of its own: with grouped heads, the same queries of two
 heads that share their keys; without, neighbouring queries of one head.
 
-An item's own side (queries and their gradient, or keys and values) is double-buffered, and the loading warpgroup runs
-ahead across items, so that the start and end of an item overlap with its neighbours' work. On packed rows an item has
-only two to ten steps, so its start and end take as long as the steps.
+An item's own side (queries and their gradient, or keys and values) is double-buffered for head dims up to 128, and the
+loading warpgroup runs ahead across items, so that the start and end of an item overlap with its neighbours' work. On
+packed rows an item has only two to ten steps, so its start and end take as long as the steps.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ _REGISTERS = (240, 24)
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How one of the kernels divides its work, and which of its variants runs. Measured ones come from tuning.py,
-    others from mosaic.HEURISTIC."""
+    """How one of the kernels divides its work, and which of its variants runs: a compile-time setting on which the
+    speed depends, and the result only by its rounding. Measured ones come from tuning.py, others from
+    mosaic.HEURISTIC."""
 
     own: int  # tokens whose results a computing warpgroup accumulates: queries in the forward and dq, keys in dk and dv
     step: int  # tokens of a block that a step visits: keys in the forward and dq, queries in dk and dv
@@ -61,8 +63,8 @@ class Blocks:
 
 
 def smem(shape, dtype):
-    """Swizzled shared memory of this shape and 16- or 32-bit dtype, which tensor cores and TMA can read, and warpgroups
-    can access without bank conflicts."""
+    """Describes swizzled shared memory of this shape and 16- or 32-bit dtype, one of a kernel's scratch_types, which
+    tensor cores and TMA can read, and warpgroups can access without bank conflicts."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
@@ -72,8 +74,8 @@ def rows_of(value, shape):
 
 
 def filled(shape, value, layout):
-    """A float32 array of this shape in registers with one value everywhere; layout: how its numbers are spread over a
-    warpgroup's threads (plgpu.Layout)."""
+    """A float32 array of this shape in the registers of the calling warpgroup with one value everywhere; layout: how
+    its numbers are spread over a warpgroup's threads (plgpu.Layout)."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -84,11 +86,11 @@ def ids(shape, axis, base):
 
 
 def capped(scores, scale, soft_cap):
-    """(scores in units of log2, for exp2; the derivative of the soft cap, or None without one), float32 in registers
-    in the shape of `scores`, the raw products of queries and keys.
+    """Returns (scores times `scale`, capped and in units of log2, for exp2; the derivative of the soft cap at them, or
+    None without one), float32 in registers in the shape of `scores`.
 
     Args:
-      scores: float32 in registers.
+      scores: float32 in registers, the raw products of queries and keys.
       scale: the factor on scores.
       soft_cap: scores are limited to soft_cap * tanh(scores / soft_cap); None: they are not.
     """
@@ -148,13 +150,13 @@ class Turns:
 
     def begin(self):
         """Makes warpgroup 1 wait for the first `swap` of warpgroup 0, so that it starts half a step later. Both call
-        it."""
+        it; in warpgroup 0 it does nothing."""
         pl.when(self.wg == 1)(self.swap)
 
     def end(self):
         """Makes the first warpgroup swap once more after the last step. `begin` made the second one swap once more
         before the first step, so that both have arrived at the barrier equally often; without this the second one would
-        wait forever in its last swap."""
+        wait forever in its last swap. Both call it; in warpgroup 1 it does nothing."""
         pl.when(self.wg == 0)(self.swap)
 
 
@@ -176,14 +178,16 @@ def within(shape, axis, base, first, count):
 class Items:
     """Deals the work of a kernel to its programs: each line of the work table (mosaic._table), a tile of a row, is
     `heads` items, one for each head or pair of heads. `rounds` is the number of this program's items, int32[]; `each`
-    calls a function for all of them, and `at` reads one.
+    calls a function for all of them, and `at` reads one. Every warpgroup of a program makes one, within the kernel's
+    body, and goes through the same items.
 
     Lines are sorted by falling cost and dealt back and forth, program 0 to n - 1, then n - 1 to 0, so that every
     program gets about the same amount of work.
 
     Args:
       table_ref: int32[lines, columns], in global memory.
-      heads: the number of items of a line: query heads, pairs of them, or key heads.
+      heads: the number of items of a line: query heads, pairs of them, or key heads; in the forward for heads of 512
+        twice as many, because an item is half of an output.
     """
 
     def __init__(self, table_ref, heads: int):
@@ -209,13 +213,13 @@ class Items:
         return [lax.rem(number, jnp.int32(self.heads)), *columns]
 
     def each(self, work):
-        """Calls work(turn, done, item, following) for every item of this program, and returns the number of steps of
-        all items, int32[]. Every warpgroup of the program goes through all items.
+        """Calls work(turn, done, item, following) for every item of this program, in order, and returns the number of
+        steps of all of them, int32[], 0 if there is none. Every warpgroup of the program goes through all of its items.
 
         Args:
-          work: a function that returns the number of steps that it made. `turn` counts the items, `done` is the number
-            of steps made before this item, from which slots of the pipeline follow; `item` is this item and `following`
-            the next, read early, both as `at` returns them.
+          work: a function that returns the number of steps that it made, int32[]. `turn` counts the items from 0,
+            `done` is the number of steps made before this item, from which slots of the pipeline follow; `item` is this
+            item and `following` the next, read early, both as `at` returns them.
         """
 
         def one(turn, state):
@@ -242,8 +246,8 @@ def computing(wg, number: int | None = None):
 
 def bringing(wg):
     """Returns a decorator that runs a function without arguments at once, in the warpgroup that loads blocks; others
-    skip it. It first lowers the registers of each thread to 24, so that the computing warpgroups can have more. wg: the
-    number of the warpgroup that runs this code."""
+    skip it. It first lowers the registers of each thread to 24, so that the computing warpgroups can have more; without
+    it they would wait forever for registers. wg: the number of the warpgroup that runs this code."""
 
     def decorate(body):
         @pl.when(wg == WARPGROUPS)
@@ -256,7 +260,8 @@ def bringing(wg):
 
 def bring(number, copies):
     """Starts the TMA copies of step `number` (int32[]) into their slots of the pipeline, each after the slot's previous
-    content was used. The loading warpgroup calls it.
+    content was used. A step's slot is its number modulo the number of slots; numbers count the steps of all of a
+    program's items from 0. The loading warpgroup calls it.
 
     copies: (source in global memory, its slots in shared memory, the slots' barriers `full`, which complete when a copy
     has arrived, and `free`, at which the computing warpgroups arrive after their last read).
@@ -278,10 +283,11 @@ def drain(done, *rings):
 
 
 class QuerySide:
-    """What the forward and dq share, whose items are tiles of queries. `items` deals the work to programs (Items); a
-    line of its table is (row, first query, first block of keys, number of blocks). `place` says which queries an item
-    has, `keys` which keys a step takes, `masked` masks their scores, `bring_keys` loads keys and values, and `part`
-    says which columns of the result an item computes.
+    """What the kernels of the forward and of dq share, whose items (what a program computes at a time) are tiles of
+    queries. Every warpgroup of a program makes one. `items` deals the work to programs (Items); a line of its table is
+    (row, first query, first block of keys, number of blocks). `place` says which queries an item has, `keys` which keys
+    a step takes, `masked` masks their scores, `bring_keys` loads keys and values, and `part` says which columns of the
+    result an item computes.
 
     Args:
       q_ref, k_ref: query and key in global memory; only their shapes are used.
@@ -309,7 +315,9 @@ class QuerySide:
     def place(self, item, wg=None):
         """Says which queries of an item a warpgroup computes: (row of the batch, query head, index of the first query
         in the row), int32[] each; there are `blocks.own`. With `pairs` the two warpgroups have the same queries of two
-        heads, with `shared` the same queries of one head, and otherwise neighbouring ones of one head.
+        heads, with `shared` the same queries of one head, and otherwise neighbouring ones of one head; where a row's
+        last tile has queries for one warpgroup only, the other has the same ones, and repeats their results bit for
+        bit.
 
         Args:
           item: [head number, row, first query, first block of keys, number of blocks], int32[] each, from Items.at.
@@ -342,7 +350,7 @@ class QuerySide:
 
     def masked(self, values, item, i, lower, last_lower, fill):
         """Returns `values`, float32[own, step], with `fill` where a query of this warpgroup does not see a key of the
-        block; unchanged if no bound crosses the block.
+        block; unchanged, without the cost of a mask, if no bound crosses the block.
 
         Args:
           values: scores or weights of a block, in registers.
@@ -368,11 +376,12 @@ class QuerySide:
 
     def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):
         """The work of the warpgroup that loads blocks of keys and values: it copies those of all steps of all items, as
-        far ahead as there are slots.
+        far ahead as there are slots, and at last waits until all were used. The order is the one in which the computing
+        warpgroups take them.
 
         Args:
-          k_ref, v_ref: in global memory.
-          k_smem, v_smem: their slots in shared memory.
+          k_ref, v_ref: key and value, [B, T, kv_heads, D], in global memory.
+          k_smem, v_smem: their slots in shared memory, [slots, blocks.step, D].
           k_full, v_full: the slots' barriers that complete when a block has arrived.
           k_free, v_free: those at which the computing warpgroups arrive after their last read.
         """

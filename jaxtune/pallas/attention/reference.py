@@ -1,5 +1,5 @@
 """Attention in plain jnp, which defines the operation. It is right on every device, with an fp32 softmax, and bounds
-its memory by computing chunks of queries.
+its memory by computing chunks of queries. Kernels are compared with it, and it serves the calls that they refuse.
 
 score[q, k] = scale * query[q] . key[k];  soft cap: cap * tanh(score / cap);  key k is visible to query q iff
 doc_start[q] <= k <= q < doc_end[q] and q - k < window. A sink is one more logit of its head without a value (gpt-oss).
@@ -56,8 +56,8 @@ def _visible(start, end, first, length, window):
 
 def _chunked(length, per_query):
     """(chunk, padded length): the number of queries at a time that keeps the scores within _MAX_SCORES, and `length`
-    rounded up to a multiple of it. per_query: the number of scores of one query position, over all rows, heads and
-    keys."""
+    rounded up to a multiple of it. A chunk has at least one query. per_query: the number of scores of one query
+    position, over all rows, heads and keys."""
     chunk = max(1, min(length, _MAX_SCORES // max(1, per_query)))
     count = -(-length // chunk)
     chunk = -(-length // count)
@@ -81,7 +81,8 @@ def _join(array, length):
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (out [B, T, heads, D], lse float32[B, heads, T] in the natural logarithm) of packed causal attention,
-    computed by plain jnp, in chunks of queries. Kernels are compared with it.
+    computed by plain jnp, in chunks of queries. out has query's dtype. Padding gives 0 (lse: a large negative number
+    without sinks). Kernels are compared with it.
 
     Args:
       query: [B, T, heads, D].
@@ -138,12 +139,13 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by plain jnp, in chunks of queries:
-    the gradients of the forward's operands. dsinks is None without sinks. Kernels are compared with it.
+    the gradients of the forward's operands, in their shapes and dtypes; padding gives 0, and dsinks is None without
+    sinks. Kernels are compared with it.
 
     Args:
       query, key, value: the operands of `forward`, [B, T, heads, D] and [B, T, kv_heads, D] each.
       out, lse: its results, which were saved; lse is float32[B, heads, T].
-      dout: the gradient of out, [B, T, heads, D].
+      dout: the gradient of out, [B, T, heads, D], taken as 0 at padding.
       layout, scale, window, soft_cap, sinks: the arguments of `forward`.
     """
     rows, length, heads, dim = query.shape

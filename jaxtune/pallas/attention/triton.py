@@ -34,7 +34,8 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tiles of the three kernels for one head dim on one kind of GPU."""
+    """The tiles of the three kernels for one head dim on one kind of GPU; TILES has those that were measured to be
+    fastest."""
 
     forward: Tile  # of the forward
     query: Tile  # of dq
@@ -72,8 +73,9 @@ def tiles(dim: int) -> Tiles:
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Returns the reason why these kernels cannot or should not compute a call here, or None: no Triton, a dtype other
-    than bfloat16 and float16, a head dim without tiles, or heads of 512 on rows of one document each.
+    """Returns the reason why these kernels cannot or should not compute a call here, or None: no GPU that runs Triton
+    kernels, or no jax-triton; a dtype other than bfloat16 and float16, a head dim other than 64, 128 and 512, or heads
+    of 512 on rows of one document each, of which XLA computes the gradients faster.
 
     Args:
       query: [B, T, heads, D]; only dtype and head dim matter.
@@ -94,8 +96,8 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap):
-    """Calls one of the kernels of triton_kernels.py and returns its outputs. A program has `own` queries, or `own`
-    keys, of one head of one row.
+    """Calls one of the kernels of triton_kernels.py and returns its outputs, a list in the order of out_types. A
+    program has `own` queries, or `own` keys, of one head of one row.
 
     Args:
       kernel: the function under triton.jit.
@@ -134,7 +136,7 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (out [B, T, heads, D], lse float32[B, heads, T] in the natural logarithm) of packed causal attention,
-    computed by the Triton kernels.
+    computed by the Triton kernels. out has query's dtype; both are 0 at padding.
 
     Args:
       query: [B, T, heads, D].
@@ -144,6 +146,8 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
       window: how many keys a query sees, itself included; None: all of its document before it.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
       sinks: float[heads], an extra logit for each head that has no value; None: none.
+    Raises:
+      ValueError: scale is not above 0.
     """
     from jaxtune.pallas.attention import triton_kernels
 
@@ -167,13 +171,16 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by the Triton kernels: the gradients
-    of the forward's operands. dsinks is None without sinks.
+    of the forward's operands. They have the operands' shapes and dtypes and are 0 at padding. dsinks is None without
+    sinks.
 
     Args:
       query, key, value: the operands of `forward`, [B, T, heads, D] and twice [B, T, kv_heads, D].
       out, lse: its results, which were saved, [B, T, heads, D] and float32[B, heads, T].
-      dout: the gradient of out, [B, T, heads, D].
+      dout: the gradient of out, [B, T, heads, D], finite at padding.
       layout, scale, window, soft_cap, sinks: the arguments of `forward`.
+    Raises:
+      ValueError: scale is not above 0.
     """
     from jaxtune.pallas.attention import triton_kernels
 

@@ -15,8 +15,9 @@ _MASKED = tl.constexpr(-1e30)
 def _block(
     array, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, CHECK: tl.constexpr
 ):
-    """Loads [ROWS, DIM]: ROWS rows of one head from `first` on, of an array that points to the head's first row and has
-    STRIDE numbers from row to row. CHECK: rows past the end (LENGTH) are zero; otherwise there must be none."""
+    """Loads a block of queries, keys or the like, [ROWS, DIM]: ROWS rows of one head from `first` on, of an array that
+    points to the head's first row and has STRIDE numbers from row to row. CHECK: rows past the end (LENGTH) are zero;
+    otherwise there must be none."""
     rows = tl.arange(0, ROWS)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     if CHECK:
@@ -71,8 +72,8 @@ def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 @triton.jit
 def _capped(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
     """(x, slope) of scores, the raw products of queries and keys before the factor SCALE: the final score in log2 is x
-    * UNIT, where UNIT is (CAP, or SCALE without a cap) * log2(e). slope is the derivative of the soft cap CAP, 1
-    without one (CAP = 0)."""
+    * UNIT, where UNIT is (CAP, or SCALE without a cap) * log2(e). UNIT stays outside, so that it can be a part of later
+    multiply-adds. slope is the derivative of the soft cap CAP, 1 without one (CAP = 0)."""
     if CAP > 0.0:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
         tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * SCALE / CAP * _LOG2E)))
@@ -152,12 +153,13 @@ def forward_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Writes out [B, LENGTH, HEADS, DIM] and lse float32[B, HEADS, LENGTH] (natural logarithm) of one tile of QUERIES
-    queries of one head, visiting keys in blocks of KEYS; both are 0 at padding.
+    """Writes out [B, LENGTH, HEADS, DIM] and lse float32[B, HEADS, LENGTH] (the log-sum-exp of a query's scores and
+    sink, natural logarithm) of one tile of QUERIES queries of one head, visiting keys in blocks of KEYS; both are 0 at
+    padding.
 
-    query is as out, and key and value are [B, LENGTH, KV_HEADS, DIM]. starts and ends int32[B, LENGTH] are the
-    document bounds of each token; sinks is float32[HEADS], -inf without sinks. SCALE is the factor on scores, CAP the
-    soft cap and WINDOW how many keys a query sees at most. Grid: (heads, tiles, B).
+    query is as out, and key and value are [B, LENGTH, KV_HEADS, DIM]. starts and ends int32[B, LENGTH] are the document
+    bounds of each token; sinks is float32[HEADS], -inf without sinks. SCALE is the factor on scores, CAP the soft cap
+    (0: none) and WINDOW how many keys a query sees at most (0: all). Grid: (heads, tiles, B).
     """
     head = tl.program_id(0)
     # Late tiles see most: they go first, so that no long one is left for the end.

@@ -1,6 +1,6 @@
 """Measures which block sizes are fastest for the Hopper kernels of attention on this machine's GPU, for given shapes,
-and stores them (pallas/tuning.py), for the command `jaxtune tune`. Attention of such shapes uses those in the user's
-cache from then on."""
+and stores them (pallas/tuning.py), for the command `jaxtune tune`. From then on attention of such shapes uses those in
+the user's cache."""
 
 from __future__ import annotations
 
@@ -51,19 +51,22 @@ def tune(
     say: Callable[[str], None] = lambda text: None,
     path: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Times the blocks of the kernels on one case and stores the fastest for calls like it (tuning.py). Needs a GPU.
+    """Times the blocks of the kernels on one case and stores the fastest for calls like it (tuning.py). Needs a Hopper
+    GPU.
 
     Args:
-      case: shapes, documents, window, soft cap.
+      case: shapes, documents, window, soft cap; whether it has sinks is not used.
       kernels: some of "forward", "dquery", "dkey" (which also makes dv, except for heads of 512) and "dvalue"; those
         that the head dim does not have are left out.
-      dtype: of the operands.
-      say: gets a line for each candidate: its blocks before it runs, its time or the problem after.
-      path: the file that stores the result; None: the user's cache.
+      dtype: of the operands, bfloat16 or float16.
+      say: gets text for the user, in two pieces for each candidate: its blocks before it runs, so that one that hangs
+        is known, then its time or the problem, and a line break.
+      path: the JSON file to which results are added; None: the user's cache.
     Returns:
       {kernel: the entry that tuning.measure returned: the fastest blocks, their time, and what was tried}.
     Raises:
-      RuntimeError: the heuristic's blocks are wrong on this GPU, or no candidate runs.
+      RuntimeError: the heuristic's blocks are wrong on this GPU, no candidate runs, or there is no GPU.
+      OSError: the file `path` cannot be written.
     """
     dim = mosaic.kernel_dim(case.dim)
     kernels = [kernel for kernel in kernels if dim in mosaic.HEURISTIC[kernel]]
@@ -108,15 +111,16 @@ def tune(
 
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
     """Times one kernel with each of its candidate blocks, for the rows and head dim of `case`, and returns the entry
-    that tuning.measure made and stored: the fastest blocks, their time, and what was tried.
+    that tuning.measure made and stored: the fastest blocks, their time, and what was tried. A candidate whose result
+    differs from that of the first one, the heuristic's, is not chosen.
 
     Args:
       kernel: one of KERNELS.
       case: shapes, documents and window.
       dtype: of the operands.
-      prepare: a function without arguments that compiles the kernel with the blocks under test and returns a function
-        that runs it once.
-      say: gets a line of text for each candidate.
+      prepare: a function without arguments that compiles the kernel with the blocks under test (it is called within
+        tuning.forced) and returns a function that runs it once.
+      say: gets text for the user, two pieces that make a line for each candidate.
       path: the file that stores the entry; None: the user's cache.
     """
     dim = mosaic.kernel_dim(case.dim)

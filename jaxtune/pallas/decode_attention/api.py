@@ -1,4 +1,5 @@
-"""The public function of decode attention, and the choice of its implementation."""
+"""The public function of decode attention, which is the attention of one new token for each row over the row's
+key/value cache, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
 def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
     """Returns the implementations of decode_attention, {name: a function that returns the reason why it refuses this
-    call, or None}, in the order of preference; dispatch.choose takes the first that does not refuse.
+    call, or None}, in the order of preference; dispatch.choose takes the first that does not refuse. The names are
+    "mosaic", "triton" and "reference" (plain jnp, which refuses nothing), in this order; for caches of at most 1,024
+    keys "triton" comes first, because its kernel for those is faster on Hopper too. The functions may compare a kernel
+    with the reference on this GPU first, which takes seconds.
 
     Args:
       query, keys: of the call, [B, heads, D] and [B, kv_heads, capacity, D]; only shapes and dtypes matter.
@@ -34,8 +38,10 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
 
 def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
     """Returns the reason why this GPU must not run a kernel for such calls, or None. It compares a small case with the
-    reference, once for each kind of call. The case has an empty row, rows that end within and at the end of a tile of
-    keys, and rows longer than the cache, which is then a ring.
+    reference, once for each kind of call (dtypes, head dim, query heads of a KV head, tiles, soft cap or not); a pass
+    is stored in the user's cache. It is None without a check if there is no GPU, or while compiling for another GPU.
+    The case has an empty row, rows that end within and at the end of a tile of keys, and rows longer than the cache,
+    which is then a ring.
 
     Args:
       name: the implementation's name, "mosaic" or "triton".
@@ -81,7 +87,8 @@ def decode_attention(
     sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Attention of the newest token of each row over the row's key/value cache, which contains that token already.
+    """Attention of the newest token of each row over the row's key/value cache, which contains that token already: a
+    step of sampling, after `written`. The kernels have no derivative.
 
     Args:
       query: [B, heads, D] bfloat16, float16 or float32, of the newest tokens.
@@ -90,17 +97,20 @@ def decode_attention(
         be finite too.
       lengths: int32[B], tokens of each row with the newest one; 0 is an empty row, whose result is 0. A row may be
         longer than the capacity: the cache then has its last `capacity` tokens.
-      scale: factor on query . key.
+      scale: factor on query . key, a Python number.
       window: the newest token sees itself and the window - 1 tokens before it; None: all tokens.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap (Gemma 2).
       sinks: float[heads], an extra logit per head that has no value; None: none (gpt-oss).
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call. The kernels need 16
-        bits and a capacity of whole tiles (cache.cache_capacity); only Triton supports FP8 caches.
+      implementation: "mosaic" (Hopper GPUs; D of 64, 96, 128 or 256), "triton" (NVIDIA GPUs from compute capability 8.0
+        on; D a multiple of 16 up to 512), "reference" (plain jnp, everywhere), or None for the first that supports the
+        call. The kernels need 16 bits and a capacity of whole tiles (cache.cache_capacity); FP8 caches are read by
+        "triton" from compute capability 8.9 on, and by "reference".
     Returns:
       [B, heads, D] in query's dtype. With the kernels, a row's result has the same bits alone, in any batch and in any
         slot.
     Raises:
-      TypeError, ValueError: an argument does not fit this description.
+      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
+        call.
     """
     check = Arguments("decode_attention")
     check.array("query", query, "B heads D", FLOATS)

@@ -21,7 +21,10 @@ CAPACITY_STEP = 128  # a multiple of the number of keys in every kernel's tile
 def cache_capacity(tokens: int, window: int | None = None) -> int:
     """The capacity of a cache for rows of up to `tokens` tokens, in a layer with this sliding window or None.
 
-    It is a multiple of CAPACITY_STEP, which kernels require, and never much longer than the window.
+    It is the number of tokens, or the window if that is smaller, rounded up to a multiple of CAPACITY_STEP (128), which
+    kernels require.
+
+    tokens: those of the prompt and the sampled ones. window: how many tokens a token sees, itself included; None: all.
 
     >>> cache_capacity(700), cache_capacity(700, window=128)
     (768, 128)
@@ -38,14 +41,15 @@ def cache_capacity(tokens: int, window: int | None = None) -> int:
 
 @on_any_mesh
 def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
-    """Makes a cache from the keys, or the values, of prompts, which have been computed for all of their tokens at once.
+    """Makes a cache from the keys, or the values, of prompts, which have been computed for all of their tokens at once
+    (prefill). The token at position p of a row is put at index p % capacity.
 
     Args:
       tokens: [B, T, kv_heads, D], any dtype; entries past a row's length are ignored, and must be finite.
       lengths: int32[B], tokens of each row, from 0 to T.
       capacity: how many tokens of a row the cache has room for. Of a longer row, the last `capacity` tokens are kept.
     Returns:
-      [B, kv_heads, capacity, D].
+      [B, kv_heads, capacity, D] in the dtype of `tokens`. Places without a token hold finite numbers without a meaning.
     Raises:
       TypeError, ValueError: an argument does not fit this description.
     """
@@ -65,8 +69,8 @@ def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
 
 @on_any_mesh
 def written(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """Writes the key or the value of one new token of each row into the cache, and returns it: a step of decoding,
-    before decode_attention reads the cache.
+    """Writes the key or the value of one new token of each row into the cache, at the index `position % capacity`, and
+    returns it: a step of decoding, before decode_attention reads the cache.
 
     Args:
       cache: [B, kv_heads, capacity, D].

@@ -29,16 +29,17 @@ def chunk_attention(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of the next N tokens of each row over each other and over the row's cache, for prompts that are
-    prefilled in chunks.
+    prefilled in chunks. chunk_written puts the new tokens into the cache afterwards.
 
     It is computed by XLA, one block of queries at a time over the whole capacity.
 
     Args:
       query: [B, N, heads, D] bfloat16, float16 or float32.
-      new_keys, new_values: [B, N, kv_heads, D], of the new tokens, which are not in the cache yet.
+      new_keys, new_values: [B, N, kv_heads, D] in query's dtype, of the new tokens, which are not in the cache yet.
       keys, values: [B, kv_heads, capacity, D], the cache of the tokens before them, in query's dtype or float8_e4m3fn
         (without scales). The token at position p is at index p % capacity.
-      before: int32[B], tokens of each row before the new ones.
+      before: int32[B], tokens of each row before the new ones; 0: the cache has none. Of a row longer than the capacity
+        the cache has the last `capacity` tokens.
       scale: factor on query . key.
       window: a token sees itself and the window - 1 tokens before it; None: all tokens before it.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap.
@@ -107,13 +108,14 @@ def chunk_attention(
 
 @on_any_mesh
 def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array) -> jax.Array:
-    """Writes the keys or values of the next N tokens of each row, which chunk_attention has just used, into the cache,
-    and returns it. A cache shorter than its row (a ring, for a sliding window) keeps the last `capacity` tokens.
+    """Writes the keys or values of the next N tokens of each row, which chunk_attention has just used, into the cache
+    at the index `position % capacity`, and returns it. A cache shorter than its row (a ring, for a sliding window)
+    keeps the last `capacity` tokens.
 
     Args:
       cache: [B, kv_heads, capacity, D].
       new: [B, N, kv_heads, D], the keys, or the values, in the cache's dtype.
-      before: int32[B], tokens of each row before the new ones.
+      before: int32[B], tokens of each row before the new ones, at least 0.
     Returns:
       the cache; it is not copied if the old one is donated or not read again.
     Raises:

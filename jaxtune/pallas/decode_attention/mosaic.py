@@ -42,7 +42,7 @@ class Blocks:
 
     step: int  # keys of a tile; the bits of results depend on it
     stages: int  # tiles of keys, and of values, that are being copied for a worker at a time
-    workers: int  # warpgroups of a program
+    workers: int  # warpgroups of a program, each of which works alone with slots of its own
 
     def as_dict(self) -> dict[str, Any]:
         """{field: value}, as tuning.py stores blocks."""
@@ -55,16 +55,16 @@ HEURISTIC = {64: Blocks(64, 4, 3), 96: Blocks(64, 3, 3), 128: Blocks(64, 3, 2), 
 
 def blocks_of(dim: int, dtype) -> Blocks:
     """How the kernel over splits divides its work for a head dim (a key of HEURISTIC) and a dtype: as the tuner
-    measured it on this GPU, or else as HEURISTIC says."""
+    measured it on this GPU, or else as HEURISTIC says; within tuning.forced as given there."""
     found = tuning.tuned("decode attention", f"head_dim={dim}", dtype, Blocks)
     return Blocks(**found) if found else HEURISTIC[dim]
 
 
 def refusal(query, keys) -> str | None:
     """Returns the reason why these kernels cannot compute a call with such arrays, or None: no Hopper GPU, another
-    dtype than 16 bits or a cache in another one, a head dim without blocks, too many query heads for a key head, or a
-    capacity of the cache that is no whole number of tiles. query is [B, heads, D], keys [B, kv_heads, capacity, D];
-    only shapes and dtypes are used."""
+    dtype than 16 bits or a cache in another one, a head dim other than 64, 96, 128 and 256, more than 64 query heads
+    for a key head, or a capacity of the cache that is no whole number of tiles (Blocks.step keys). query is [B, heads,
+    D], keys [B, kv_heads, capacity, D]; only shapes and dtypes are used."""
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
@@ -82,9 +82,9 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """The blocks of the kernel for such a query, as a string. It becomes a part of the name of the check at first use,
-    because a kernel with other blocks is compiled anew and must be checked again. Of query [B, heads, D], only the head
-    dim and the dtype matter."""
+    """The blocks of the kernel for such a query, as a string, which api.py asks for. It becomes a part of the name of
+    the check at first use, because a kernel with other blocks is compiled anew and must be checked again. Of query [B,
+    heads, D], only the head dim and the dtype matter."""
     return str(blocks_of(query.shape[-1], query.dtype).as_dict())
 
 
@@ -114,21 +114,23 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
 
 
 def _smem(shape, dtype):
-    """A shared-memory buffer of this shape and dtype for TMA and tensor cores, swizzled as tensor cores read it: in
-    pieces of 128 bytes if a row consists of such pieces, otherwise (rows of 96 numbers) of 64 bytes."""
+    """Describes a shared-memory buffer of this shape and dtype for TMA and tensor cores, one of a kernel's
+    scratch_types, swizzled as tensor cores read it: in pieces of 128 bytes if a row consists of such pieces, otherwise
+    (rows of 96 numbers) of 64 bytes."""
     row_bytes = 128 if shape[-1] * jnp.dtype(dtype).itemsize % 128 == 0 else 64
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 
 def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
-    """Runs the kernel over splits, the first of the two: attention over each split of the keys alone.
+    """Runs the kernel over splits, the first of the two: attention over each split of the keys alone, one persistent
+    program for each multiprocessor.
 
     Args:
       query: [B, kv_heads, padded heads, D], the query heads of each KV head, with rows of zeros behind them.
       keys, values: the caches, [B, kv_heads, capacity, D].
       table, lines: from work_of.
       blocks: how the work is divided.
-      scale, soft_cap: of the attention.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
     Returns:
       (float32[B, kv_heads, splits, padded heads, D], each split's output, normalised by the split's own sum of weights;
         float32[B, kv_heads, splits, padded heads], the log-sum-exps in units of log2). The memory of splits without
@@ -193,11 +195,11 @@ def _combine(parts, lse, order, count, sinks, group: int, dtype):
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
     """The Mosaic implementation of decode_attention: returns the attention of the newest token of each row over its
-    cache, [B, heads, D] in query's dtype.
+    cache, [B, heads, D] in query's dtype. An empty row gives 0. `refusal` says which calls are supported.
 
     Args:
       query: [B, heads, D], of the newest tokens.
-      keys, values: the caches, [B, kv_heads, capacity, D].
+      keys, values: the caches, [B, kv_heads, capacity, D]. The token at position p is at index p % capacity.
       lengths: int32[B], tokens of each row with the newest one.
       scale: factor on query . key.
       window: how many tokens the newest one sees, itself included; None: all.

@@ -1,4 +1,5 @@
-"""The bodies of the two Mosaic decode kernels, which mosaic.py describes and calls."""
+"""The bodies of the two Mosaic kernels of decode attention for Hopper, which mosaic.py describes and calls:
+split_kernel attends over each split of a row's keys, and combine_kernel adds up the splits."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def split_kernel(
     time.
 
     A worker is a warpgroup. Of n workers it takes every n-th item; an item is one KV head of one line of the table. It
-    copies the tiles of its next items into its own slots of shared memory while it computes.
+    copies the tiles of its next items into its own slots of shared memory while it computes, and waits for no other
+    warpgroup. Splits without tiles get no results.
 
     Args:
       q_ref: the queries, [B, kv_heads, heads of a group, D], in global memory as all refs.
@@ -52,9 +54,9 @@ def split_kernel(
       lse_ref: float32[B, kv_heads, splits, heads of a group], the log-sum-exp of each split's scores, in units of log2.
       k_smem, v_smem: slots for tiles in shared memory, [workers * stages, step, D].
       k_full, v_full: a barrier for each slot, which completes when its tile has arrived.
-      blocks: how the work is divided.
+      blocks: how the work is divided (mosaic.Blocks).
       scale, soft_cap: the factor on scores, and their soft cap or None.
-      interpreted: whether Pallas' interpreter runs it.
+      interpreted: whether Pallas' interpreter runs it, for which products, loads and stores have other forms.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     kv_heads, capacity, heads, dim = *k_ref.shape[1:3], *q_ref.shape[2:]
@@ -164,9 +166,10 @@ def product(left, right, shape, interpreted):
 
 
 def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, *, heads, dim):
-    """The body of the kernel that combines the results of a row's splits, in order. A program has `heads` heads of one
-    KV head of one row. The outputs of its heads are concatenated and cut into lines of LINE numbers, one of which the
-    program has in one register per thread.
+    """The body of the kernel that combines the results of a row's splits, in ascending order, and the heads' sinks, and
+    divides by the sum of all weights. A row without keys gets 0. A program has `heads` heads of one KV head of one row.
+    The outputs of its heads are concatenated and cut into lines of LINE numbers, one of which the program has in one
+    register per thread; it reads AHEAD splits at a time.
 
     Args:
       part_ref: float32[B, kv_heads, splits, lines, LINE], the output over each split alone, the heads of a group

@@ -81,7 +81,7 @@ def load_rows(ref, chunk, shape: tuple[int, int]):
 
 def store_rows(values, numbers, out_ref, numbers_ref, chunk, rows: int):
     """Stores the first `rows` rows of a tile, and one number for each row, into two buffers in global memory, by one
-    warpgroup. The output and the log-sum-exp of a split are written so.
+    warpgroup. The output and the log-sum-exp of a split are written so. Of a tile's other rows nothing is stored.
 
     Args:
       values: float32[64, columns] in registers in Layout.WGMMA, stored to out_ref.

@@ -1,4 +1,5 @@
-"""Decode attention in plain jnp, which defines the result. It reads the whole capacity of the cache.
+"""Decode attention in plain jnp, which defines the result: kernels are compared with it, and it computes the calls that
+they refuse. It reads the whole capacity of the cache.
 
 score[k] = scale * query . key[k], or cap * tanh(score / cap) with a soft cap. The key at index i of a ring with
 `capacity` entries was written `age` tokens before the row's newest one, age = (length - 1 - i) % capacity, and is
@@ -15,12 +16,14 @@ _MASKED = -1e30  # finite, so that a row without keys does not compute inf - inf
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
     """The implementation of decode_attention in plain jnp, with which kernels are compared: returns the attention of
-    the newest token of each row over its cache, [B, heads, D] in query's dtype.
+    the newest token of each row over its cache, [B, heads, D] in query's dtype. An empty row gives 0.
 
     Args:
       query: [B, heads, D], of the newest tokens.
-      keys, values: the caches, [B, kv_heads, capacity, D].
-      lengths: int32[B], tokens of each row with the newest one.
+      keys, values: the caches, [B, kv_heads, capacity, D], of which the whole capacity is read. The token at position p
+        is at index p % capacity.
+      lengths: int32[B], tokens of each row with the newest one; of a row longer than the capacity the last `capacity`
+        tokens are there.
       scale: factor on query . key.
       window: how many tokens the newest one sees, itself included; None: all.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap.

@@ -1,4 +1,4 @@
-"""Shapes of decoding steps of real models, shared by tests and benchmarks."""
+"""Shapes of decoding steps of real models, shared by tests and benchmarks: Case describes one, CASES lists them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One decoding step, in which the lengths of rows are spread evenly from `shortest` to `longest`."""
+    """One decoding step (one new token for each row) that a test or a benchmark makes, in which the lengths of rows are
+    spread evenly from `shortest` to `longest`."""
 
     name: str  # its name in reports
     rows: int  # rows of the batch
@@ -24,12 +25,13 @@ class Case:
     sinks: bool = False  # whether heads have sinks
 
     def lengths(self) -> np.ndarray:
-        """The length of each row, int32[rows], in random order."""
+        """The length of each row, int32[rows], in random order, the same at every call."""
         spread = np.linspace(self.shortest, self.longest, self.rows).round().astype(np.int32)
         return np.random.default_rng(0).permutation(spread)
 
     def live_bytes(self) -> int:
-        """Bytes of the 16-bit keys and values that the rows see."""
+        """Bytes of the 16-bit keys and values that the rows see, which a kernel must read: a benchmark divides them by
+        its time."""
         seen = np.minimum(self.lengths(), min(self.window or self.capacity, self.capacity))
         return int(seen.sum()) * self.kv_heads * self.dim * 2 * 2
 

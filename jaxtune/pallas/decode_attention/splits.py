@@ -1,4 +1,5 @@
-"""How the keys of a row are divided into splits (flash-decoding), for the kernels of all GPUs.
+"""How the keys of a row are divided into splits, which different programs of a kernel take at the same time
+(flash-decoding), for the kernels of all GPUs.
 
 The keys are divided at multiples of SPLIT, whatever the batch or the capacity, and a split is summed in one order, from
 its first tile that the row sees to its last. A row's result therefore has the same bits alone, in any batch and in any
@@ -20,13 +21,14 @@ def live_tiles(lengths, capacity: int, window: int | None, step: int):
     that contain a key which the row's newest token sees.
 
     `first` is the number of the first of these tiles, counted from the start of the cache; `count` is how many there
-    are, 0 for a split without visible keys, whose `first` means nothing.
+    are, 0 for a split without visible keys, whose `first` means nothing. Tiles between the first and the last of them
+    may have no visible key, in a ring.
 
     Args:
       lengths: int32[B], tokens of each row.
       capacity: of the cache, in keys of a row; a multiple of step.
       window: how many keys a token sees, of a sliding window; None: all.
-      step: keys of a tile.
+      step: keys of a tile, which divide SPLIT.
     """
     splits, per_split = -(-capacity // SPLIT), SPLIT // step
     seen = jnp.minimum(seen_of(lengths, window), capacity)[:, None]
@@ -56,9 +58,10 @@ def newest_of(lengths, capacity: int):
 
 
 def order_of(tiles):
-    """Returns the order in which the splits of a row are combined: (int32[B, splits], the numbers of a row's splits,
-    those that have tiles to read in ascending order before the others; int32[B], how many have). tiles: int32[B,
-    splits], the number of tiles that each split reads, the second result of live_tiles."""
+    """Returns the order in which the splits of a row are combined, so that those without keys are not read and a row's
+    sum always has the same order: (int32[B, splits], the numbers of a row's splits, those that have tiles to read in
+    ascending order before the others; int32[B], how many have). tiles: int32[B, splits], the number of tiles that each
+    split reads, the second result of live_tiles."""
     live = tiles > 0
     return jnp.argsort(~live, axis=1, stable=True).astype(jnp.int32), live.sum(1, dtype=jnp.int32)
 

@@ -39,7 +39,7 @@ WHOLE_TILES = {64: Tile(64, 4, 3), 128: Tile(32, 4, 4), 256: Tile(32, 4, 2), 512
 
 def width(dim: int) -> int:
     """Returns the number of columns that the kernels use for a head dim: the next power of two, at least 64. Columns
-    past the head dim are zeros."""
+    past the head dim are zeros. Only numbers for which TILES has tiles are supported."""
     return max(64, 1 << (dim - 1).bit_length())
 
 
@@ -74,11 +74,12 @@ def variant(query) -> str:
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
     """The Triton implementation of decode_attention: returns the attention of the newest token of each row over its
     cache, [B, heads, D] in query's dtype. A cache of at most WHOLE keys takes one kernel, a longer one a kernel over
-    splits of the keys and one that combines them.
+    splits of the keys and one that combines them. An empty row gives 0. `refusal` says which calls are supported.
 
     Args:
       query: [B, heads, D], of the newest tokens.
-      keys, values: the caches, [B, kv_heads, capacity, D].
+      keys, values: the caches, [B, kv_heads, capacity, D], in query's dtype or float8_e4m3fn. The token at position p
+        is at index p % capacity.
       lengths: int32[B], tokens of each row with the newest one.
       scale: factor on query . key.
       window: how many tokens the newest one sees, itself included; None: all.
@@ -132,8 +133,9 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
 
 def _decode_whole(query, keys, values, lengths, scale, window, soft_cap, sinks):
     """Computes decode attention for caches of at most WHOLE keys by one kernel, whose programs each take all keys of a
-    row and KV head; no second kernel has to combine splits. Returns [B, heads, D] in query's dtype. The arguments
-    (query, keys, values, lengths, scale, window, soft_cap, sinks) are those of `decode`, which describes them."""
+    row and KV head; no second kernel has to combine splits, which would cost more than dividing the keys gains. The
+    kernel becomes a node of XLA's CUDA graph. Returns [B, heads, D] in query's dtype. The arguments (query, keys,
+    values, lengths, scale, window, soft_cap, sinks) are those of `decode`, which describes them."""
     from jaxtune.pallas.decode_attention import triton_kernels
 
     rows, heads, dim = query.shape

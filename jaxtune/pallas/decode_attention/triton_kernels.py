@@ -1,4 +1,4 @@
-"""The bodies of the Triton decode kernels, which triton.py describes and calls.
+"""The bodies of the Triton kernels of decode attention, which triton.py describes and calls.
 
 Caches are [B, kv_heads, CAPACITY, DIM], contiguous. Scores are in units of log2. A CAP of 0 means no soft cap. GROUP
 and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM.
@@ -64,7 +64,7 @@ def decode_split_kernel(
     WIDTH: tl.constexpr,
 ):
     """Computes the attention of the query heads of one KV head of one row over one split of the keys, the first of two
-    kernels. Grid: (SPLITS, KV_HEADS, B).
+    kernels. A split without tiles to read writes nothing. Grid: (SPLITS, KV_HEADS, B).
 
     It writes float32 parts [B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split, and lses [B,
     KV_HEADS, SPLITS, heads of a group], the log-sum-exp of the split's scores in log2. query is [B, HEADS, DIM]; keys
@@ -124,14 +124,13 @@ def decode_whole_kernel(
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention of one KV head of one row over all keys that it sees, in ascending order: writes out [B, HEADS, DIM].
-    Grid: (KV_HEADS, B).
+    """Attention of one KV head of one row over all keys that it sees, in ascending order: writes out [B, HEADS, DIM], 0
+    for an empty row. It serves caches that are too short to be divided into splits. Grid: (KV_HEADS, B).
 
     query is as out; keys and values are caches [B, KV_HEADS, CAPACITY, DIM], and lengths int32[B] the tokens of each
-    row, its new one included. sinks: float32[HEADS], in units of log2; _MASKED: no sink. SCALE is the factor on
-    scores, CAP the soft cap and WINDOW the sliding window (0: none). STEP keys are read at a time, and STAGES such
-    tiles are on their way; GROUP and WIDTH are the next powers of two of the query heads of a KV head (at least 16)
-    and of DIM.
+    row, its new one included. sinks: float32[HEADS], in units of log2; _MASKED: no sink. SCALE is the factor on scores,
+    CAP the soft cap and WINDOW the sliding window (0: none). STEP keys are read at a time, and STAGES such tiles are on
+    their way; GROUP and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -177,8 +176,9 @@ def decode_combine_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Combines the results of a row's SPLITS splits in order, parts and lses of decode_split_kernel, to out [B, HEADS,
-    DIM], the second of two kernels. Grid: (KV_HEADS, B).
+    """Combines the results of a row's SPLITS splits in order, parts (each split's output) and lses (its log-sum-exps in
+    log2) of decode_split_kernel, to out [B, HEADS, DIM], the second of two kernels. It adds the sinks, and gives 0 for
+    a row without keys. Grid: (KV_HEADS, B).
 
     order int32[B, SPLITS] has the numbers of a row's splits, those that read keys first, and counts int32[B] how many
     of them do (splits.order_of). sinks: float32[HEADS], in units of log2; _MASKED: no sink. GROUP and WIDTH are the

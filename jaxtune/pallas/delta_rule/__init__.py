@@ -1,5 +1,6 @@
-"""The gated delta rule (linear attention with a decaying state) over packed rows, and the short convolution before it,
-each for whole rows in training and for the next tokens in generation."""
+"""The gated delta rule (linear attention with a decaying state, of Qwen3-Next and Qwen3.5) over packed rows, whose
+documents do not see each other, and the short convolution before it, each for whole rows in training and for the next
+tokens in generation."""
 
 from jaxtune.pallas.delta_rule.api import (
     delta_rule_chunk,

@@ -1,5 +1,5 @@
 """The gated delta rule, a linear attention, over packed rows, its state and steps for generation, and the short
-convolution before it: the public functions."""
+convolution before it: the public functions, and the choice of the first one's implementation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ IMPLEMENTATIONS = {"triton": triton, "chunked": chunked, "reference": reference}
 def implementations(key, value) -> dispatch.Table:
     """Returns the implementations in the order in which they are tried: {name: a function that returns the reason why
     it refuses a call with such arrays, or None}. key is [B, T, key_heads, K], value [B, T, heads, V]; only shapes and
-    dtypes are used."""
+    dtypes are used. The names are "triton", "chunked" (plain jnp by chunks) and "reference" (token by token); the last
+    two refuse nothing. "triton" may compare its kernels with the reference on this GPU first, which takes seconds.
+    `jaxtune info --kernels` prints the reasons."""
     return {
         "triton": lambda: triton.refusal(key, value),
         "chunked": lambda: None,
@@ -38,9 +40,9 @@ def _check_layout(check: Arguments, layout) -> None:
 
 
 def _check_tokens(check: Arguments, key, value, decay, beta) -> None:
-    """Checks the arrays of tokens of a call: key [B, T, key_heads, K], value [B, T, heads, V] in key's dtype, decay and
-    beta float32[B, T, heads], and that heads is a multiple of key_heads. check: the checker of the call (Arguments),
-    which binds these sizes.
+    """Checks the arrays of tokens of a call: key [B, T, key_heads, K] bfloat16, float16 or float32, value [B, T, heads,
+    V] in key's dtype, decay and beta float32[B, T, heads], and that heads is a multiple of key_heads. check: the
+    checker of the call (Arguments), which binds these sizes.
 
     Raises:
       TypeError, ValueError: an array is not as described here.
@@ -64,7 +66,8 @@ def gated_delta_rule(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The output of the gated delta rule (arXiv 2412.06464) for each token of packed documents; differentiable.
+    """The output of the gated delta rule (arXiv 2412.06464) for each token of packed documents; differentiable with
+    respect to query, key, value, decay and beta. It is what a layer of linear attention computes in training.
 
     The state of a value head is a matrix that is 0 at the start of a document. Each token decays the state, replaces
     the share beta of what the state stores at the token's key by the token's value, and then reads the state at its
@@ -76,14 +79,17 @@ def gated_delta_rule(
       query, key: [B, T, key_heads, K] bfloat16, float16 or float32.
       value: [B, T, heads, V] in key's dtype; heads is a multiple of key_heads, and neighbouring heads / key_heads heads
         share a key head.
-      decay: float32[B, T, heads], the logarithm of the factor on the state, finite, at most 0; -104 gives 0.
+      decay: float32[B, T, heads], the logarithm of the factor on the state, finite, at most 0; from -104 on downwards
+        the factor is 0.
       beta: float32[B, T, heads], in [0, 1].
-      layout: document bounds. The other arrays must be finite at padding too.
-      implementation: "triton", "chunked", "reference", or None for the first that supports the call.
+      layout: document bounds, `packed_layout((B, T), segment_ids)`. The other arrays must be finite at padding too.
+      implementation: "triton" (16 bits, K and V 128), "chunked", "reference", or None for the first that supports the
+        call.
     Returns:
       [B, T, heads, V] in value's dtype; padding gives 0, and gets no gradient.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
+        call.
     """
     check = Arguments("gated_delta_rule")
     _check_tokens(check, key, value, decay, beta)
@@ -98,7 +104,8 @@ def delta_rule_state(
     key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, lengths: jax.Array
 ) -> jax.Array:
     """Returns the state after the first `lengths` tokens of each row, float32[B, heads, K, V], from which generation
-    continues with delta_rule_step. Each row is one document, a prompt.
+    continues with delta_rule_step. Each row is one document, a prompt. Keys are normalised to unit vectors first. It is
+    computed in plain jnp, by chunks.
 
     Args:
       key: [B, T, key_heads, K] bfloat16, float16 or float32.
@@ -106,9 +113,9 @@ def delta_rule_state(
       decay: float32[B, T, heads], the logarithm of the factor on the state, at most 0.
       beta: float32[B, T, heads], in [0, 1], the share of what the state stores at the key that is replaced by the
         value.
-      lengths: int[B], from 0 to T; tokens after them are ignored.
+      lengths: int[B], from 0 to T; tokens after them are ignored, but must be finite.
     Returns:
-      float32[B, heads, K, V].
+      float32[B, heads, K, V]; 0 for a row of length 0.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -123,7 +130,8 @@ def delta_rule_step(
     query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """One more token of each row, a step of generation: returns the token's output of the gated delta rule and the next
-    state.
+    state. Queries and keys are normalised to unit vectors first, and the output is divided by sqrt(K), as in
+    gated_delta_rule.
 
     Args:
       query, key: [B, 1, key_heads, K] bfloat16, float16 or float32.
@@ -131,9 +139,10 @@ def delta_rule_step(
       decay: float32[B, 1, heads], the logarithm of the factor on the state, at most 0.
       beta: float32[B, 1, heads], in [0, 1], the share of what the state stores at the key that is replaced by the
         value.
-      state: float32[B, heads, K, V], before the token.
+      state: float32[B, heads, K, V], before the token, from delta_rule_state or the step before; 0 at the start of a
+        document.
     Returns:
-      (out [B, 1, heads, V] in value's dtype, the state after the token).
+      (out [B, 1, heads, V] in value's dtype, the state after the token, float32[B, heads, K, V]).
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -150,7 +159,8 @@ def delta_rule_chunk(
 ) -> tuple[jax.Array, jax.Array]:
     """The next T tokens of each row, whose document began before them, for prompts that are prefilled chunk by chunk:
     returns their outputs of the gated delta rule and the next state. There are no document bounds: all tokens continue
-    the document.
+    the document. Queries and keys are normalised to unit vectors first, and the output is divided by sqrt(K), as in
+    gated_delta_rule.
 
     Args:
       query, key: [B, T, key_heads, K] bfloat16, float16 or float32.
@@ -158,9 +168,9 @@ def delta_rule_chunk(
       decay: float32[B, T, heads], the logarithm of the factor on the state, at most 0.
       beta: float32[B, T, heads], in [0, 1], the share of what the state stores at the key that is replaced by the
         value.
-      state: float32[B, heads, K, V], before the tokens.
+      state: float32[B, heads, K, V], before the tokens; 0 at the start of a document.
     Returns:
-      (out [B, T, heads, V] in value's dtype, the state after the tokens).
+      (out [B, T, heads, V] in value's dtype, the state after the tokens, float32[B, heads, K, V]).
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -173,13 +183,13 @@ def delta_rule_chunk(
 
 @meshes.on_any_mesh
 def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> jax.Array:
-    """Returns silu of each channel's causal convolution with k weights along its document; differentiable. It mixes a
-    few neighbouring tokens before the gated delta rule. Sums are float32.
+    """Returns silu of each channel's causal convolution with k weights along its document; differentiable with respect
+    to x and weight. It mixes a few neighbouring tokens before the gated delta rule. Sums are float32.
 
     Args:
       x: [B, T, C] bfloat16, float16 or float32, finite at padding, too.
       weight: float[C, k]; the last column multiplies the token itself, the first the token k - 1 before it.
-      layout: the bounds of the documents, which the convolution does not cross.
+      layout: the bounds of the documents, `packed_layout((B, T), segment_ids)`, which the convolution does not cross.
     Returns:
       [B, T, C] in x's dtype; padding gives 0, and gets no gradient.
     Raises:
@@ -194,10 +204,11 @@ def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> 
 
 @meshes.on_any_mesh
 def short_convolution_step(x: jax.Array, weight: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One more token of each row in generation: returns its short_convolution and the next window.
+    """One more token of each row in generation: returns its short_convolution (silu of the sum over the last k tokens)
+    and the next window.
 
     Args:
-      x: [B, 1, C], the token.
+      x: [B, 1, C] bfloat16, float16 or float32, the token.
       weight: float[C, k]; the last column multiplies the token itself, the first the token k - 1 before it.
       window: [B, k - 1, C] in x's dtype, the k - 1 tokens before this one in order, 0 where there were none.
     Returns:

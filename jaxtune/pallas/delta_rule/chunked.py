@@ -30,8 +30,8 @@ GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist 
 
 
 def forward(query, key, value, decay, beta, layout):
-    """Returns the output [B, T, heads, V] of the gated delta rule over packed documents, computed by chunks of tokens;
-    padding gives 0.
+    """Returns the output [B, T, heads, V] of the gated delta rule over packed documents, computed by chunks of tokens,
+    in value's dtype; padding gives 0, whatever finite numbers stand there. It is differentiable.
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
@@ -47,7 +47,7 @@ def forward(query, key, value, decay, beta, layout):
 
 def state(key, value, decay, beta, lengths):
     """Returns the state after the first `lengths` (int32[B]) tokens of each row, which is one document: float32[B,
-    heads, K, V]. Generation continues from it.
+    heads, K, V]. Generation continues from it. Tokens from `lengths` on are ignored; a row of length 0 gives 0.
 
     key is [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and beta (the
     share of what is stored at a key that is replaced) float32[B, T, heads].
@@ -59,7 +59,7 @@ def state(key, value, decay, beta, lengths):
 
 def chunk(query, key, value, decay, beta, state):
     """Returns (out [B, T, heads, V], the next state) for the next T tokens of each row, whose document started before
-    them: a prompt that is prefilled chunk by chunk.
+    them: a prompt that is prefilled chunk by chunk. out has value's dtype, and the next state is as `state`.
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; state, before the tokens, is
@@ -71,7 +71,9 @@ def chunk(query, key, value, decay, beta, state):
 
 
 def _run(query, key, value, decay, beta, doc_start, first=None):
-    """float32 (out [B, T, heads, V], the last state [B, heads, K, V]) of the rule over all tokens, by groups of chunks.
+    """Returns float32 (out [B, T, heads, V], the last state [B, heads, K, V]) of the rule over all tokens, by groups of
+    chunks. Products have full precision for float32 values, and the device's default for others. out at padding has no
+    meaning.
 
     Args:
       query, key: [B, T, key_heads, K].
@@ -186,7 +188,8 @@ def unit_lower_inverse(lower: jax.Array, precision) -> jax.Array:
 
 def _inverse_fwd(lower, precision):
     """The forward rule of `unit_lower_inverse` for jax.custom_vjp: returns (the inverse of 1 + lower, the residual for
-    the backward rule). The residual is that same inverse, because the gradient needs nothing else.
+    the backward rule). The residual is that same inverse, because the gradient needs nothing else, and no step of the
+    inversion has to be kept.
 
     lower: float32[..., n, n], strictly lower triangular (zeros on and above the diagonal). precision: the precision of
     matrix products.

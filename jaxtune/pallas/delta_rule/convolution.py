@@ -1,4 +1,5 @@
-"""The short causal convolution of each channel along a row, restarted with each document, in plain jnp.
+"""The short causal convolution of each channel along a row, restarted with each document, in plain jnp: of whole rows
+(`forward`), and of the next token in generation (`step`).
 
 out[t] = silu(sum over j of weight[k - 1 - j] x[t - j]), over those j for which t - j is a token of t's document.
 """
@@ -26,9 +27,9 @@ def forward(x, weight, layout):
 
 
 def step(x, weight, window):
-    """Returns (out [B, 1, C], the next window [B, k - 1, C]) for one more token x [B, 1, C] of each row in generation.
-    weight [C, k]: the last column multiplies the token itself. window [B, k - 1, C]: the k - 1 tokens before it, in
-    order, 0 where there were none; the next one ends with x."""
+    """Returns (out [B, 1, C] in x's dtype, silu of the convolution; the next window [B, k - 1, C]) for one more token x
+    [B, 1, C] of each row in generation. weight [C, k]: the last column multiplies the token itself. window [B, k - 1,
+    C]: the k - 1 tokens before it, in order, 0 where there were none; the next one ends with x."""
     seen = jnp.concatenate([window, x], axis=1)
     total = (seen.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
     return jax.nn.silu(total).astype(x.dtype), seen[:, 1:]

@@ -1,4 +1,5 @@
-"""The gated delta rule as Triton kernels, for NVIDIA GPUs since Ampere (compute capability 8.0).
+"""The gated delta rule as Triton kernels, for NVIDIA GPUs since Ampere (compute capability 8.0), 16-bit operands and
+head dims of 128: `forward`, with its derivative, and `refusal`, which says what they cannot compute.
 
 Chunks have 64 tokens, as in chunked.py, but the error is defined without beta, so that nothing is divided by it: the
 error z solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and beta z is what is written. Queries
@@ -49,8 +50,8 @@ _ROOMY = ((8, 0), (8, 7), (9, 0))  # compute capabilities whose shared memory ha
 
 def _tile(kernel: str) -> tuple[int, int, int]:
     """(warps of a program, columns of a head dim that it takes at a time, steps of its loop that are loaded ahead) for
-    the kernel of this name: its entry of _TILES, adapted to the GPU in use, as most have shared memory for one step
-    only."""
+    the kernel of this name: its entry of _TILES, adapted to the GPU that is compiled for: on Hopper "reverse" has a
+    larger one, and GPUs with less shared memory than an A100 load one step only."""
     capability = dispatch.compute_capability()
     if kernel == "reverse" and capability == (9, 0):
         return 8, DIM, 3  # 210 KB
@@ -60,8 +61,9 @@ def _tile(kernel: str) -> tuple[int, int, int]:
 
 def refusal(key, value) -> str | None:
     """Returns the reason why these kernels cannot compute a call with key [B, T, key_heads, K] and value [B, T, heads,
-    V], or None: no Triton, a dtype other than bfloat16 and float16, head dims K and V other than 128, or a difference
-    from the reference in the check at first use on this GPU. Only shapes and dtypes are used."""
+    V], or None: no GPU that runs Triton kernels, or no jax-triton; a dtype other than bfloat16 and float16, head dims K
+    and V other than 128, or a difference from the reference in the check at first use on this GPU, which may take some
+    seconds now. Only shapes and dtypes are used."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -75,8 +77,9 @@ def refusal(key, value) -> str | None:
 
 def _first_use(dtype, group: int) -> str | None:
     """Returns the reason why this GPU must not run the kernels in `dtype` with `group` value heads for each key head,
-    or None. It compares a small packed case, with its gradients, with the reference, once for each such call. Released
-    versions of Triton have compiled such kernels wrongly."""
+    or None. It compares a small packed case, with its gradients, with the reference, once for each such call; a pass is
+    stored in the user's cache. It is None without a check if there is no GPU, or while compiling for another GPU.
+    Released versions of Triton have compiled such kernels wrongly."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 130), (4, 64), (0, 27))
@@ -104,7 +107,8 @@ def _first_use(dtype, group: int) -> str | None:
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
     """Returns the output [B, T, heads, V] of the gated delta rule over packed documents, computed by the Triton
-    kernels; padding gives 0. It is differentiable.
+    kernels, in value's dtype; padding gives 0. It is differentiable with respect to all arguments but the layout.
+    `refusal` says which calls are supported.
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
@@ -114,8 +118,8 @@ def forward(query, key, value, decay, beta, layout: PackedLayout):
 
 @jax.custom_vjp
 def _rule(query, key, value, decay, beta, layout):
-    """Returns the output of the gated delta rule, [B, T, heads, V], with a custom derivative. If no derivative is
-    taken, the forward kernel stores neither errors nor states.
+    """Returns the output of the gated delta rule, [B, T, heads, V], in value's dtype, with a custom derivative, whose
+    backward has kernels of its own. If no derivative is taken, the forward kernel stores neither errors nor states.
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
@@ -136,8 +140,9 @@ def _rule_fwd(query, key, value, decay, beta, layout):
 
 def _rule_bwd(residuals, dout):
     """The backward rule of `_rule` for jax.custom_vjp: returns (gradients of query, key, value, decay and beta, None
-    for the layout). residuals is what `_rule_fwd` saved; dout [B, T, heads, V] is the gradient of the output, which is
-    set to zero at padding first, where it may be anything, even NaN."""
+    for the layout), in the arguments' shapes and dtypes, 0 at padding. residuals is what `_rule_fwd` saved; dout [B, T,
+    heads, V] is the gradient of the output, which is set to zero at padding first, unless the layout guarantees that
+    there is none (`full`); it may be anything there, even NaN."""
     query, key, layout, made, error, states = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[..., None, None], dout, 0)
@@ -150,13 +155,14 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 def _by_rows(function, rows: int):
     """Returns a function that calls `function` on each device of a mesh with the device's own rows of the batch,
     because XLA cannot divide a kernel. `rows` is the number of its first arguments that have the batch's rows as their
-    leading axis and are divided; all of its results have."""
+    leading axis and are divided; all of its results have. Without a mesh of several devices, or within a shard_map over
+    it, `function` gets the arrays as they are."""
     return meshes.on_each_device(function, rows=rows)
 
 
 def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any):
     """Calls one of the kernels of triton_kernels.py with its tile (`_tile`) and the sizes of key and value, and returns
-    its outputs.
+    its outputs, a list in the order of out_types.
 
     Args:
       kernel: the kernel's name in _TILES, such as "forward" for triton_kernels.forward_kernel.
@@ -192,8 +198,9 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
 
 
 class Made(NamedTuple):
-    """What the first two kernels compute, the values of chunks that do not depend on a state: two matrices of each
-    chunk, and numbers of tokens, float32[B, heads, tokens] with tokens padded to whole chunks."""
+    """What the first two kernels compute, the values of chunks that do not depend on a state; the forward and the
+    backward use it. It consists of two matrices of each chunk in key's dtype, and numbers of tokens, float32[B, heads,
+    tokens] with tokens padded to whole chunks of 64."""
 
     inverse: jax.Array  # [B, heads, chunks, CHUNK, CHUNK]: the inverse of 1 + B, which maps v - d k S to the errors z
     weights: jax.Array  # of the same shape: weights with which queries read the errors of the chunk's tokens
@@ -242,12 +249,13 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
 
 
 def _states(query, key, value, made: Made, *, save: bool):
-    """Runs the third kernel, which walks along the rows. Returns (out [B, T, heads, V], the errors z that tokens write,
-    of value's shape and dtype, and the states before each chunk, [B, heads, chunks, V, K] in key's dtype).
+    """Runs the third kernel, which walks along the rows. Returns (out [B, T, heads, V], the errors z of tokens, which
+    are written into the state times beta, of value's shape and dtype, and the states before each chunk, [B, heads,
+    chunks, V, K] in key's dtype).
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V]; made: the factors and matrices that `_chunks`
     returned. save: True: errors and states are stored for the backward; False, when no derivative is taken: in their
-    place come two arrays of B numbers without a meaning.
+    place come two arrays of B numbers without a meaning, so that nothing is written that nobody reads.
     """
     rows, length, heads, value_dim = value.shape
     chunks = math.ceil(length / CHUNK)
@@ -283,7 +291,7 @@ def _reverse(query, key, dout, made: Made):
 
 def _backward(query, key, dout, error, states, layout, made: Made):
     """Runs the five kernels of the backward: returns (dquery, dkey, dvalue, ddecay, dbeta), in the shapes of query,
-    key, value, decay and beta.
+    key, value, decay and beta; ddecay and dbeta are float32, the others in the operands' dtype.
 
     Args:
       query, key: [B, T, key_heads, K], the operands of the forward.

@@ -1,4 +1,5 @@
-"""The bodies of the Triton kernels of the gated delta rule; triton.py describes and calls them.
+"""The bodies of the Triton kernels of the gated delta rule; triton.py describes and calls them. All of a call's kernels
+get the same compile-time constants, so that some do not use all of them.
 
 Arrays of tokens are [B, T, heads, dim], contiguous; helpers get a pointer to one head's first token, and STRIDE, the
 numbers from token to token. Numbers per token that the kernels compute are float32[B, heads, CHUNKS * CHUNK], matrices
@@ -105,7 +106,8 @@ def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: 
 def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
     """Returns float32[CHUNK]: 1 over the length of each token's vector, a query or a key of DIM numbers, by which it is
     normalised. `array` points to the head's first token, `first` is the number of the chunk's first token in the row,
-    STRIDE the numbers from token to token; tokens past the row (LENGTH) are 0."""
+    STRIDE the numbers from token to token; vectors of tokens past the row (LENGTH) count as 0. As 1e-6 is added to the
+    squared length, a vector of 0 gives 1000."""
     wide = _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1) + _EPS)
 
@@ -152,7 +154,7 @@ def _reads(start, places):
 @triton.jit
 def _left(sums, seen):
     """Returns float32[CHUNK, CHUNK]: the decay from one token of a chunk to another, the factor that is left of what
-    the first (column) wrote into the state when the second (row) reads it; 0 where not `seen`.
+    the first (column) wrote into the state when the second (row) reads it, from 0 to 1; 0 where not `seen`.
 
     sums: float32[CHUNK], the logarithms of decays, summed over each token's document within the chunk, up to the token.
     seen: bool[CHUNK, CHUNK] from _reads, whether the token of the row sees that of the column.
@@ -200,13 +202,13 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
                    WIDTH: tl.constexpr):  # fmt: skip
     """Computes the numbers of a chunk's tokens for all value heads of a key head, which do not depend on a state. They
     have a kernel of their own, because a kernel with matrix products has layouts in which a thread would compute each
-    number 16 times. Grid: (key_heads, chunks, B).
+    number 16 times. It is the forward's first kernel. Grid: (key_heads, chunks, B).
 
     It writes, float32[B, heads, CHUNKS * CHUNK]: total (the sum of decays since the token's document starts within the
     chunk), share (beta, 0 at padding), unit_q and unit_k (1 over the lengths of query, times SCALE, and key), kept and
     read (the factors with which the token's key and query read the chunk's first state), written (that with which its
     error enters the last state) and reach (written without beta); and float32[B, heads, CHUNKS] faded, the factor of
-    the chunk's first state in its last.
+    the chunk's first state in its last, 0 where a document starts in the chunk. Decays below -100 count as -100.
 
     query and key are [B, T, key_heads, K], decay (the logarithm of the factor on the state) and beta float32[B, T,
     heads], starts and ends the document bounds, int32[B, T]. The compile-time constants are the sizes: LENGTH tokens of
@@ -249,9 +251,9 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
 @triton.jit
 def _inverse(lower, CHUNK: tl.constexpr):
     """Returns the inverse of 1 + lower, float32[CHUNK, CHUNK]. lower: float32[CHUNK, CHUNK], strictly lower triangular
-    (zeros on and above the diagonal). It starts with blocks of 2 on the diagonal, from which blocks twice as large
-    follow. Factors of products are float16: the inverse maps errors of unit vectors, is at most 1, and float16 has
-    TF32's 11 bits."""
+    (zeros on and above the diagonal). CHUNK is 64, or 32. It starts with blocks of 2 on the diagonal, from which blocks
+    twice as large follow. Factors of products are float16: the inverse maps errors of unit vectors, is at most 1, and
+    float16 has TF32's 11 bits."""
     LEVELS: tl.constexpr = 6 if CHUNK == 64 else 5
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
@@ -287,7 +289,8 @@ def chunk_kernel(
     WIDTH: tl.constexpr,
 ):
     """Computes the two matrices of a chunk of a value head that triton.Made has: inverse, of 1 + B, and weights, with
-    which queries read the chunk's own tokens. Grid: (heads, chunks, B).
+    which queries read the chunk's own tokens, both stored in key's dtype. It is the forward's second kernel. Grid:
+    (heads, chunks, B).
 
     query and key are [B, T, key_heads, K], starts and ends the document bounds, int32[B, T]; of numbers_kernel's
     results it reads total (sums of decays), share (beta), and unit_q and unit_k (1 over the lengths of queries and
@@ -346,15 +349,16 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
     """Computes the states of a value head along a row, WIDTH of their columns, and the outputs `out` [B, T, heads, V]
-    that queries read from them. Everything is transposed: the state is always the left operand of its products, and
-    stays in registers. Grid: (VALUE_DIM / WIDTH, heads, B).
+    that queries read from them. It is the forward's third kernel; the state is float32, and is rounded to key's dtype
+    for products. Everything is transposed: the state is always the left operand of its products, and stays in
+    registers. Grid: (VALUE_DIM / WIDTH, heads, B).
 
-    SAVE: True: it also stores `error` (the errors z that tokens write into the state, as value) and `states` (those
-    before each chunk) for the backward; False: these two are not written. query and key are [B, T, key_heads, K], value
-    [B, T, heads, V]; inverse, weights, kept, read, written and faded are the fields of triton.Made, which explains
-    them: the matrices of chunks, and the factors with which tokens and chunks read and change the state. The
-    compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS
-    of VALUE_DIM; SCALE is not used.
+    SAVE: True: it also stores `error` (the errors z of tokens before their factor beta, in value's shape and dtype) and
+    `states` (those before each chunk, [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]) for the backward; False: these two are
+    not written. query and key are [B, T, key_heads, K], value [B, T, heads, V]; inverse, weights, kept, read, written
+    and faded are the fields of triton.Made, which explains them: the matrices of chunks, and the factors with which
+    tokens and chunks read and change the state. The compile-time constants are the sizes: LENGTH tokens of a row in
+    CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
     """
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     state = tl.zeros([WIDTH, KEY_DIM], tl.float32)
@@ -391,8 +395,8 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
     """Computes the gradients of a value head's states from the row's end back, WIDTH of their columns, and dvalue [B,
-    T, heads, V]. dstates are the gradients of the states after each chunk, in the shape of `states`. Grid: (VALUE_DIM /
-    WIDTH, heads, B).
+    T, heads, V]. It is the backward's first kernel. dstates are the gradients of the states after each chunk, in the
+    shape of `states`. Grid: (VALUE_DIM / WIDTH, heads, B).
 
     query and key are [B, T, key_heads, K]; dout is the gradient of the output, [B, T, heads, V]; inverse, weights,
     kept, read, written and faded are the fields of triton.Made, which explains them: the matrices of chunks, and the
@@ -430,15 +434,16 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
     """Computes the gradients of a value head's two matrices of a chunk (triton.Made's weights and 1 + B), from the
-    products of queries and keys with keys, and what these contribute to the gradients of decay and beta. Grid: (heads,
-    chunks, B).
+    products of queries and keys with keys, and what these contribute to the gradients of decay and beta. It is the
+    backward's second kernel. Grid: (heads, chunks, B).
 
     It stores to_weights and to_system, matrices [CHUNK, CHUNK] of each chunk by which dquery and dkey follow from keys
     and queries; and for each token flow, the contribution to ddecay before its sum over later tokens, and dbeta, that
-    to beta's gradient. It reads query, key, the document bounds (starts, ends), forward_kernel's error, dvalue, dout,
-    and of triton.Made total (sums of decays), share (beta), unit_q and unit_k (1 over the lengths of queries and keys).
-    The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM,
-    HEADS of VALUE_DIM; WIDTH columns are read at a time, and SCALE is not used.
+    to beta's gradient. It reads query, key, the document bounds (starts, ends), forward_kernel's error, dvalue (the
+    gradient of value), dout (that of the output), and of triton.Made total (sums of decays), share (beta), unit_q and
+    unit_k (1 over the lengths of queries and keys). The compile-time constants are the sizes: LENGTH tokens of a row in
+    CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; WIDTH columns are read at a time, and SCALE is not
+    used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -504,9 +509,10 @@ def dquery_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes dquery of a chunk, a sum over all value heads of a key head. It also stores `asked`, for each token and
-    value head the inner product of the query with the gradient that it gets from reading the states, which enters the
-    decays' gradients. Grid: (key_heads, chunks, B).
+    """Computes dquery of a chunk, [B, T, key_heads, K], the gradient of queries before they are normalised, a sum over
+    all value heads of a key head. It also stores `asked`, for each token and value head the inner product of the query
+    with the gradient that it gets from reading the states, which enters the decays' gradients. Grid: (key_heads,
+    chunks, B).
 
     Factors per token are applied to rows of a product's result, so that its operands can be used as they are in memory.
     It reads query, key, dout (the output's gradient), forward_kernel's states, `read` of triton.Made (the factors with
@@ -550,19 +556,19 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
                 LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                 WIDTH: tl.constexpr):  # fmt: skip
-    """Computes dkey of a chunk, a sum over all value heads of a key head, transposed: eight warps share its rows. Grid:
-    (key_heads, chunks, B).
+    """Computes dkey of a chunk, [B, T, key_heads, K], the gradient of keys before they are normalised, a sum over all
+    value heads of a key head, transposed: eight warps share its rows. Grid: (key_heads, chunks, B).
 
     One loop runs over all value heads, and within each over WIDTH columns of their states and an equal share of the
     chunk's tokens. The operands of all products are prefetched, also from one value head to the next.
 
     For each value head it stores what enters the decays' gradients: `lost` and `gained`, for each token the inner
     product of its key with the state before the chunk times dvalue, and with dstates times the error; and `fading`, for
-    each chunk the inner product of the state before it with dstates. It reads query, key, error, dvalue, states,
-    dstates (the gradients of the states after each chunk), kept and written of triton.Made (the factors with which keys
-    read and errors enter the state), and pairs_kernel's to_weights and to_system. The compile-time constants are the
-    sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is not
-    used.
+    each chunk the inner product of the state before it with dstates. It reads query, key, error and states (of
+    forward_kernel), dvalue (the gradient of value), dstates (the gradients of the states after each chunk), kept and
+    written of triton.Made (the factors with which keys read and errors enter the state), and pairs_kernel's to_weights
+    and to_system. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS
+    of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -623,12 +629,13 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
-    """Computes ddecay and dbeta of a chunk of a value head, float32[B, T, heads], the last of the backward's kernels.
-    Grid: (heads, chunks, B).
+    """Computes ddecay and dbeta of a chunk of a value head, float32[B, T, heads], 0 at padding, the last of the
+    backward's kernels. Grid: (heads, chunks, B).
 
     A decay's gradient is a sum over the later tokens: the reading queries' and keys' inner products with their own
-    gradients, minus those of the writing keys. It reads share (beta), kept, faded and reach of triton.Made, the
-    document bounds (starts, ends), and what the kernels before it stored for each token: flow and dbeta_of_pairs
+    gradients, minus those of the writing keys. The sum ends with the document or the chunk; what goes through the state
+    into later chunks is added at the chunk's last token. It reads share (beta), kept, faded and reach of triton.Made,
+    the document bounds (starts, ends), and what the kernels before it stored for each token: flow and dbeta_of_pairs
     (pairs_kernel's dbeta), asked (dquery_kernel), lost and gained, and for each chunk fading (dkey_kernel). The
     compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS
     of VALUE_DIM; SCALE and WIDTH are not used.

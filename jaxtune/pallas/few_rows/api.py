@@ -1,4 +1,5 @@
-"""The public functions of decoding steps, and the choice of their implementations.
+"""The public functions of decoding steps (one new token for each sequence that is being sampled), and the choice of
+their implementations.
 
 A decoding step of some dozen rows (sequences) is bound by the bytes of the weights, and next by the number of its
 kernels: each costs some microseconds whatever it computes. Here each function is one kernel, and a layer consists of
@@ -25,7 +26,7 @@ IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
 def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
     """Chooses the implementation that runs a call, and returns its name: "triton" if neither `refusal` nor `first_use`
-    has a reason against it, else "reference" (plain JAX).
+    has a reason against it, else "reference" (plain JAX). If it is "reference" on a GPU, a warning says why, once.
 
     Args:
       op: the operation's name, for messages.
@@ -41,7 +42,7 @@ def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
 def _chosen_product(op: str, x, refusal, first_use, implementation: str | None) -> str:
     """Chooses the implementation of a product with x [N, in], and returns its name, "triton" or "reference". For an N
     that the kernel does not support it is "reference", without a warning, because XLA's product is the right choice
-    there.
+    there. Raises ValueError if the requested one does not support the call.
 
     Args:
       op: the operation's name, for messages.
@@ -57,7 +58,7 @@ def _chosen_product(op: str, x, refusal, first_use, implementation: str | None) 
 
 def _drawn(seed: int, *shape: int, dtype) -> jax.Array:
     """An array of this shape and dtype with normal random numbers, an operand of the small case on which a kernel is
-    compared with the reference. seed: of the random key."""
+    compared with the reference. seed: of the random key; the same seed gives the same numbers."""
     return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
@@ -68,7 +69,8 @@ def _wide(arrays):
 
 
 def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes: Sequence[str]) -> None:
-    """Checks the adapters of a product's weights.
+    """Checks the adapters (LoRA) of a product's weights: that of an [out, in] weight consists of a [r, in] and b [out,
+    r].
 
     Args:
       check: the Arguments of the operation, which knows the sizes `in` and those named by `sizes`.
@@ -92,14 +94,16 @@ def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes
 
 def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
     """The part of a call's description, in the messages of a kernel's check at its first use, that names the padded
-    rank of its adapters: such as ", adapters of rank 16", or "" without adapters."""
+    rank of its adapters: such as ", adapters of rank 16", or "" without adapters. Calls with the same description share
+    one check."""
     rank = triton.padded_rank(loras)
     return f", adapters of rank {rank}" if rank else ""
 
 
 def _small_adapters(loras: Sequence[LoraWeights | None], sizes: Sequence[int], dtype) -> list[LoraWeights | None]:
     """Adapters of the small case on which a kernel is compared with the reference: with the ranks of `loras`, for
-    weights of these numbers of rows and 2048 columns, in `dtype`."""
+    weights of these numbers of rows and 2048 columns, in `dtype`. None stands for a weight without one; empty if
+    `loras` is."""
     return [
         lora
         and LoraWeights(
@@ -119,21 +123,24 @@ def products(
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies a few rows by the transposes of one to three weights in one kernel, such as those of query, key and
-    value, with their adapters.
+    value, with their LoRA adapters. The kernel has no derivative.
 
     Args:
       x: [N, in], the rows; "triton" supports N from 2 to 128.
       weights: each [out_i, in], in x's dtype.
-      loras: the adapter of each weight, or None for a weight without one; empty if no weight has one. "triton" supports
-        ranks up to 64. Arrays in another dtype than x's are cast to it in each call.
-      implementation: "triton" (16-bit floats on a Hopper GPU), "reference" (plain JAX), or None for the first that
-        supports the call.
+      loras: the adapter of each weight, or None for a weight without one; empty if no weight has one. An adapter adds
+        scale * (x a^T) b^T to its weight's product. "triton" supports ranks up to 64. Arrays in another dtype than x's
+        are cast to it in each call.
+      implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns),
+        "reference" (plain JAX), or None for the first that supports the call; for another N than 2 to 128 that is
+        "reference", without a warning.
     Returns:
       partial sums [splits, N, sum of out_i], in float32, or in x's dtype if there is one split. Their sum over the
-      splits, rounded to x's dtype, is x times the weights, adapters included, side by side in the order of `weights`.
-      The function that takes the result (`added_norm`, `placed`) adds them up.
+        splits, rounded to x's dtype, is x times the weights, adapters included, side by side in the order of `weights`.
+        "reference" gives one split. The function that takes the result (`added_norm`, `placed`) adds them up.
     Raises:
-      TypeError, ValueError: an argument does not fit this description, or an adapter has a row_scale (DoRA).
+      TypeError, ValueError: an argument does not fit this description, an adapter has a row_scale (DoRA), or the named
+        implementation does not support the call.
     """
     check = Arguments("products")
     check.array("x", x, "N in", FLOATS)
@@ -167,20 +174,23 @@ def gated_product(
     implementation: str | None = None,
 ) -> jax.Array:
     """Computes activation(x gate^T) * (x up^T) for a few rows in one kernel: the part of a gated MLP before the down
-    projection.
+    projection. The kernel has no derivative.
 
     Args:
       x: [N, in], the rows; "triton" supports N from 2 to 128.
       gate, up: the weights, [out, in], in x's dtype.
       activation: a key of gated.ACTIVATIONS, such as "silu". Its argument, its result and x up^T are rounded to x's
         dtype.
-      loras: the adapters of gate and up, each may be None; empty if there are none. "triton" supports ranks up to 64.
-      implementation: "triton" (16-bit floats on a Hopper GPU, "silu" or "gelu_tanh"), "reference" (plain JAX), or None
-        for the first that supports the call.
+      loras: the adapters of gate and up, each may be None; empty if there are none. An adapter adds scale * (x a^T) b^T
+        to its weight's product. "triton" supports ranks up to 64.
+      implementation: "triton" (16-bit floats on a Hopper GPU, weights with multiples of 64 rows and 128 columns, "silu"
+        or "gelu_tanh"), "reference" (plain JAX), or None for the first that supports the call; for another N than 2 to
+        128 that is "reference", without a warning.
     Returns:
       [N, out] in x's dtype.
     Raises:
-      TypeError, ValueError: an argument does not fit this description, or an adapter has a row_scale (DoRA).
+      TypeError, ValueError: an argument does not fit this description, an adapter has a row_scale (DoRA), or the named
+        implementation does not support the call.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)
@@ -219,7 +229,7 @@ def added_norm(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds a product, given as partial sums, to the residual stream, and computes the RMS norm of the result, which the
-    next mixer or feed-forward takes, in one kernel.
+    next mixer or feed-forward takes, in one kernel. The kernel has no derivative.
 
     Args:
       x: [N, hidden], the residual stream of N rows.
@@ -230,11 +240,13 @@ def added_norm(
       offset: the number that is added to the weight, such as 1 for Gemma; it is ignored if float32 is False.
       float32: True: the normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and
         the weight are rounded to x's dtype before they are multiplied, and the product again.
-      implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
+      implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference" (plain JAX), or None for the first
+        that supports the call.
     Returns:
       (x plus the product, its norm), both [N, hidden] in x's dtype.
     Raises:
-      TypeError, ValueError: an argument does not fit this description.
+      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
+        call.
     """
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)
@@ -268,7 +280,8 @@ def placed(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
-    into the caches, in one kernel.
+    into the caches, in one kernel: what a decoding step does between the products of query, key and value and the
+    attention. The kernel has no derivative.
 
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side, as `products`
@@ -283,13 +296,16 @@ def placed(
         norms.
       eps: the number that the norms add to the mean square.
       offset: the number that they add to their weight; it is ignored if float32 is False.
-      float32: True: normed numbers times the weight are rounded once. False: both before and after the product.
-      implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
+      float32: True: normed numbers times the weight are rounded once. False: both before and after the product, to the
+        caches' dtype.
+      implementation: "triton" (caches of 16 bits, D a power of two from 32 to 512), "reference" (plain JAX), or None
+        for the first that supports the call.
     Returns:
       (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). The caches are changed in
-      place if they are donated or not read again, and are copied otherwise.
+        place if they are donated or not read again, and are copied otherwise.
     Raises:
-      TypeError, ValueError: an argument does not fit this description.
+      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
+        call.
     """
     check = Arguments("placed")
     check.array("parts", parts, "splits N width", FLOATS)

@@ -19,9 +19,9 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _each(x, weights, loras):
-    """Multiplies x [N, in] by the transpose of each of `weights`, [out_i, in], with its adapter. Returns a list of
-    [N, out_i] in x's dtype. loras: the adapter of each weight or None, or empty; if there is one, quant_matmul
-    multiplies, else plain einsums do."""
+    """Multiplies x [N, in] by the transpose of each of `weights`, [out_i, in], with its adapter. Returns a list of [N,
+    out_i] in x's dtype. loras: the adapter of each weight or None, or empty; if there is one, quant_matmul's plain
+    implementation multiplies, else einsums do."""
     if any(lora is not None for lora in loras):
         return list(quant_matmul(x, weights, loras, implementation="reference"))
     return [_product(x, weight) for weight in weights]
@@ -43,7 +43,8 @@ def gated_product(x, gate, up, activation, loras=()):
 
 
 def _sum(parts, dtype):
-    """Adds partial sums, parts [splits, ...], over the splits in ascending order, and rounds the result to `dtype`."""
+    """Adds partial sums, parts [splits, ...], over the splits in ascending order, as the kernels do, and returns the
+    sum without that axis, rounded to `dtype`."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -88,6 +89,7 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
     """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
     into the caches. Returns (query [N, heads, D] in the caches' dtype, the new cache of keys, the new cache of values).
+    A query at a negative position has no meaning.
 
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side.

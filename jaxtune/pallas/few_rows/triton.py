@@ -32,7 +32,7 @@ _ENOUGH = 96  # programs that occupy the 132 multiprocessors of a Hopper GPU wel
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """How a product is divided among the programs of a kernel: each program multiplies one tile of rows of the weight
-    by all rows of x, and reads both in steps along the columns."""
+    by all rows of x, and reads both in steps along the columns. The ones that are used were measured on an H200."""
 
     rows: int  # the number of rows of the weight that a program multiplies
     depth: int  # the number of columns that are read in one step
@@ -62,8 +62,8 @@ def padded_rank(loras: Sequence[LoraWeights | None]) -> int:
 def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> str | None:
     """The reason why the kernels of `products` and `gated_product` do not support a call on this GPU, or None: no
     Hopper GPU, another dtype than 16-bit floats, an N that is not from 2 to 128, more than three weights, adapters of a
-    rank above 64, or sizes that tiles do not divide. x: [N, in]. weights: each [out_i, in]. loras: the adapter of each
-    weight or None."""
+    rank above 64, or sizes that tiles do not divide (multiples of 64 rows and of 128 columns). x: [N, in]. weights:
+    each [out_i, in]. loras: the adapter of each weight or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -84,9 +84,9 @@ def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None]) 
 
 
 def _splits(inner: int, programs: int) -> int:
-    """The number of splits, ranges of the columns that different programs sum over, of a product. It is the smallest
-    that gives enough programs to occupy the multiprocessors, from 1 to 8, if each split still has two steps of columns
-    or more.
+    """The number of splits, ranges of the columns that different programs sum over, of a product, from 1 to 8. It is
+    the smallest number that gives enough programs to occupy the multiprocessors, or else the largest, of those by which
+    splits are equal and have two steps of columns (128 each) or more; 1 is always one of them.
 
     Args:
       inner: the number of columns that are summed over.
@@ -112,7 +112,8 @@ def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
 
 
 def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, activation: int, width: int, dtype):
-    """Runs the kernel of products (triton_kernels.product_kernel). Returns [splits, N, width] in `dtype`.
+    """Runs the kernel of products (triton_kernels.product_kernel), for `products` and `gated_product`. Returns [splits,
+    N, width] in `dtype`.
 
     Args:
       x: [N, in].
@@ -165,7 +166,8 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
 def products(x, weights, loras=()):
     """Multiplies x [N, in] by the transposes of `weights`, each [out_i, in], with their adapters `loras` (one for each
     weight or None, or none at all), by one kernel. Returns partial sums float32[splits, N, sum of out_i], or [1, N, sum
-    of out_i] in x's dtype if there is one split; their sum over the splits is the products side by side."""
+    of out_i] in x's dtype if there is one split; their sum over the splits is the products side by side.
+    `products_refusal` says which calls are supported."""
     width = sum(weight.shape[0] for weight in weights)
     whole = all(weight.shape[0] % _ADAPTED.rows == 0 for weight in weights)
     tile = _ADAPTED if padded_rank(loras) and padded(len(x)) > 64 and whole else _PLAIN
@@ -185,7 +187,8 @@ def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], act
 def gated_product(x, gate, up, activation, loras=()):
     """Computes activation(x gate^T) * (x up^T), [N, out] in x's dtype, by one kernel. x is [N, in], gate and up are
     [out, in], with the adapters `loras` (of gate and up, each may be None; or none at all); activation is "silu" or
-    "gelu_tanh". Its argument, its result and x up^T are rounded to x's dtype, as in plain JAX."""
+    "gelu_tanh". Its argument, its result and x up^T are rounded to x's dtype, as in plain JAX. `gated_refusal` says
+    which calls are supported."""
     rows = gate.shape[0]
     tile = _GATED if rows % _GATED.rows == 0 and rows // _GATED.rows >= _ENOUGH else _GATED_FEW
     return _multiplied(x, (gate, up), loras, tile, 1, _ACTIVATIONS[activation], rows, x.dtype)[0]
@@ -193,7 +196,8 @@ def gated_product(x, gate, up, activation, loras=()):
 
 def added_norm_refusal(x) -> str | None:
     """The reason why the kernel of `added_norm` does not support x [N, hidden] on this GPU, or None: no GPU on which
-    Triton kernels run, another dtype than 16-bit floats, or more than 16,384 columns."""
+    Triton kernels run, another dtype than 16-bit floats, or more than 16,384 columns, because a program holds a whole
+    row."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

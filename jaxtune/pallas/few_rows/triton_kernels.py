@@ -12,8 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """The activation of a gated MLP, applied to `gate`, float32: silu if ACTIVATION is 1, and the tanh approximation of
-    gelu if it is 2."""
+    """Returns the activation of a gated MLP, applied to `gate`, in float32 as `gate` is: silu if ACTIVATION is 1, and
+    the tanh approximation of gelu if it is 2."""
     if ACTIVATION == 1:
         return gate / (1.0 + tl.exp(-gate))
     else:
@@ -23,8 +23,9 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _rows_of_b(b, rows, ranks, rank):
-    """Loads rows of an adapter's B, [.., rank], for the tensor cores: [rows, ranks], with zeros in the columns `ranks`
-    that are negative or not below `rank`."""
+    """Loads rows of an adapter's B, to whose first row `b` points and which has `rank` columns, for the tensor cores:
+    [rows, ranks], the numbers at the indices `rows` and `ranks`, with zeros in the columns `ranks` that are negative or
+    not below `rank`."""
     real = (ranks >= 0) & (ranks < rank)
     return tl.load(b + rows[:, None] * rank + ranks[None, :], mask=real[None, :], other=0.0)
 
@@ -61,9 +62,10 @@ def product_kernel(
     SECOND_SCALE: tl.constexpr,
     THIRD_SCALE: tl.constexpr,
 ):
-    """The kernel of products: out = x W^T. W consists of the weights first, second and third, [FIRST, INNER], [SECOND,
-    INNER] and [THIRD, INNER], one below the other; a weight that is not used has 0 rows. out has the partial sums
-    [SPLITS, COUNT, FIRST + SECOND + THIRD]. Grid: (rows of W / ROWS, SPLITS).
+    """The kernel of products and gated_product: out = x W^T. W consists of the weights first, second and third, [FIRST,
+    INNER], [SECOND, INNER] and [THIRD, INNER], one below the other; a weight that is not used has 0 rows. out has the
+    partial sums [SPLITS, COUNT, FIRST + SECOND + THIRD], float32, or with one split the product in x's dtype. Grid:
+    (rows of W / ROWS, SPLITS).
 
     If ACTIVATION is not 0, first and second are the weights of gate and up, and out [1, COUNT, FIRST] is
     activation(gate) * up, gate and up being x times the weights, rounded; SPLITS is 1 and the grid has FIRST / ROWS

@@ -19,16 +19,19 @@ def gated_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The backward of an MLP's gated activation. Returns (activation(gate) * up, the gradient of gate, the gradient of
     up), all in the shape and dtype of the arguments. The first is computed again, so that a forward need not keep it
-    for the down projection's gradient.
+    for the down projection's gradient. The kernel writes over its arguments, so that three arrays of this size are live
+    and not six, at what is otherwise the peak of a training step's memory.
 
     Args:
       gate, up: the arrays of the forward, of one shape and one dtype: bfloat16, float16 or float32.
       dgated: the gradient of activation(gate) * up, in the same shape and dtype.
       activation: "silu", "gelu_tanh" or "gelu".
       implementation: "mosaic" (the results reuse the arguments' memory if nothing else reads them), "reference" (plain
-        JAX), or None for the first that supports the call.
+        JAX), or None for the first that supports the call. "mosaic" needs a Hopper GPU, bfloat16, "silu" or
+        "gelu_tanh", and a multiple of 1,024 elements.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
+        call.
     """
     check = Arguments("gated_backward")
     check.array("gate", gate, "...", FLOATS)
@@ -49,7 +52,9 @@ def gated_backward(
 
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
     """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
-    reason why the implementation refuses the call, or None}, in the order in which they are tried.
+    reason why the implementation refuses the call, or None}, in the order in which they are tried: "mosaic", then
+    "reference", which refuses nothing. The first may compare the kernel with the reference on this GPU, which takes
+    seconds.
 
     Args:
       dtype: of the arrays.
@@ -65,7 +70,8 @@ def implementations(dtype, size: int, activation: str) -> dispatch.Table:
 
 def _first_use(activation: str) -> str | None:
     """Compares the Mosaic kernel with the plain JAX implementation on a small random case, once for each activation on
-    a GPU. Returns the reason why this GPU must not run the kernel for `activation`, a key of ACTIVATIONS, or None."""
+    a GPU; a pass is stored in the user's cache. Returns the reason why this GPU must not run the kernel for
+    `activation`, a key of ACTIVATIONS, or None, also without a check if there is no GPU."""
 
     def compare():
         gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)

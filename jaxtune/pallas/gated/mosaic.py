@@ -70,7 +70,8 @@ def _sigmoid(z):
 
 def _share(x, activation: str):
     """Returns (s(x), its derivative s'(x)) for x, float32 in registers. The activation is x s(x): s is the sigmoid for
-    "silu", and the tanh approximation of the normal distribution function for "gelu_tanh"."""
+    "silu", and the tanh approximation of the normal distribution function for "gelu_tanh". `activation` is one of these
+    two."""
     if activation == "silu":
         share = _sigmoid(x)
         return share, share * (1.0 - share)
@@ -104,8 +105,9 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """Computes (activation(gate) * up, the gradient of gate, the gradient of up) by the kernel. The results are written
-    over the arguments' memory if nothing else reads it; otherwise XLA copies the arguments first.
+    """Computes (activation(gate) * up, the gradient of gate, the gradient of up) by the kernel, all bfloat16 in the
+    shape of the arguments, with float32 inside. The results are written over the arguments' memory if nothing else
+    reads it; otherwise XLA copies the arguments first.
 
     Args:
       gate, up: bfloat16 arrays of one shape.
