@@ -29,8 +29,7 @@ SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # quant
 def divide(
     entries: Mapping[str, shards.TensorEntry], config: DecoderConfig, hf: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> tuple[dict[str, shards.TensorEntry], Passthrough | None]:
-    """Separates the tensors of a checkpoint into those of the text model and the passthrough tensors. No tensor is
-    read.
+    """Separates the tensors of a checkpoint into those of the text model and the passthrough tensors.
 
     Args:
       entries: {name: entry} of all tensors of the checkpoint.

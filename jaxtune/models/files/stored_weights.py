@@ -1,4 +1,5 @@
-"""Quantised weights in checkpoints: finds their tensors, reads and writes them.
+"""Quantised weights in checkpoints: finds their tensors by name (`gather`), reads them (`read`) and plans how they are
+written (`group`); `stacked` combines the matrices of single experts.
 
 How each format stores its weights is described by its layouts (jaxtune/pallas/formats/layout.py).
 """
@@ -38,8 +39,9 @@ class StoredEntry(shards.TensorEntry):
 
 
 def gather(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards.TensorEntry]:
-    """The entries of a checkpoint, with all tensors of each quantised weight combined to one StoredEntry under its
-    name.
+    """The entries of a checkpoint ({name: entry}), with all tensors of each quantised weight, such as codes and scales,
+    combined to one StoredEntry under the weight's name. Other entries stay as they are. Of the tensors' content, only
+    small ones are read that say how the others are stored.
 
     Raises:
       ValueError: tensors that are missing, do not fit each other, or belong to no weight.
@@ -128,8 +130,8 @@ def require_alike(parts: Sequence[shards.TensorEntry]) -> None:
 
 
 def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
-    """Reads a quantised weight from files: (the weight of this entry with numpy arrays as leaves, the digest of all
-    its tensors).
+    """Reads a quantised weight from files: (the weight of this entry with numpy arrays as leaves, the digest of all its
+    tensors). An experts' matrix is one weight [E, rows, in], joined from its pieces.
 
     dtype_name: the dtype that the model computes in, to which the weight is decoded if its file names no other.
 
@@ -153,7 +155,8 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
 
 def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[int, Iterable] | None) -> Group:
     """Plans how a quantised weight is written to files. The returned Group (file_plan.py) lists the tensors to write,
-    with names, shapes and dtypes, and computes their values later, one weight at a time.
+    with names, shapes and dtypes, and computes their values later, one weight at a time. For experts, a warning is
+    given if the format's layout has one (expert_note), such as that transformers 5 cannot load them.
 
     Args:
       name: the name of the weight's tensor in the model, such as model.layers.0.mlp.up_proj.weight.
