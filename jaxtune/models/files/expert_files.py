@@ -1,4 +1,5 @@
-"""Translates between a model's expert matrices and the way checkpoints store them.
+"""Translates between a model's expert matrices and the way checkpoints store them: `gather_experts` and `read_stacked`
+when a model is loaded, `split_experts` and `pieces_of` when it is saved.
 
 A model here, like transformers 5's classes, has one gate_up_proj and one down_proj with the matrices of all experts.
 Checkpoints on the hub have one linear per expert and matrix (Qwen3-MoE, and Mixtral under other names), or all experts

@@ -1,5 +1,5 @@
-"""The device memory that a model's weights need, computed from their shapes before any of them is read, so that a
-model that does not fit is refused at once and not after minutes of reading."""
+"""The device memory that a model's weights need, computed from their shapes before any of them is read (`load_bytes`),
+so that a model that does not fit is refused at once and not after minutes of reading (`require_room`)."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
     Args:
       load_in: a format that model.load_in can name, such as "nf4" (with double quantisation) or "fp8" (a scale per
         row).
-      skip_modules: names, or last parts of names, of linears that are not quantised ("o_proj").
+      skip_modules: names, or last parts of names, of linears or experts that are not quantised ("o_proj").
     Returns:
       a new model whose tensors are all frozen: quantised weights are trained through adapters (get_peft_model). Its
         `qat` is None, because its weights are no longer on a grid to which QAT rounded them.

@@ -41,8 +41,8 @@ def weight_name(module: str) -> str:
 
 
 def is_kept_packed(entry: shards.TensorEntry) -> bool:
-    """Whether `entry`, a tensor of a checkpoint's files, is a quantised weight that the model keeps quantised, and
-    does not decode on loading."""
+    """Whether `entry`, a tensor of a checkpoint's files, is a quantised weight that the model keeps quantised, and does
+    not decode on loading, as it does MXFP4 weights of gpt-oss."""
     return isinstance(entry, StoredEntry) and not entry.layout.decoded_on_load
 
 
