@@ -20,8 +20,8 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Sums:
-    """The checksums of the bytes of one Writer.append, one for each chunk of CHUNK_BYTES, while the bytes are still
-    being written. is_as_written compares the finished file with them.
+    """The checksums of the bytes of one Writer.append, one for each chunk of CHUNK_BYTES (16 MiB), while the bytes are
+    still being written. is_as_written compares the finished file with them.
 
     Args:
       size_bytes: the number of bytes; also an attribute.
@@ -76,8 +76,8 @@ class Writer:
         complete when the bytes are written.
 
         The caller must not change `data` afterwards; the reference to it is dropped once it is written. Waits for
-        earlier writes while they and `data` are more than IN_FLIGHT_BYTES; if such a write failed, its OSError is
-        raised.
+        earlier writes while they and `data` are more than IN_FLIGHT_BYTES (256 MiB); if such a write failed, its
+        OSError is raised.
         """
         while self._waiting and sum(self._sizes) + len(data) > IN_FLIGHT_BYTES:
             self._collect()
@@ -102,9 +102,9 @@ class Writer:
             future.exception()
 
     def _write(self, part: memoryview, at: int) -> int:
-        """Writes one chunk of the data (`part`, at most CHUNK_BYTES) at the byte `at` of the file, in a thread, and
-        returns its checksum (XXH3-64). After the write of any chunk has failed it writes nothing and returns 0, because
-        the file is useless then. Raises OSError if the write fails."""
+        """Writes one chunk of the data (`part`, at most CHUNK_BYTES) at the byte `at` of the file, in a thread, calls
+        `advanced`, and returns the chunk's checksum (XXH3-64). After the write of any chunk has failed it writes
+        nothing and returns 0, because the file is useless then. Raises OSError if the write fails."""
         if self._failed.is_set():
             return 0
         try:

@@ -76,9 +76,10 @@ class Digest:
           name: under which the tensor is digested.
           dtype: of its elements.
           shape: of the tensor.
-          size: its bytes.
+          size: the number of its bytes.
           read: (start, stop) -> the tensor's bytes from start to before stop, uint8.
-          known: its `whole` digest, if it is cached; then only the sampled blocks are read. None: every byte is read.
+          known: its `whole` digest, if it is cached; then only the sampled blocks are read. None: every byte is read,
+            in blocks of 64 MiB.
         """
         what = f"{name} {dtype.name} {shape}"
         if known is None:
@@ -121,8 +122,8 @@ def base_digest(config: DecoderConfig, weights: bytes) -> str:
 
 
 def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | None:
-    """The identity of a base model of this config with random weights drawn by `key` in `dtype`, from which the
-    weights follow, so that no tensor is read; None if the key is traced and has no value."""
+    """The identity, as base_digest gives it, of a base model of this config with random weights drawn by `key` in
+    `dtype`, from which the weights follow, so that no tensor is read; None if the key is traced and has no value."""
     if isinstance(key, Tracer):
         return None
     drawn = np.asarray(jax.random.key_data(key)).tolist()

@@ -36,8 +36,8 @@ def load_bytes(
       entries: {name: entry in files} of the tensors.
       dtype: of tensors that are not quantised.
       encoded: {name: format} of tensors that are quantised on loading.
-      decoded: names of quantised tensors that are decoded on loading; others stay quantised and take the bytes that
-        they have in files.
+      decoded: names of quantised tensors that are decoded on loading. Others that the model keeps quantised
+        (is_kept_packed) take the bytes that they have in files.
       dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
     """
     total = 0

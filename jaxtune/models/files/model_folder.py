@@ -111,7 +111,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def resolve_folder(path: str | os.PathLike) -> Path:
     """The local folder of a model: `path` itself if it is a folder, or else the snapshot of a model on the Hugging Face
-    hub. What is in a local folder is not checked.
+    hub. What is in a local or a downloaded folder is not checked.
 
     A snapshot in the local cache is used without asking the hub if it is complete and has a tokenizer. Otherwise the
     files that are missing are downloaded: config, safetensors and tokenizer, but no pickles. If that fails, a snapshot

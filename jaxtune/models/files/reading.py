@@ -70,7 +70,8 @@ def read_tensors(
       dtype: of tensors that are neither kept quantised nor encoded, which are cast; those that are encoded are cast to
         it first.
       encoded: {name: format} of tensors that are quantised on the device, one at a time.
-      decoded: names of quantised tensors that are decoded; other quantised tensors stay as they are.
+      decoded: names of quantised tensors that are decoded to their dtype; other quantised tensors stay as they are,
+        except those in a format that no model keeps (gpt-oss's MXFP4), which are always decoded.
       cancelled: once another thread sets it, the function raises CancelledError; None: it cannot be cancelled.
       where: (name, tensor) -> the sharding of its arrays; None: the default device. `tensor` is the array or quantised
         weight, or only its shape (jax.ShapeDtypeStruct). It is called in threads. Of a divided tensor only this

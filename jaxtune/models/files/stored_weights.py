@@ -22,15 +22,16 @@ from jaxtune.pallas.formats.layout import FileTensor, Found
 
 @dataclasses.dataclass(frozen=True)
 class StoredEntry(shards.TensorEntry):
-    """A quantised weight in files: a matrix [out, in], or an experts' matrix [E, rows, in] that is stored in pieces,
-    one matrix (gate, up or down) for each expert. It is made from the files' headers, before anything is read.
+    """A quantised weight in files: a matrix [out, in], or an experts' matrix [E, rows, in]. The latter is stored in
+    pieces, one matrix (gate, up or down) for each expert, or, in gpt-oss's files, as a whole. It is made from the
+    files' headers, before codes and scales are read.
 
     `shape` is the decoded weight's, `dtype`, `file` and `offset` are those of its first codes, and `size_bytes` is the
     sum over all its tensors.
     """
 
     layout: Layout  # how its format stores it
-    pieces: tuple[Found, ...]  # the matrices in files that are its rows in order; one, unless it is an experts' matrix
+    pieces: tuple[Found, ...]  # the matrices in files that are its rows in order; one, unless experts are in pieces
 
     @property
     def format_name(self) -> str:
@@ -77,11 +78,11 @@ def _require_owned(name: str, entry: shards.TensorEntry) -> None:
 def _entry(layout: Layout, name: str, tensors: Mapping[str, shards.TensorEntry]) -> StoredEntry:
     """Combines the entries of all tensors that store one quantised weight, such as codes and scales, to a StoredEntry.
 
-    layout: how the weight's format stores it. name: the weight's name. tensors: {the layout's key of a tensor, which
-    is what its name has after the module's, such as "weight_scale": its entry}.
+    layout: how the weight's format stores it. name: the weight's name. tensors: {the layout's key of a tensor, which is
+    what its name has after the module's, such as ".weight_scale": its entry}.
 
     Raises:
-      ValueError: tensors that do not fit each other.
+      ValueError: tensors that are missing or do not fit each other.
     """
     found = layout.describe(name, tensors, lambda key: shards.read_bytes(tensors[key]))
     for key, part in tensors.items():

@@ -125,7 +125,8 @@ class _Rotary(RotaryByType):
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
         """The rotary parameters of the layers of one type (layer_type) as one flat dict, from the config.json `hf` or,
-        without rope_parameters, those of Gemma 4; raises ValueError if there are none for the type."""
+        without rope_parameters, those of Gemma 4; raises ValueError if there are none for the type. With the rope_type
+        default, partial_rotary_factor is left out, because transformers' class then rotates whole heads."""
         given = (hf["rope_parameters"] or _ROPE).get(layer_type)
         if not isinstance(given, Mapping):
             raise ValueError(

@@ -80,7 +80,8 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
 
     Args:
       hf: the whole config.json, for head_dim and the numbers of positions.
-      given: the rotary parameters, as one flat dict from `rope_parameters`.
+      given: the rotary parameters, as one flat dict from `rope_parameters`. rope_type is "default", "linear", "llama3",
+        "longrope", "proportional" or "yarn".
     Raises:
       ValueError: an unknown kind, a missing parameter, or factors that do not fit the head.
     """

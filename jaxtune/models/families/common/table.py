@@ -19,8 +19,8 @@ _ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
 
 
 def check_activation(key: str, value: Any) -> None:
-    """Raises ValueError unless `value` is the name of a supported activation (ACTIVATIONS). key: what the error calls
-    the value."""
+    """Raises ValueError unless `value` is the name of a supported activation in config.json: "silu", "swish" (the
+    same), "gelu_pytorch_tanh" or "gelu" (ACTIVATIONS). key: what the error calls the value."""
     values.text(key, value)
     if value not in ACTIVATIONS:
         raise ValueError(f"{key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
