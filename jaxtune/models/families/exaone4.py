@@ -2,7 +2,8 @@
 
 If some layers have a window, the others have no position encoding.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Layers(LayerTypes):
     def write(self, config: DecoderConfig) -> Fields:
         """{"layer_types": ..., "sliding_window": ...} for the config.json of `config`. The window is null if every
         layer has full attention and rotary positions, because `read` takes full layers beside a window for layers
-        without positions."""
+        without positions. Raises ValueError for layers that are of no type, or windows that differ."""
         if all(layer.window is None and layer.rotary == 0 for layer in config.layers):
             return {"sliding_window": None, "layer_types": [FULL] * config.num_layers}
         return super().write(config)

@@ -1,6 +1,7 @@
 """Gemma 1: Llama with a scaled embedding, norms that multiply by 1 + weight, and a separate head size.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from __future__ import annotations

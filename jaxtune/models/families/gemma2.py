@@ -1,6 +1,7 @@
 """Gemma 2: norms before and after attention and MLP, soft caps, windows in every other layer, a scaled embedding.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models import values

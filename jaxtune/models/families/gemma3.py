@@ -1,6 +1,7 @@
 """Gemma 3, the text model: five sliding layers before each full one, a rotary base for each type, normed q and k.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from __future__ import annotations

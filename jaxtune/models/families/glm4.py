@@ -1,7 +1,7 @@
-"""GLM-4-0414: norms before and after attention and MLP, gate and up as one matrix, interleaved rotation of half a
-head.
+"""GLM-4-0414: norms before and after attention and MLP, gate and up as one matrix, interleaved rotation of half a head.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models import values

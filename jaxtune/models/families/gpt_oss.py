@@ -3,7 +3,8 @@ layer.
 
 It is published in MXFP4; its expert weights are [E, in, out].
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models import values

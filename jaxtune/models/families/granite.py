@@ -1,6 +1,7 @@
 """Granite 3 and 4 (dense): Llama with factors on the embedding, attention scores, residual additions and logits.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models import values

@@ -1,6 +1,7 @@
 """Llama 2, 3, 3.1, 3.2, and the many models with its architecture.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models.families.common import Family

@@ -1,6 +1,7 @@
 """Mistral 7B and similar models: Llama with a sliding window in every layer, or in none if the file has null for it.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models.families.common import Family, OneWindow

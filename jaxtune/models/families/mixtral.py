@@ -1,6 +1,7 @@
 """Mixtral: Mistral with eight experts instead of the MLP.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models.families.common import ExpertFiles, Family, OneWindow

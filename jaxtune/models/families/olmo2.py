@@ -1,6 +1,7 @@
 """OLMo 2: norms only on the outputs of attention and MLP; queries and keys normed over the whole projection.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models.config import POST_NORM

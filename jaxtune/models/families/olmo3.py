@@ -1,6 +1,7 @@
 """OLMo 3: OLMo 2 with a window in three of four layers; only the other layers' rotary base is extended.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Phi-3, Phi-3.5 and Phi-4: fused q/k/v and gate/up matrices, longrope, and optionally a part of each head unrotated.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class _Rotary(Rotary):
         return given
 
     def write(self, config: DecoderConfig) -> Fields:
-        """rope_theta, rope_scaling and original_max_position_embeddings for the config.json of `config`; raises
-        ValueError for a kind of rotary base that transformers' class of Phi-3 does not have."""
+        """rope_theta, rope_scaling (null for the kind default) and original_max_position_embeddings for the config.json
+        of `config`; raises ValueError for a kind of rotary base that transformers' class of Phi-3 does not have."""
         rope = config.rotary[0]
         original = rope.original_max_position_embeddings or config.max_position_embeddings
         scaling = None

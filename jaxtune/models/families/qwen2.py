@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5: biases on q, k and v; optionally a sliding window in the upper layers.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models.families.common import Family

@@ -1,6 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts and a shared expert.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Qwen3.5 and 3.6, the text model: gated delta nets, gated attention in every fourth layer, and MLPs.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models.families.common import Family

@@ -1,7 +1,8 @@
 """Qwen3.5 and 3.6 with experts, the text model: gated delta nets, gated attention in every fourth layer, shared
 experts.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models.families.common import Family

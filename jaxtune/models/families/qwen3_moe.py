@@ -1,6 +1,7 @@
 """Qwen3-MoE: Qwen3 with experts instead of the MLP, in every layer.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from __future__ import annotations

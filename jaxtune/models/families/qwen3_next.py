@@ -1,6 +1,7 @@
 """Qwen3-Next: gated delta nets, gated attention in every fourth layer, and experts with a shared expert.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models.families.common import Family, MLPLayers

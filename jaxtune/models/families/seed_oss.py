@@ -1,6 +1,7 @@
 """Seed-OSS: Llama with biases on q, k and v.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from jaxtune.models import values

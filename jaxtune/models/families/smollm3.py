@@ -1,6 +1,7 @@
 """SmolLM3: Llama in which every fourth layer has no position encoding.
 
-FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
+and how checkpoints name their tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class _Layers(LayerTypes):
         return {"layers": tuple(dataclasses.replace(one, rotary=0 if rotates else None) for one, rotates in layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """layer_types and sliding_window for the config.json of `config`; another entry writes no_rope_layers."""
+        """layer_types and sliding_window for the config.json of `config`; another entry writes no_rope_layers. Raises
+        ValueError for windows that differ."""
         layers = tuple(dataclasses.replace(layer, rotary=0) for layer in config.layers)
         return super().write(dataclasses.replace(config, layers=layers))
 

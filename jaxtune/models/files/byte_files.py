@@ -1,4 +1,5 @@
-"""Writes large files with several threads while the next tensor is computed, and reads them back to verify them."""
+"""Writes large files with several threads while the next tensor is computed, and reads them back to verify them. A
+Writer writes a file and gives the checksums (Sums) of each part; is_as_written compares the finished file with them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Sums:
-    """The checksums of the bytes of one Writer.append, one for each chunk of CHUNK_BYTES, while the bytes are still
-    being written. is_as_written compares the finished file with them.
+    """The checksums of the bytes of one Writer.append, one for each chunk of CHUNK_BYTES (16 MiB), while the bytes are
+    still being written. is_as_written compares the finished file with them.
 
     Args:
       size_bytes: the number of bytes; also an attribute.
@@ -32,13 +33,15 @@ class Sums:
         self._futures = futures
 
     def values(self) -> list[int]:
-        """The checksum (XXH3-64) of each chunk in order; waits until the bytes are written."""
+        """The checksum (XXH3-64) of each chunk in order; waits until the bytes are written. If a write failed, its
+        OSError is raised."""
         return [future.result() for future in self._futures]
 
 
 class Writer:
-    """A new file to which threads append data, used as a context manager. Leaving the context waits for all writes and
-    raises the first error. `size_bytes` is the number of bytes that were appended so far.
+    """A new file to which threads append data, used as a context manager. Leaving the context waits for all writes,
+    closes the file and raises the first error. If the block itself failed, chunks that wait are not written, and only
+    its error is raised. `size_bytes` is the number of bytes that were appended so far.
 
     Args:
       file: is created or overwritten.
@@ -69,10 +72,12 @@ class Writer:
             os.close(self._descriptor)
 
     def append(self, data: bytes | np.ndarray) -> Sums:
-        """Writes the bytes (uint8[n]) at the end of the file, in the background, and returns their checksums.
+        """Writes the bytes (uint8[n]) at the end of the file, in the background, and returns their checksums, which are
+        complete when the bytes are written.
 
-        The caller must not change `data` afterwards; the reference to it is dropped once it is written. Waits while
-        more than IN_FLIGHT_BYTES are not written yet; if such a write failed, its OSError is raised.
+        The caller must not change `data` afterwards; the reference to it is dropped once it is written. Waits for
+        earlier writes while they and `data` are more than IN_FLIGHT_BYTES (256 MiB); if such a write failed, its
+        OSError is raised.
         """
         while self._waiting and sum(self._sizes) + len(data) > IN_FLIGHT_BYTES:
             self._collect()
@@ -97,9 +102,9 @@ class Writer:
             future.exception()
 
     def _write(self, part: memoryview, at: int) -> int:
-        """Writes one chunk of the data (`part`, at most CHUNK_BYTES) at the byte `at` of the file, in a thread, and
-        returns its checksum (XXH3-64). After the write of any chunk has failed it writes nothing and returns 0, because
-        the file is useless then. Raises OSError if the write fails."""
+        """Writes one chunk of the data (`part`, at most CHUNK_BYTES) at the byte `at` of the file, in a thread, calls
+        `advanced`, and returns the chunk's checksum (XXH3-64). After the write of any chunk has failed it writes
+        nothing and returns 0, because the file is useless then. Raises OSError if the write fails."""
         if self._failed.is_set():
             return 0
         try:
@@ -114,9 +119,9 @@ class Writer:
 
 
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether a file has, from the byte `offset` on, the bytes that were written, by their checksums. sums: those that
-    Writer.append returned for these bytes. advanced: called with the number of bytes that were read, for a progress
-    bar."""
+    """Whether a file has, from the byte `offset` on, the bytes that were written, by their checksums; False if it ends
+    early. sums: those that Writer.append returned for these bytes. advanced: called with the number of bytes that were
+    read, for a progress bar."""
     size, found = sums.size_bytes, []
     data = np.empty(min(size, CHUNK_BYTES), np.uint8)  # filling it with zeros would take as long as reading
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -137,7 +142,7 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
 
 
 def all_of[Item, Result](check: Callable[[Item], Result], items: list[Item]) -> list[Result]:
-    """[check(item) for item in items], computed by several threads at a time. With it the tensors of a written folder
-    are read back and verified."""
+    """[check(item) for item in items], computed by at most eight threads at a time; an error of a check is raised. With
+    it the tensors of a written folder or file are read back and verified."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-read") as pool:
         return list(pool.map(check, items))

@@ -1,4 +1,5 @@
-"""The identity of a base model: a digest of its config and of every byte of its weights.
+"""The identity of a base model: a digest of its config and of every byte of its weights. An adapter's file records it,
+and the adapter is refused over a base that has another one.
 
 Weights are digested tensor by tensor, in the order of their names, as they are read. A checkpoint that is divided into
 other shards therefore has the same digest. Bytes that a load reads anyway are always digested, at 13 GB/s a thread. A
@@ -47,12 +48,13 @@ class Digest:
     digest a tensor in memory (`of`) or in a file (`read`), and combine the digests of several tensors (`joined`).
     """
 
-    sampled: bytes  # SHA-256 over up to 64 evenly spaced blocks of 4 KiB of each tensor
+    sampled: bytes  # SHA-256 over up to 64 evenly spaced blocks of 4 KiB of a tensor, or over the digests of several
     whole: bytes  # XXH3-128 over every byte of a tensor, or SHA-256 over the digests of several
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:
-        """Both digests of a tensor in host memory (`array`). Its `name`, dtype and shape are digested too."""
+        """Both digests of a tensor in host memory (`array`). Its `name` (the model's name of the tensor), dtype and
+        shape are digested too."""
         what, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
         whole = xxhash.xxh3_128(what.encode())
         whole.update(data)
@@ -74,9 +76,10 @@ class Digest:
           name: under which the tensor is digested.
           dtype: of its elements.
           shape: of the tensor.
-          size: its bytes.
+          size: the number of its bytes.
           read: (start, stop) -> the tensor's bytes from start to before stop, uint8.
-          known: its `whole` digest, if it is cached; then only the sampled blocks are read. None: every byte is read.
+          known: its `whole` digest, if it is cached; then only the sampled blocks are read. None: every byte is read,
+            in blocks of 64 MiB.
         """
         what = f"{name} {dtype.name} {shape}"
         if known is None:
@@ -119,8 +122,8 @@ def base_digest(config: DecoderConfig, weights: bytes) -> str:
 
 
 def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | None:
-    """The identity of a base model of this config with random weights drawn by `key` in `dtype`, from which the
-    weights follow, so that no tensor is read; None if the key is traced and has no value."""
+    """The identity, as base_digest gives it, of a base model of this config with random weights drawn by `key` in
+    `dtype`, from which the weights follow, so that no tensor is read; None if the key is traced and has no value."""
     if isinstance(key, Tracer):
         return None
     drawn = np.asarray(jax.random.key_data(key)).tolist()
@@ -128,10 +131,11 @@ def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | No
 
 
 def _said(config: DecoderConfig) -> bytes:
-    """A config as JSON in bytes, a part of what `base_digest` digests.
+    """A config as JSON in bytes, a part of what `base_digest` digests. A dataclass becomes [its class's name, {field:
+    value}], with the fields in alphabetical order.
 
     Fields that have their default value are left out, so that a field which a later version adds does not change the
-    digest of a config that does not use it.
+    digest of a config that does not use it. For the same reason renamed fields have their first names.
     """
 
     def plain(value: Any) -> Any:
@@ -156,8 +160,9 @@ def cache_folder() -> Path:
 
 
 class DigestCache:
-    """A cache on disk, for one checkpoint, of the digests of tensors that would be read only for their digest. `get`
-    looks a digest up, `put` adds one, and `save` writes the cache at the end of a load; thread-safe.
+    """A cache on disk, for one checkpoint, of the digests of tensors that would be read only for their digest. Each
+    load makes one, which reads what earlier loads saved; if there is nothing usable, it begins empty. `get` looks a
+    digest up, `put` adds one, and `save` writes the cache at the end of a load; thread-safe.
 
     Args:
       files: the weight files of the checkpoint; the cached digests are valid while none of them changes.
@@ -186,8 +191,8 @@ class DigestCache:
         return [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for path, s in found]
 
     def get(self, name: str) -> bytes | None:
-        """The cached digest over every byte of the tensor of this name (`Digest.whole`), or None if none is cached or
-        the files have changed since it was."""
+        """The digest over every byte of the tensor of this name (`Digest.whole`) that an earlier load saved or `put`
+        added; None if there is none, or the files have changed since it was saved."""
         known = self._known.get(name)
         return None if known is None else bytes.fromhex(known)
 

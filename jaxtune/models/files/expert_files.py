@@ -1,4 +1,5 @@
-"""Translates between a model's expert matrices and the way checkpoints store them.
+"""Translates between a model's expert matrices and the way checkpoints store them: `gather_experts` and `read_stacked`
+when a model is loaded, `split_experts` and `pieces_of` when it is saved.
 
 A model here, like transformers 5's classes, has one gate_up_proj and one down_proj with the matrices of all experts.
 Checkpoints on the hub have one linear per expert and matrix (Qwen3-MoE, and Mixtral under other names), or all experts
@@ -27,22 +28,26 @@ _FUSED = re.compile(r"(model\.layers\.\d+\.(?:mlp\.)?experts)\.(gate_up_proj|dow
 
 @dataclasses.dataclass(frozen=True)
 class StackedEntry(headers.TensorEntry):
-    """An expert matrix [E, rows, in] of the model that files store as one tensor for each expert and matrix (gate, up
-    or down). The concatenated bytes of these tensors are its bytes; `file` and `offset` are those of the first."""
+    """An expert matrix [E, rows, in] of the model, not quantised, that files store as one tensor for each expert and
+    matrix (gate, up or down). The concatenated bytes of these tensors are its bytes, which read_stacked reads. `name`
+    is the model's, `file` and `offset` are those of the first tensor, and `size_bytes` is the sum."""
 
-    parts: tuple[headers.TensorEntry, ...]  # the tensors, in order
+    parts: tuple[headers.TensorEntry, ...]  # the tensors by expert; of each expert, gate is before up
 
 
 def gather_experts(
     entries: Mapping[str, headers.TensorEntry], files: ExpertFiles | None, num_experts: int
 ) -> dict[str, headers.TensorEntry]:
     """Combines the entries of single experts' matrices to one entry for each expert matrix [E, rows, in] of the model,
-    under the model's name for it. Returns {name: entry} with these and all other entries of the checkpoint.
+    under the model's name for it: a StackedEntry, or a StoredEntry if they are quantised. Returns {name: entry} with
+    these and all other entries of the checkpoint. In all names, the family's module of experts (such as
+    block_sparse_moe) is replaced by the model's, mlp.
 
     Args:
-      entries: {name: entry} of the files' tensors.
-      files: how the family names the matrices of single experts in files; None: the family's files store all experts
-        of a layer in one tensor, and nothing is combined.
+      entries: {name: entry} of the files' tensors, with those of each quantised weight combined
+        (stored_weights.gather).
+      files: how the family names the matrices of single experts in files; None: the family's files store all experts of
+        a layer in one tensor, and nothing is combined.
       num_experts: the number of experts of each layer, by the config.
     Raises:
       ValueError: the matrix of an expert is missing, or does not fit the others.
@@ -127,12 +132,12 @@ def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[in
 
 
 def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tuple[Piece, ...]:
-    """The Pieces (file_plan.py) as which an expert matrix [E, rows, in] is written to files: one for each expert and
-    matrix (gate, up or down), which is one tensor of the files.
+    """The Pieces (file_plan.py) as which an expert matrix [E, rows, in] that is not quantised is written to files: one
+    for each expert and matrix (gate, up or down), which is one tensor of the files, as published checkpoints have them.
 
     Args:
       name: Hugging Face's name of the matrix of all experts.
-      value: the matrix, of which only the shape is used.
+      value: the matrix, of which only the shape is used; the Pieces later cut and cast the matrix that they are given.
       dtype: of the tensors in files.
       files: how the family names experts in files.
     """

@@ -1,5 +1,6 @@
 """A plan of the tensors that are written to files: their shapes are known first, and each is computed when it is
-written."""
+written. Checkpoints and exports are planned so, because a file's header precedes its data, and the tensors of a changed
+model do not all fit in memory."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Group:
         """Yields (name, array in host memory) of each tensor in order.
 
         The model's tensor is computed when the first array is asked for and released with the last, so that a caller
-        that uses one group at a time has one tensor of the model in memory.
+        that uses one group at a time has one tensor of the model in memory. In a run of several processes all must
+        iterate, because each has only parts of a divided tensor; all get whole arrays.
 
         Raises:
           ValueError: an array that does not have the planned shape or dtype.

@@ -1,4 +1,6 @@
-"""Output folders that appear complete or not at all, even if the process is killed while it writes."""
+"""Output folders that appear complete or not at all, even if the process is killed while it writes (`new_folder`), and
+the checks before one is written: that nothing is there (`require_new`), and that the disk has room
+(`require_space`)."""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from jaxtune.system.files import hold, remove_left, sync, unfinished_name
 
 
 def require_new(path: str | os.PathLike, what: str) -> Path:
-    """Checks that an output folder can be created: returns the absolute `path` if nothing exists there, or an empty
-    folder, so that nothing is ever overwritten.
+    """Checks that an output folder can be created: returns the absolute `path`, with symbolic links resolved, if
+    nothing exists there, or an empty folder, so that nothing is ever overwritten. Nothing is created.
 
     what: the name of the calling function, such as "save_pretrained", with which the error message begins.
 
@@ -46,10 +48,11 @@ def require_space(folder: Path, need_bytes: int) -> None:
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
     """Context manager that yields a temporary folder beside `path`, which is renamed to `path` if the block succeeds.
+    The caller writes the files into it.
 
-    Its content is flushed to the disk before the rename, and missing parents of `path` are created. If the block
-    fails, the temporary folder is removed. Temporary folders of the same `path` that killed processes left are removed
-    first.
+    Its content is flushed to the disk before the rename, and missing parents of `path` are created. If the block fails,
+    the temporary folder is removed, and the error is raised again. Temporary folders of the same `path` that killed
+    processes left are removed first.
 
     Args:
       path: a folder that does not exist or is empty.
@@ -77,7 +80,8 @@ def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
 
 def _make_locked(path: Path) -> tuple[Path, int]:
     """(a new temporary folder beside `path`, a file descriptor whose lock shows other processes that the folder is in
-    use)."""
+    use). The lock lasts until the caller closes the descriptor; without it another process would remove the folder as a
+    leftover."""
     while True:
         temporary = unfinished_name(path)
         temporary.mkdir()
@@ -88,8 +92,8 @@ def _make_locked(path: Path) -> tuple[Path, int]:
 
 
 def _remove_left(path: Path) -> None:
-    """Removes temporary folders of `path` that killed processes left, but not those that a running process has
-    locked."""
+    """Removes temporary folders beside the output folder `path` that killed processes left when they wrote it, but not
+    those that a running process has locked. A folder that cannot be removed is left."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         if left.is_dir() and not left.is_symlink():
             remove_left(left)

@@ -46,10 +46,12 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """{name: entry} of the tensors of a safetensors file. The safetensors library decides whether the header is valid.
+    """{name: entry} of the tensors of a safetensors file, from its header alone. The safetensors library decides
+    whether the header is valid. Whether the tensors have dtypes that can be used is left to check_entry.
 
     Raises:
       ValueError: a file that is truncated, too long or not safetensors, with its expected and actual size.
+      OSError: the file cannot be read.
     """
     actual = file.stat().st_size
     with open(file, "rb") as stream:

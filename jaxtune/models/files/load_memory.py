@@ -1,5 +1,5 @@
-"""The device memory that a model's weights need, computed from their shapes before any of them is read, so that a
-model that does not fit is refused at once and not after minutes of reading."""
+"""The device memory that a model's weights need, computed from their shapes before any of them is read (`load_bytes`),
+so that a model that does not fit is refused at once and not after minutes of reading (`require_room`)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def load_bytes(
     decoded: Collection[str] = (),
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
 ) -> int:
-    """Bytes of device memory that all tensors of a model take; nothing is read.
+    """Bytes of device memory that all tensors of a model take on a device that has the whole model; nothing is read.
 
     Args:
       shapes: {name: shape} of the tensors.
       entries: {name: entry in files} of the tensors.
       dtype: of tensors that are not quantised.
       encoded: {name: format} of tensors that are quantised on loading.
-      decoded: names of quantised tensors that are decoded on loading.
+      decoded: names of quantised tensors that are decoded on loading. Others that the model keeps quantised
+        (is_kept_packed) take the bytes that they have in files.
       dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
     """
     total = 0
@@ -58,7 +59,9 @@ def _encoded_bytes(shape: tuple[int, ...], dtype: str, load_in: str) -> int:
 
 
 def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None) -> None:
-    """Raises ValueError where a model's weights are larger than the free memory of the default device.
+    """Raises ValueError where a model's weights are larger than the free memory of the default device. A device that
+    does not report its memory, such as a CPU, always has room. Models that nothing refers to any more are freed before
+    the error.
 
     Without this check an allocation that cannot succeed is retried for seconds, and its error does not say what would
     fit.
@@ -66,8 +69,9 @@ def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None)
     Args:
       folder: the model, for the error.
       need_bytes: of the weights.
-      how: the dtype or format that they are loaded in.
-      nf4_bytes: of the same model in NF4, which the error may recommend; None where it cannot be loaded in NF4.
+      how: the dtype or format that they are loaded in, for the error.
+      nf4_bytes: of the same model in NF4, which the error recommends if it would fit; None where it cannot be loaded in
+        NF4.
     """
     device = jax.local_devices()[0]
     limit, free = _memory(device)
@@ -94,7 +98,8 @@ def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None)
 
 
 def _memory(device: Any) -> tuple[int | None, int]:
-    """(bytes of a device that JAX may use, free bytes of these); (None, 0) for a device that does not report them."""
+    """(bytes of a device that JAX may use, free bytes of these); (None, 0) for a device that does not report them, such
+    as a CPU."""
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     return (None, 0) if not limit else (limit, limit - stats.get("bytes_in_use", 0))

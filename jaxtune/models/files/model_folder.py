@@ -43,19 +43,21 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON object (`value`) to a file, which always has its old content or the new one, never a part of it."""
+    """Writes a JSON object (`value`) to a file, which always has its old content or the new one, never a part of it. It
+    does not wait until the disk has the file; `new_folder`, in which models are written, does so for the whole
+    folder."""
     atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
 
 
 def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer: Any) -> None:
-    """Writes the files of a model's folder that are neither weights nor config.json.
+    """Writes the files of a model's or adapter's folder that are neither weights nor config.json.
 
     Args:
-      folder: the model's, which exists.
-      files: (name, content) of each file.
-      tokenizer: a Hugging Face tokenizer, whose files are written, or None.
+      folder: the folder, which exists.
+      files: (name, content) of each file, such as generation_config.json.
+      tokenizer: a Hugging Face tokenizer, whose files are written; None: none is written.
     Raises:
-      OSError: a file cannot be written, such as on a full disk.
+      OSError: a file cannot be written, such as on a full disk; the error names the file.
     """
     for name, content in files:
         atomic_write(folder / name, content, durable=False)
@@ -77,8 +79,8 @@ def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer:
 
 
 def _complete(folder: Path) -> bool:
-    """Whether a folder, a snapshot in the hub's cache, has a config and every shard of its weights, so that it needs
-    no download."""
+    """Whether a folder, a snapshot in the hub's cache, has a config and every shard of its weights that the index
+    names, so that it needs no download. Raises ValueError if the index is damaged."""
     if not (folder / "config.json").exists():
         return False
     if (folder / WEIGHTS).exists():
@@ -108,11 +110,17 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def resolve_folder(path: str | os.PathLike) -> Path:
-    """The local folder of a model: `path` itself, or the snapshot of a Hugging Face hub name from the cache or a
-    download.
+    """The local folder of a model: `path` itself if it is a folder, or else the snapshot of a model on the Hugging Face
+    hub. What is in a local or a downloaded folder is not checked.
 
+    A snapshot in the local cache is used without asking the hub if it is complete and has a tokenizer. Otherwise the
+    files that are missing are downloaded: config, safetensors and tokenizer, but no pickles. If that fails, a snapshot
+    that lacks only the tokenizer is used.
+
+    Args:
+      path: a folder, or a hub name such as "org/model".
     Raises:
-      ValueError: there is neither; one line says what was tried.
+      ValueError: there is neither, or `path` is a file; one line says what was tried.
     """
     name = os.fspath(path)
     folder = Path(name).expanduser()
@@ -155,7 +163,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a model folder.
 
     Raises:
-      ValueError: there is none (the error says where else it may be), or it is not a JSON object.
+      ValueError: there is none (the error names the folders within that have one in a run's folder, or says that this
+        is an adapter), or it is not a JSON object.
     """
     file = folder / "config.json"
     if not file.exists():
@@ -167,12 +176,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_config(path: str | os.PathLike) -> dict[str, Any]:
-    """The parsed config.json of a model whose weights are not needed, for example to plan memory. `path` is a folder,
-    a JSON file, the name of a published model whose config this package contains (PUBLISHED, published.py), or another
-    name on the Hugging Face hub, from which the file is then fetched.
+    """The parsed config.json of a model whose weights are not needed, for example to plan memory. `path` is a folder, a
+    JSON file, the name of a published model whose config this package contains (PUBLISHED, published.py), or another
+    name on the Hugging Face hub, from which this one file is then fetched into the local cache. They are tried in this
+    order. The result is not to be changed, because for a published model it is the table's own.
 
     Raises:
-      ValueError: it is found in none of them.
+      ValueError: it is found in none of them, or the file is not a JSON object.
     """
     name = os.fspath(path)
     local = Path(name).expanduser()
@@ -193,11 +203,12 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
-    """{name: entry} of every tensor in a folder's safetensors files, checked against the index; only the headers are
-    read. Buffers of rotary embeddings, which older versions of transformers saved, are left out.
+    """{name: entry} of every tensor in a folder's safetensors files: of model.safetensors if there is one, otherwise of
+    the shards that the index names, checked against the index. Only the headers are read. Buffers of rotary embeddings,
+    which older versions of transformers saved, are left out.
 
     Raises:
-      ValueError: missing or damaged files, an index that contradicts them, or weights in pickles.
+      ValueError: missing or damaged files, an index that contradicts them, or weights in pickles, which can run code.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.exists():
@@ -231,7 +242,8 @@ def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
 
 
 def read_generation_config(folder: Path) -> str | None:
-    """The text of a folder's generation_config.json; None if it has none.
+    """The text of a folder's generation_config.json, unchanged, which is kept to be saved again with the model and to
+    generate by; None if there is no such file.
 
     Raises:
       ValueError: it is not a JSON object, or its eos_token_id is neither a token id nor a list of them.
@@ -275,7 +287,9 @@ _TOKENIZER_CHECKS: dict[str, Callable[[str, Any], None]] = {
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raises ValueError if a model's folder has no config or no tokenizer files, and says which file is missing."""
+    """Raises ValueError if a model's folder has no usable config.json, or none of the files from which a tokenizer is
+    loaded; the error says which file is missing. Only the names of tokenizer files are looked at. So a run is refused
+    before anything is loaded."""
     read_config(folder)
     if not _has_tokenizer(folder):
         raise ValueError(
@@ -285,7 +299,9 @@ def require_tokenizer(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path):
-    """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files.
+    """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files. Code that comes with the folder
+    is never run. The first call imports transformers, which takes seconds, and sets the environment variable
+    TRANSFORMERS_NO_ADVISORY_WARNINGS.
 
     Raises:
       ValueError: files from which no tokenizer can be built; a value of the wrong type, with file and key.

@@ -1,7 +1,8 @@
 """Passthrough tensors: those of a checkpoint that are not the text model's, such as a vision tower's.
 
 They are not loaded, and copied from the original files when the model is saved. Quantised ones are decoded to 16 bits,
-and the saved config says that none of them is quantised.
+and the saved config says that none of them is quantised. `divide` takes them out when a model is loaded;
+`with_passthrough` and `whole_config` add them and what config.json says about them when it is saved.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ def divide(
 ) -> tuple[dict[str, headers.TensorEntry], Passthrough | None]:
     """Separates the tensors of a checkpoint into those of the text model and the passthrough tensors.
 
-    Returns ({name: entry} of the text model's tensors, the Passthrough with the others, or None if there are none).
-
     Args:
       entries: {name: entry} of all tensors of the checkpoint.
-      config: of the text model.
+      config: of the text model, whose family says which names are passthrough tensors'.
       hf: config.json of the text part.
-        whole: config.json of the folder; the same object as `hf` where it describes a text model alone.
+      whole: config.json of the folder; the same object as `hf` where it describes a text model alone.
+    Returns:
+      ({name: entry} of the text model's tensors, the Passthrough with the others). The Passthrough is None if there are
+        no others. If `hf` is not `whole`, it also has the text of `whole` and the folder's configs of image and video
+        processors.
     Raises:
       ValueError: a passthrough tensor that cannot be copied, as its dtype is not one of 16- or 32-bit floats and it is
         in no known format, or its size does not fit its shape.
@@ -75,11 +78,13 @@ def _in_16_bits(entry: StoredEntry) -> jax.Array:
 
 
 def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Planned:
-    """A text model's plan of tensors to write (`planned`), extended by the passthrough tensors, with the text model's
-    tensors renamed to their names in the whole model; a copy of `planned` if `passthrough` is None.
+    """A text model's plan of tensors to write (`planned`), extended by the passthrough tensors, which follow the text
+    model's; a copy of `planned` if `passthrough` is None. A passthrough tensor is read from its original file when it
+    is written; it keeps its name and dtype, and a quantised one is decoded to bfloat16. If the text model is nested in
+    a whole model, its tensors get their names in that.
 
     Raises:
-      ValueError: a passthrough tensor that is no longer in the file that the model was loaded from.
+      ValueError: a passthrough tensor that is no longer in the file that the model was loaded from, at the same place.
     """
     if passthrough is None:
         return dict(planned)
@@ -106,9 +111,10 @@ def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Plann
 def whole_config(
     hf: Mapping[str, Any], own: Mapping[str, Any], config: DecoderConfig, passthrough: Passthrough | None
 ) -> dict[str, Any]:
-    """config.json of a saved model that includes passthrough tensors. It is that of the folder from which the model
-    was loaded, with what was changed since: the text part's config, dtypes, and quantisation, which lists the
-    passthrough tensors as not quantised.
+    """config.json of a saved model that includes passthrough tensors. If the text model was nested in a whole model, it
+    is the config.json of the folder from which the model was loaded, with what was changed since: the text part's
+    config, dtypes, and quantisation. Otherwise it is `hf`. In both, quantization_config lists the passthrough tensors
+    as not quantised.
 
     Args:
       hf: config.json of the text model as it would be saved alone, with all that saving adds, such as dtype and
@@ -116,7 +122,7 @@ def whole_config(
       own: the keys of config.json that the family writes for `config` (Family.to_hf), and no others.
       config: the config of the text model. If it is still that of the folder, the folder's keys stay as they are.
       passthrough: the tensors, with the folder's config.json if the text model is nested in it; None: the model has no
-        such tensors, and `hf` is returned.
+        such tensors, and a copy of `hf` is returned.
     """
     if passthrough is None:
         return dict(hf)
@@ -147,12 +153,14 @@ def _module(name: str) -> str:
 
 
 def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Callable[[str], str]) -> dict[str, Any]:
-    """The config.json of the whole model, `config`, in which quantization_config, if there is one, also lists the
-    modules of the passthrough tensors as not quantised, because they are saved in 16 bits.
+    """The config.json of the model, `config`, in which quantization_config, if there is one, also lists the modules of
+    the passthrough tensors as not quantised, because they are saved in 16 bits. `config` is changed and returned.
 
-    name_of: maps the module names that the lists already contain to names in the whole model. Readers interpret the
-    lists differently: some match whole names of linears, some match prefixes, and compressed-tensors matches whole
-    names and regular expressions. All forms are written.
+    Only the lists (SKIPPED) that the entry already has are extended. Readers interpret them differently: some match
+    whole names of linears, some match prefixes, and compressed-tensors (the list "ignore") matches whole names and
+    regular expressions. All forms are written.
+
+    name_of: maps the module names that the lists already contain to names in the saved model.
     """
     quantization = dict(config.get("quantization_config", {}))
     linears = [entry for entry in passthrough.tensors if entry.name.endswith(".weight") and len(entry.shape) == 2]

@@ -1,5 +1,5 @@
-"""The config.json of published models, {hub name: content}, from which a memory plan can be made without their weights
-and without a connection to the hub."""
+"""The config.json of published models, from which a memory plan can be made without their weights and without a
+connection to the hub. PUBLISHED is {hub name: parsed content}, in which model_folder.find_config looks names up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Quantises the weights of a model, prepares models for quantisation-aware training (QAT), and describes both in
-config.json."""
+"""Changes how the weights of a whole model are represented: quantises and decodes them, lets FP8 weights multiply in
+FP8, and prepares models for quantisation-aware training (QAT), which computes with weights that are rounded to the
+values of a low-bit format. Each such function returns a new model and leaves the given one as it was. Other functions
+write and check what config.json says about quantisation and QAT."""
 
 from __future__ import annotations
 
@@ -23,30 +25,35 @@ from jaxtune.pallas.formats.layout import Config
 
 def check_load_in(name: str | None) -> None:
     """Raises ValueError if `name` is not a format to which weights can be quantised on loading (such as "nf4"); the
-    error lists these. None, which means that nothing is quantised, is allowed."""
+    error lists these. None, which means that nothing is quantised, is allowed. It is called first, so that a wrong name
+    is refused before a file is looked for."""
     if name is not None and name not in load_in():
         raise ValueError(f"load_in {name!r} is not supported; supported: None, {', '.join(map(repr, load_in()))}")
 
 
 def encode(array: jax.Array, load_in: str) -> Stored:
-    """Quantises a weight, `array` [..., out, in], to the format that `load_in` names (a value of model.load_in, such
-    as "nf4")."""
+    """Quantises a 16- or 32-bit weight, `array` [..., out, in], to the format that `load_in` names (a value of
+    model.load_in, such as "nf4"). Returns it as a Stored, a pytree with the codes and scales. It may be traced, for
+    example to derive the shapes (jax.eval_shape)."""
     return FORMATS[load_in].encode(array)
 
 
 def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] = ()) -> Decoder:
-    """Quantises the linears and experts in the layers of a model.
+    """Quantises the linears and experts in the layers of a model. `model` itself keeps its weights, and the arrays that
+    are not quantised are shared with it.
 
-    Embeddings, head, norms, routers and biases keep their dtype, and so do weights that are quantised already.
+    Embeddings, head, norms, routers and biases keep their dtype, and so do weights that are quantised already, whatever
+    their format is.
 
     Args:
       load_in: a format that model.load_in can name, such as "nf4" (with double quantisation) or "fp8" (a scale per
         row).
-      skip_modules: names, or last parts of names, of linears that are not quantised ("o_proj").
+      skip_modules: names, or last parts of names, of linears or experts that are not quantised ("o_proj").
     Returns:
-      a new model whose tensors are all frozen: quantised weights are trained through adapters (get_peft_model).
+      a new model whose tensors are all frozen: quantised weights are trained through adapters (get_peft_model). Its
+        `qat` is None, because its weights are no longer on a grid to which QAT rounded them.
     Raises:
-      ValueError: another format; a model with adapters; a name that matches no linear.
+      ValueError: another format; a model with adapters; a name in skip_modules that matches no linear.
     """
     check_load_in(load_in)
     if has_adapter(model):
@@ -65,9 +72,11 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
 
 
 def dequantize(model: Decoder, modules: Sequence[str] | None = None) -> Decoder:
-    """A new model whose quantised weights are decoded to model.dtype.
+    """A new model whose quantised weights are decoded to model.dtype, for example to save 16-bit weights. All other
+    arrays, adapters included, are shared with `model`, and frozen weights stay frozen.
 
-    modules: names, or last parts of names, of the linears and experts that are decoded; None: all.
+    modules: names, or last parts of names, of the linears and experts that are decoded; a name that matches none has no
+    effect. None: all are decoded.
     """
     model = copy_structure(model)
     for name, linear in matrices(model):
@@ -78,10 +87,12 @@ def dequantize(model: Decoder, modules: Sequence[str] | None = None) -> Decoder:
 
 
 def compute_in_fp8(model: Decoder) -> Decoder:
-    """A new model over the same arrays whose FP8 linears and experts multiply in FP8, forward and backward.
+    """A new model over the same arrays whose FP8 linears and experts multiply in FP8, forward and backward
+    (model.compute = fp8), which saves the time of decoding them and of 16-bit products.
 
-    Their weights are then multiplied as they are stored, without decoding. Adapters, norms, routers, embeddings and the
-    head compute as before.
+    Their weights are then multiplied as they are stored by activations and gradients that are rounded to FP8 for each
+    product. All else, such as adapters, norms, routers, embeddings, the head and weights in other formats, computes as
+    before.
 
     Raises:
       ValueError: no weight of the model is stored in FP8.
@@ -96,7 +107,8 @@ def compute_in_fp8(model: Decoder) -> Decoder:
 
 
 def computes_in_fp8(model: Decoder) -> bool:
-    """Whether any linear or experts of the model multiply in FP8 (compute_in_fp8)."""
+    """Whether any linear or experts of the model multiply in FP8 (compute_in_fp8). Runs and adapters record it, so that
+    the adapter is loaded over a base that computes in the same way."""
     return any(matrix.fp8 for _, matrix in matrices(model))
 
 
@@ -106,8 +118,8 @@ def is_quantized(model: Decoder) -> bool:
 
 
 def stored_in(model: Decoder) -> str | None:
-    """The name of the format of the model's quantised weights, such as "nf4", of several formats the first by name;
-    None where there are none."""
+    """The name of the format of the model's quantised weights, such as "nf4" (a value of model.load_in). If they are in
+    several formats, it is the first in alphabetical order; None if no weight is quantised."""
     return min((format_of(weight).name for weight in _stored(model).values()), default=None)
 
 
@@ -122,15 +134,17 @@ def _stored(model: Decoder) -> dict[str, Stored]:
 
 def prepare_qat(model: Decoder, format: str = "int4", group_size: int | None = None) -> Decoder:
     """A new model over the same arrays whose layers compute with fake-quantised weights, and with fake-quantised
-    activations where the format has them; see fake_quant.py.
+    activations where the format has them (fake_quant.py): they are rounded in each forward, and gradients pass
+    unchanged to the weights, which are stored and trained as before.
 
     Where there are adapters, the merged weight is rounded. Linears and experts whose input size is not a multiple of
     the numbers that share a scale are not rounded (`not_quantized` names them), nor are routers, embeddings, head and
     norms. Values are rounded in model.dtype.
 
     Args:
-      format: a key of fake_quant.ROUNDINGS.
-      group_size: how many consecutive weights of a row share a scale; None: the format's default, 128 for int4.
+      format: a key of fake_quant.ROUNDINGS, such as "int4".
+      group_size: how many consecutive weights of a row share a scale; None: the format's default, which is 128 for the
+        int4 formats, and for others what the format itself says.
     Raises:
       ValueError: another format or size; a size that divides no matrix's input.
     """
@@ -158,7 +172,9 @@ def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
 
 
 def unrounded(model: Decoder) -> Decoder:
-    """A new model over the same arrays that computes with its weights without rounding them: undoes prepare_qat."""
+    """A new model over the same arrays that computes with its weights without rounding them: undoes prepare_qat.
+    Training calls it on the model that it is given, so that the run's config alone decides whether weights are
+    rounded."""
     model = copy_structure(model)
     for _, matrix in matrices(model):
         matrix.fake_quant = None
@@ -169,7 +185,9 @@ def convert_qat(model: Decoder) -> Decoder:
     """A new model whose weights are the rounded ones that a prepared model computes with. Its logits are the same,
     unless the format rounds activations: the result is a plain model, which does not.
 
-    Weights keep their dtype. A model with adapters is converted by merge_adapter.
+    Weights keep their dtype, except that quantised ones become plain arrays in model.dtype; matrices that are not
+    rounded stay as they are. The grid is recorded in the new model's `qat`, from which config.json gets it
+    (qat_config). A model with adapters is converted by merge_adapter.
 
     Raises:
       ValueError: a model that is not prepared for QAT, or that has adapters.
@@ -193,30 +211,34 @@ def convert_qat(model: Decoder) -> Decoder:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def round_to_grid(weight: jax.Array, spec: FakeQuant, transposed: bool = False) -> jax.Array:
-    """Rounds a weight [..., out, in], or [..., in, out] if `transposed`, to the grid `spec`; the result has the
-    weight's own shape and dtype."""
+    """Rounds a weight [..., out, in], or [..., in, out] if `transposed`, to the grid `spec` as the forward of QAT does;
+    the result has the weight's own shape and dtype. Weights are rounded with it for good when QAT ends (convert_qat,
+    merge_adapter). It is compiled for each shape and grid."""
     oriented = weight.swapaxes(-1, -2) if transposed else weight
     rounded = spec.round(oriented).astype(weight.dtype)
     return rounded.swapaxes(-1, -2) if transposed else rounded
 
 
 def qat_spec(model: Decoder) -> FakeQuant | None:
-    """The grid to which a model that is prepared for QAT rounds its weights when it computes; None for other models."""
+    """The grid to which a model that is prepared for QAT rounds its weights when it computes; None for other models,
+    also for one whose weights were rounded for good (its `qat` has the grid)."""
     return next((matrix.fake_quant for _, matrix in matrices(model) if matrix.fake_quant is not None), None)
 
 
 def not_quantized(model: Decoder, spec: FakeQuant) -> list[str]:
     """Names of the linears and experts that QAT with the grid `spec` does not round because their input size is not a
-    multiple of the numbers that share a scale, in the model's order; routers, which are never rounded, are left out."""
+    multiple of the numbers that share a scale, in the model's order, for reports and config.json. Routers, which are
+    never rounded, are left out. The model need not be prepared for QAT."""
     return [name for name, matrix in matrices(model) if matrix.quantizable and not spec.fits(matrix.sizes[-1])]
 
 
 def qat_config(model: Decoder) -> dict[str, Any] | None:
-    """The entry "qat" of config.json for a model whose weights QAT rounded to a grid; None for other models.
+    """The entry "qat" of config.json for a model whose weights QAT rounded to a grid (model.qat); None for other
+    models. From it `grid_of` reads the grid when the model is loaded again.
 
-    It records format, group size, the dtype of values and scales, and the modules that are not rounded. There is no
-    standard key for this: the weights are plain 16-bit ones, and with `quantization_config` loaders would look for
-    packed tensors.
+    It records format, group size, the dtype of values and scales, and the modules that are not rounded
+    (modules_to_not_convert: the head and what `not_quantized` names). There is no standard key for this: the weights
+    are plain 16-bit ones, and with `quantization_config` loaders would look for packed tensors.
 
     Raises:
       ValueError: the model's dtype cannot represent the grid's values.
@@ -229,10 +251,12 @@ def qat_config(model: Decoder) -> dict[str, Any] | None:
 
 
 def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
-    """The grid that a config.json records for its weights under "qat"; None where it has no such entry.
+    """The grid that a config.json records for its weights under "qat" (qat_config); None where it has no such entry. If
+    the entry has no dtype, as those of older versions, the grid has the dtype of the weights by the same file.
 
-    where: the file's name, for errors.
-
+    Args:
+      where: the file's name, for errors.
+      config: the parsed config.json.
     Raises:
       ValueError: a grid that is not supported, or an entry that is no object.
     """
@@ -245,10 +269,10 @@ def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
 
 
 def require_grid(model: Decoder, target: str, dtype: str | None = None) -> None:
-    """Raises ValueError where weights that QAT rounded to a grid would be written in a dtype that cannot represent the
-    grid.
+    """Raises ValueError where weights that QAT rounded to a grid (model.qat) would be written in a dtype that cannot
+    represent the grid, so that they would be rounded again. Other models pass.
 
-    target: what is to be written, for the error. dtype: the dtype of the weights there; None: the model's.
+    target: what is to be written, for the error. dtype: the name of the dtype of the weights there; None: the model's.
     """
     dtype = dtype or model.dtype
     if model.qat is not None and not model.qat.represented_by(dtype):
@@ -262,15 +286,18 @@ def require_grid(model: Decoder, target: str, dtype: str | None = None) -> None:
 
 
 def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, beside: Set[str] = frozenset()) -> None:
-    """Refuses a checkpoint whose weights are stored in another format than the one that is asked for or that its config
-    names.
+    """Refuses a checkpoint whose weights are not stored as load_in or its own config.json says: quantised weights in
+    another format than load_in, or no quantised weight although quantization_config names a format. The latter is
+    allowed if load_in is that format, because the weights are then quantised to it, or if passthrough tensors are in
+    it. A checkpoint of plain weights may have any load_in.
 
     Args:
       folder: the checkpoint, for errors.
       hf: its config.json.
       stored: names of the formats of its quantised weights; empty if all weights have 16 bits or more.
-      load_in: the format that is asked for, or None.
-      beside: formats of tensors that the model does not compute with; config.json may name these.
+      load_in: the format that is asked for, or None, which allows each.
+      beside: names of the formats of passthrough tensors, with which the model does not compute, such as a vision
+        tower's.
     Raises:
       ValueError: with the folder, what is wrong about its weights, and the fix.
     """
@@ -289,8 +316,9 @@ def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, 
 
 
 def quantization_config(model: Decoder) -> Config | None:
-    """The entry "quantization_config" of config.json for a model, as transformers reads it: the format of its
-    quantised weights, and the names of the linears that are not quantised. None where no weight is quantised.
+    """The entry "quantization_config" of config.json for a model, as transformers reads it: the format of its quantised
+    weights, and the names of the linears that are not quantised, the head's included. None where no weight is
+    quantised.
 
     Raises:
       ValueError: weights in several formats, which config.json cannot say.
@@ -310,7 +338,7 @@ def quantization_config(model: Decoder) -> Config | None:
 
 
 def parameters(state: nnx.State) -> int:
-    """The number of parameters in `state`, an nnx.State, for reports; a quantised weight counts as many as it decodes
-    to."""
+    """The number of parameters in `state`, an nnx.State of arrays or of their shapes, for reports and memory plans; a
+    quantised weight counts as many as it decodes to."""
     leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Stored))
     return sum(leaf.size for leaf in leaves)

@@ -1,4 +1,5 @@
-"""Reads the tensors of a checkpoint with several threads and places them on devices."""
+"""Reads the tensors of a checkpoint with several threads, casts or quantises them, places them on devices, checks that
+they are finite, and computes the digest of all: `read_tensors`, which models/hf.py calls to load a model."""
 
 from __future__ import annotations
 
@@ -36,8 +37,13 @@ def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
 
 
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
-    """Raises ValueError if a tensor has values that are not finite. entries: {name: entry in files}. finite: {name:
-    what `_all_finite` returned for each of its parts}. dtype: that the error names."""
+    """Raises ValueError, with the names and files, if a tensor has values that are not finite; waits for the devices.
+
+    Args:
+      entries: {name: entry in files}.
+      finite: {name: what `_all_finite` returned for each of its parts}, where a tensor may have no part.
+      dtype: that the error names.
+    """
     if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
         files = sorted({entries[name].file.name for name in broken})
         raise ValueError(
@@ -56,19 +62,27 @@ def read_tensors(
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
 ) -> tuple[dict[str, jax.Array | Stored], Digest]:
     """Reads tensors, casts, encodes or decodes them, places them on devices, and checks there that they are finite.
+    Eight threads read, in the order of the files, and tensors of at most 1 GiB, or a single larger one, are in host
+    memory.
 
     Args:
-      entries: {name: entry in files}. dtype: of tensors that are neither kept quantised nor encoded, which are cast.
+      entries: {name: entry in files}.
+      dtype: of tensors that are neither kept quantised nor encoded, which are cast; those that are encoded are cast to
+        it first.
       encoded: {name: format} of tensors that are quantised on the device, one at a time.
-      decoded: names of quantised tensors that are decoded; other quantised tensors stay as they are.
-      cancelled: once it is set, the function raises CancelledError.
-      where: (name, tensor) -> the sharding of its arrays; None: the default device. Of a divided tensor only this
-        process's parts are read, except that quantised and encoded tensors are read whole.
+      decoded: names of quantised tensors that are decoded to their dtype; other quantised tensors stay as they are,
+        except those in a format that no model keeps (gpt-oss's MXFP4), which are always decoded.
+      cancelled: once another thread sets it, the function raises CancelledError; None: it cannot be cancelled.
+      where: (name, tensor) -> the sharding of its arrays; None: the default device. `tensor` is the array or quantised
+        weight, or only its shape (jax.ShapeDtypeStruct). It is called in threads. Of a divided tensor only this
+        process's parts are read, except that quantised and encoded tensors are read whole; its digest, which needs all
+        of it, is cached on disk for later loads (DigestCache).
       dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
     Returns:
-      ({name: array or quantised weight}, digest of all tensors as they are stored)
+      ({name: array or quantised weight}, digest of all tensors as they are stored, in the order of their names)
     Raises:
       ValueError: values that are not finite in `dtype`, or that a format does not allow.
+      CancelledError: see `cancelled`.
     """
 
     one_at_a_time = threading.Lock()

@@ -1,7 +1,7 @@
-"""Reads and writes safetensors files one tensor at a time.
+"""Reads and writes the tensors of safetensors files, one at a time: `read_tensor`, `read_bytes` and `over_devices` read
+one, `write_file` writes a file, and `is_as_written` verifies what was written. headers.py reads the headers.
 
-headers.py reads what a file has. Files are read by positioned reads and not mapped, so that memory can be freed and
-threads can share the work.
+Files are read by positioned reads and not mapped, so that memory can be freed and threads can share the work.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> n
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """Reads the tensor of an entry from its file: a numpy array in its stored dtype, with memory of its own."""
+    """Reads the tensor of an entry from its file: a numpy array in its stored dtype, with memory of its own. The caller
+    has checked dtype and size (check_entry or check_size). Raises ValueError if the file ends early."""
     return read_bytes(entry).view(STORED[entry.dtype]).reshape(entry.shape)
 
 
@@ -73,6 +74,9 @@ def over_devices(
     possibly others.
 
     Each part along the first axis is read separately, and only once, even if several devices of this process have it.
+    Other processes' parts are not read, so that no process needs memory for the whole tensor. Where other axes are
+    divided too, whole rows are read and cut.
+
     read: (start, stop) -> the tensor's bytes from start to before stop, uint8.
     """
     parts: dict[tuple[int, int], np.ndarray] = {}
@@ -114,16 +118,18 @@ def write_file(
     """Writes one safetensors file while the tensors are computed, and returns what was written by tensor name.
 
     `fetch(name)` computes each tensor in turn, and threads write it while the next one is computed. With several
-    processes the first one writes, and the others take part in computing the tensors. The same content gives the same
-    bytes, which the safetensors library does not guarantee for metadata.
+    processes all must call it: the first one writes, and the others take part in computing the tensors. The same
+    content gives the same bytes, which the safetensors library does not guarantee for metadata.
 
     Args:
+      file: is created or overwritten, in a folder that exists.
       tensors: (name, shape, dtype), in file order.
-      fetch: name -> np.ndarray or jax.Array of that shape and dtype.
+      fetch: name -> np.ndarray or jax.Array of that shape and dtype, which may be divided over processes.
       metadata: strings for the header, in addition to the format.
-      advanced: called with the number of bytes that were written.
+      advanced: called, from any thread, with the number of bytes that were written.
     Raises:
       ValueError: a tensor that does not have the planned shape or dtype.
+      OSError: a write failed, such as on a full disk.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}  # transformers requires the format
     at = 0
@@ -158,9 +164,10 @@ class Written:
 
 
 def is_as_written(entry: TensorEntry, written: Written, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether a file contains the tensor that was written, byte for byte, by its checksums.
+    """Whether a file contains the tensor that was written: its shape, dtype and, by their checksums, all bytes.
 
-    entry: the tensor as the file's header has it. advanced: called with the number of bytes that were read.
+    entry: the tensor as the file's header has it. written: what write_file returned for it. advanced: called with the
+    number of bytes that were read.
     """
     if entry.shape != written.shape or STORED.get(entry.dtype) != written.dtype:
         return False

@@ -1,4 +1,5 @@
-"""Quantised weights in checkpoints: finds their tensors, reads and writes them.
+"""Quantised weights in checkpoints: finds their tensors by name (`gather`), reads them (`read`) and plans how they are
+written (`group`); `stacked` combines the matrices of single experts.
 
 How each format stores its weights is described by its layouts (jaxtune/pallas/formats/layout.py).
 """
@@ -21,15 +22,16 @@ from jaxtune.pallas.formats.layout import FileTensor, Found
 
 @dataclasses.dataclass(frozen=True)
 class StoredEntry(headers.TensorEntry):
-    """A quantised weight in files: a matrix [out, in], or an experts' matrix [E, rows, in] that is stored in pieces,
-    one matrix (gate, up or down) for each expert. It is made from the files' headers, before anything is read.
+    """A quantised weight in files: a matrix [out, in], or an experts' matrix [E, rows, in]. The latter is stored in
+    pieces, one matrix (gate, up or down) for each expert, or, in gpt-oss's files, as a whole. It is made from the
+    files' headers, before codes and scales are read.
 
     `shape` is the decoded weight's, `dtype`, `file` and `offset` are those of its first codes, and `size_bytes` is the
     sum over all its tensors.
     """
 
     layout: Layout  # how its format stores it
-    pieces: tuple[Found, ...]  # the matrices in files that are its rows in order; one, unless it is an experts' matrix
+    pieces: tuple[Found, ...]  # the matrices in files that are its rows in order; one, unless experts are in pieces
 
     @property
     def format_name(self) -> str:
@@ -38,8 +40,9 @@ class StoredEntry(headers.TensorEntry):
 
 
 def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.TensorEntry]:
-    """The entries of a checkpoint, with all tensors of each quantised weight combined to one StoredEntry under its
-    name.
+    """The entries of a checkpoint ({name: entry}), with all tensors of each quantised weight, such as codes and scales,
+    combined to one StoredEntry under the weight's name. Other entries stay as they are. Of the tensors' content, only
+    small ones are read that say how the others are stored.
 
     Raises:
       ValueError: tensors that are missing, do not fit each other, or belong to no weight.
@@ -75,11 +78,11 @@ def _require_owned(name: str, entry: headers.TensorEntry) -> None:
 def _entry(layout: Layout, name: str, tensors: Mapping[str, headers.TensorEntry]) -> StoredEntry:
     """Combines the entries of all tensors that store one quantised weight, such as codes and scales, to a StoredEntry.
 
-    layout: how the weight's format stores it. name: the weight's name. tensors: {the layout's key of a tensor, which
-    is what its name has after the module's, such as "weight_scale": its entry}.
+    layout: how the weight's format stores it. name: the weight's name. tensors: {the layout's key of a tensor, which is
+    what its name has after the module's, such as ".weight_scale": its entry}.
 
     Raises:
-      ValueError: tensors that do not fit each other.
+      ValueError: tensors that are missing or do not fit each other.
     """
     found = layout.describe(name, tensors, lambda key: shards.read_bytes(tensors[key]))
     for key, part in tensors.items():
@@ -128,8 +131,8 @@ def require_alike(parts: Sequence[headers.TensorEntry]) -> None:
 
 
 def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
-    """Reads a quantised weight from files: (the weight of this entry with numpy arrays as leaves, the digest of all
-    its tensors).
+    """Reads a quantised weight from files: (the weight of this entry with numpy arrays as leaves, the digest of all its
+    tensors). An experts' matrix is one weight [E, rows, in], joined from its pieces.
 
     dtype_name: the dtype that the model computes in, to which the weight is decoded if its file names no other.
 
@@ -153,7 +156,8 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
 
 def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[int, Iterable] | None) -> Group:
     """Plans how a quantised weight is written to files. The returned Group (file_plan.py) lists the tensors to write,
-    with names, shapes and dtypes, and computes their values later, one weight at a time.
+    with names, shapes and dtypes, and computes their values later, one weight at a time. For experts, a warning is
+    given if the format's layout has one (expert_note), such as that transformers 5 cannot load them.
 
     Args:
       name: the name of the weight's tensor in the model, such as model.layers.0.mlp.up_proj.weight.

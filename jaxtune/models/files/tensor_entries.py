@@ -1,5 +1,6 @@
-"""Matches the tensors of a checkpoint's files with the tensors that a model needs, by name and shape, and refuses
-files that lack one or have others."""
+"""Matches the tensors of a checkpoint's files with the tensors that a model needs, by name and shape, and refuses files
+that lack one or have others (`match`). The other functions name dtypes and tensors for the loader (models/hf.py), or
+say how a tensor is loaded."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def dtype_name(dtype) -> str:
-    """The name of a dtype, such as "bfloat16". dtype: the dtype or its name, as a user passes it.
+    """The name of a dtype, such as "bfloat16", in which a model is to compute. dtype: the dtype or its name, as a user
+    passes it.
 
     Raises:
-      ValueError: a dtype that models cannot compute in (COMPUTE_DTYPES).
+      ValueError: a dtype that models cannot compute in; they can in those of COMPUTE_DTYPES (bfloat16, float16,
+        float32).
     """
     try:
         name = jnp.dtype(dtype).name
@@ -38,13 +41,14 @@ def weight_name(module: str) -> str:
 
 
 def is_kept_packed(entry: headers.TensorEntry) -> bool:
-    """Whether `entry`, a tensor of a checkpoint's files, is a quantised weight that the model keeps quantised, and
-    does not decode on loading."""
+    """Whether `entry`, a tensor of a checkpoint's files, is a quantised weight that the model keeps quantised, and does
+    not decode on loading, as it does MXFP4 weights of gpt-oss."""
     return isinstance(entry, StoredEntry) and not entry.layout.decoded_on_load
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first eight of the sorted names, and how many more there are, for error messages."""
+    """The first eight of the sorted names, separated by commas, and how many more there are ("a, b and 2 more"), for
+    error messages."""
     names = sorted(names)
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
@@ -62,9 +66,9 @@ def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fold
 
     Args:
       wanted: {name: shape} of the model's tensors.
-      entries: {name: entry} of the files' tensors.
-      tied: True: the model's head is its embedding, and a separate head in the files must equal it; False: the head is
-        a tensor of its own.
+      entries: {name: entry} of the files' tensors, under the model's names.
+      tied: True: the model's head is its embedding. A separate head in the files must equal it, or is taken for the
+        embedding if the files have none. False: the head is a tensor of its own.
       folder: the checkpoint's folder, for errors.
     Raises:
       ValueError: tensors that are missing, unexpected or of another shape, all in one list; a separate head that

@@ -1,4 +1,5 @@
-"""Computes the tensors of a changed model one at a time, so that the changed model is never in memory as a whole.
+"""Computes the tensors of a changed model one at a time, so that the changed model is never in memory as a whole:
+`Weights`, which merging, saving and exporting use.
 
 Changes are merging adapters, decoding and encoding weights.
 """
@@ -24,7 +25,8 @@ from jaxtune.pallas.formats import Stored, dense
 
 def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
     """{Hugging Face name: variable} of a model, in the order in which files have them: embedding, per-layer embeddings
-    if there are any, layers, norm, head.
+    if there are any, layers, norm, head. There is no head if it is the embedding. The variables are the model's own,
+    and their values may be arrays, quantised weights or only shapes.
 
     Raises:
       ValueError: a model with adapters, or one that is prepared for QAT.
@@ -72,7 +74,8 @@ class Weights:
 
         Args:
           changes: {name of a matrix, as lora.matrices gives it: a function that takes the old weight and returns the
-            new one}. The function is called when the matrix is needed; until then only its result's shape is derived.
+            new one}. The function is called when the matrix is needed; until then it is only traced (jax.eval_shape)
+            for its result's shape. Names that the model does not have are ignored.
         """
         model, made = copy_structure(self.model), dict(self.made)
         names = {id(variable): name for name, variable in tensors_of(model).items()}
@@ -86,7 +89,8 @@ class Weights:
     def dequantized(self, modules: Sequence[str] | None = None) -> Weights:
         """These weights with quantised ones decoded to model.dtype, each when it is needed.
 
-        modules: names, or last parts of names, of the linears and experts that are decoded; None: all.
+        modules: names, or last parts of names, of the linears and experts that are decoded; a name that matches none
+        has no effect. None: all are decoded.
         """
 
         def chosen(name: str) -> bool:
@@ -98,8 +102,9 @@ class Weights:
 
     def quantized(self, load_in: str) -> Weights:
         """These weights with all linears and experts in the layers quantised to the format `load_in` (such as "nf4"),
-        each when it is needed; those in another format are decoded first. Routers are not quantised. If the model is
-        stored in that format already, the result is these weights themselves."""
+        each when it is needed; those in another format are decoded first. Routers are not quantised. The new model's
+        `qat` is None, because its weights are no longer on a grid of QAT. If the model is stored in that format already
+        (quant.stored_in), the result is these weights themselves, with the linears that it has in 16 bits."""
         if quant.stored_in(self.model) == load_in:
             return self
         plain = self.dequantized()

@@ -14,8 +14,9 @@ from jaxtune.models.families.common.table import COMMON, REFUSED, REFUSED_WITHOU
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
-    """The differences of a family's models from Llama's. The keys of config.json that all families have are in
-    table.py. `from_hf` reads a config.json, and `to_hf` writes one."""
+    """The differences of a family's models from Llama's. Each file of models/families makes one, its FAMILY, which is
+    never changed. The keys of config.json that all families have are in table.py. `from_hf` reads a config.json, and
+    `to_hf` writes one."""
 
     model_type: str
     """The value of model_type in config.json."""
@@ -55,7 +56,8 @@ class Family:
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """All entries of the family: the common ones that it does not replace, and its own."""
+        """All entries of the family: the common ones that it does not replace, by an entry with the same field or name
+        or by a value in `fields`, and then its own. They read and write in this order."""
         given = {field for entry in self.keys for field in entry.gives} | {*self.fields}
         names = {entry.name for entry in self.keys if isinstance(entry, Key)}
 
@@ -95,7 +97,9 @@ class Family:
         return DecoderConfig(**fields)
 
     def to_hf(self, config: DecoderConfig) -> Fields:
-        """The config.json with which transformers 4 and 5 load a model with this DecoderConfig.
+        """The config.json with which transformers 4 and 5 load a model with this DecoderConfig. What belongs to the
+        weights (dtype, quantisation) is not in it, and the ids of special tokens are null; models/hf.py adds them when
+        it saves a model.
 
         Raises:
           ValueError: a feature that config.json of this family cannot express.

@@ -1,5 +1,7 @@
-"""Keys of the two families of Gemma 4: five sliding layers to one global one, whose heads are wider and whose values
-may be their keys; last layers that share keys and values; experts beside the MLP; embeddings of each layer."""
+"""Keys of the two families of Gemma 4: five sliding layers to each global one, whose heads are wider and whose values
+may be their keys; last layers that share keys and values; experts beside the MLP; embeddings of each layer. The files
+gemma4.py and gemma4_unified.py of models/families declare their FAMILY with KEYS, EXPERTS, SHARING, PER_LAYER,
+DEFAULTS, FIELDS, NORMS, `prepared` and `unused_tensors`."""
 
 from __future__ import annotations
 
@@ -44,8 +46,11 @@ def _check_direction(key: str, value: Any) -> None:
 def _check_layers(key: str, value: Any) -> None:
     """Check of per_layer_config, {index of a layer: {key: its value in that layer}}, in which transformers 5.23 writes
     the sizes of global layers; earlier files have them in the keys global_head_dim and num_global_key_value_heads.
-    Raises ValueError for an index that is no number, a key that is not in _GLOBAL, or a value that is no positive
-    integer."""
+    Raises ValueError for an index that is no number, a key that is not in _GLOBAL, or a size that is no positive
+    integer.
+
+    key: what the error calls the value. value: the per_layer_config.
+    """
     values.mapping(key, value)
     for index, said in value.items():
         if not str(index).isdigit():
@@ -64,10 +69,12 @@ def _default_types(hf: Config) -> list[str]:
 
 
 def prepared(hf: Config) -> Fields:
-    """The config.json `hf` rewritten so that its keys can be read one by one (for Family.prepare).
+    """The config.json `hf`, in which all keys have values, rewritten so that its keys can be read one by one (for
+    Family.prepare). `hf` itself is not changed.
 
-    The last layer becomes global whatever layer_types says. The sizes in per_layer_config are moved to the keys that
-    give them for all global layers, and a number of global key and value heads that changes nothing becomes null.
+    layer_types is filled in if it is missing, and the last layer becomes global whatever it says. The sizes in
+    per_layer_config are moved to the keys that give them for all global layers, and a number of global key and value
+    heads that changes nothing becomes null: one that equals num_key_value_heads, or any if attention_k_eq_v is false.
 
     Raises:
       ValueError: a per_layer_config that these keys cannot express.
@@ -82,12 +89,14 @@ def prepared(hf: Config) -> Fields:
 
 def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
     """The sizes of global layers from per_layer_config of the config.json `hf`, {"global_head_dim": ...,
-    "num_global_key_value_heads": ...}, the keys that earlier files have for all global layers.
+    "num_global_key_value_heads": ...}, the keys that earlier files have for all global layers. A size that
+    per_layer_config does not give is head_dim or num_key_value_heads.
 
     types: the type of each layer.
 
     Raises:
-      ValueError: layers of one type with different sizes, or sizes for layers that slide or do not exist.
+      ValueError: layers of one type with different sizes, sizes for layers that slide or do not exist, or another
+        number of key and value heads without attention_k_eq_v.
     """
     usual = {"head_dim": hf["head_dim"], "num_key_value_heads": hf["num_key_value_heads"]}
     own = {int(index): said for index, said in hf["per_layer_config"].items()}
@@ -116,7 +125,8 @@ class _Rotary(RotaryByType):
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
         """The rotary parameters of the layers of one type (layer_type) as one flat dict, from the config.json `hf` or,
-        without rope_parameters, those of Gemma 4; raises ValueError if there are none for the type."""
+        without rope_parameters, those of Gemma 4; raises ValueError if there are none for the type. With the rope_type
+        default, partial_rotary_factor is left out, because transformers' class then rotates whole heads."""
         given = (hf["rope_parameters"] or _ROPE).get(layer_type)
         if not isinstance(given, Mapping):
             raise ValueError(
@@ -162,7 +172,8 @@ class _Layers(LayerTypes):
 
     def write(self, config: DecoderConfig) -> Fields:
         """What LayerTypes writes for the config.json of `config`, whose layers are taken without their sharing of keys
-        and values, which another key says."""
+        and values, which another key says. Raises ValueError for layers that are of no type, or that differ within a
+        type."""
         return super().write(dataclasses.replace(config, layers=tuple(map(_unshared, config.layers))))
 
 
@@ -227,7 +238,8 @@ class _Sharing:
 
     def write(self, config: DecoderConfig) -> Fields:
         """{key: value} of num_kv_shared_layers and use_double_wide_mlp for the config.json of a model with this
-        `config`: the inverse of `read`."""
+        `config`: the inverse of `read`. The latter is true if any layer that takes keys and values has an MLP of twice
+        the width."""
         takers = [layer for layer in config.layers if _shape_of(layer).takes_keys is not None]
         wide = MLPShape(2 * config.intermediate_size)
         doubled = any(wide in (layer.config_of("mlp"), layer.config_of("dense")) for layer in takers)

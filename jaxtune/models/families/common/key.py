@@ -1,4 +1,6 @@
-"""Declarations of the keys of config.json: the values that a key allows, its default, and the field that it sets."""
+"""Declarations of the keys of config.json: the values that a key allows, its default, and the field that it sets. A
+family's table consists of entries: a Key, a Record of several keys, or another object with the interface Entry.
+Family.from_hf checks a file with `checked` and fills in defaults with `completed` before the entries read it."""
 
 from __future__ import annotations
 

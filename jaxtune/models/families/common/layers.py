@@ -1,4 +1,6 @@
-"""Keys of config.json by which layers differ from one another: types, windows, position encodings and parts."""
+"""Keys of config.json by which layers differ from one another: types, windows, position encodings and parts.
+LayerTypes, OneWindow and MLPLayers are entries of families' tables (key.Entry), which read such keys into
+DecoderConfig.layers and write them back; the functions compute the types of layers for files that do not list them."""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class LayerType:
     window: bool = False
     """True: the layers have the window of the key sliding_window; False: they have full attention, or no attention."""
     rotary: int | None = 0
-    """Index of the layers' rotary base; None: no position encoding."""
+    """Index of the layers' rotary base in DecoderConfig.rotary; None: no position encoding."""
     mixer: Record | None = None
     """The keys of the layers' mixer; None: it is attention of the decoder's shape."""
 
@@ -90,10 +92,10 @@ def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: S
 def window_of(hf: Config) -> int | None:
     """The window in tokens from the key sliding_window of a config.json. hf: the config.json.
 
-    None if it is as long as the context, for which full attention is the same and faster.
+    None if it is at least as long as max_position_embeddings, because full attention is then the same and faster.
 
     Raises:
-      ValueError: there is no window.
+      ValueError: there is no window, or it is below 1.
     """
     window = hf["sliding_window"]
     if not isinstance(window, int) or window < 1:
@@ -155,7 +157,8 @@ class LayerTypes:
         return {"layers": tuple(layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """layer_types, the types' window and the keys of their mixers for a config.json.
+        """{key: value} of layer_types, sliding_window and the keys of the types' mixers for the config.json of
+        `config`. sliding_window is left out if no type has a window, and a mixer's keys if no layer has it.
 
         Raises:
           ValueError: layers that are of no type, or layers of one type with different windows or mixers.
@@ -200,7 +203,8 @@ class OneWindow:
     gives = ()
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"layers": the LayerSpecs of `fields`, each with the window of the config.json `hf`}"""
+        """{"layers": the LayerSpecs of `fields`, each with the window of the config.json `hf`}, None for a window that
+        is null or at least as long as the context. Raises ValueError for a window of 0."""
         window = None if hf["sliding_window"] is None else window_of(hf)
         return {"layers": tuple(dataclasses.replace(layer, window=window) for layer in fields["layers"])}
 
@@ -262,6 +266,7 @@ class MLPLayers:
         return {"layers": tuple(layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{"mlp_only_layers": the indices of all layers of `config` that have an MLP, "decoder_sparse_step": 1}"""
+        """{"mlp_only_layers": the indices of all layers of `config` that have an MLP, "decoder_sparse_step": 1}. The
+        list alone says it, whatever step the model was read with."""
         listed = [index for index, layer in enumerate(config.layers) if layer.config_of("mlp") is not None]
         return {"mlp_only_layers": listed, "decoder_sparse_step": 1}

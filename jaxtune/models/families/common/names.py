@@ -1,5 +1,6 @@
-"""The names that a Decoder's tensors have in checkpoints, as Hugging Face's classes name them. A weight has the same
-layout in the file and in the model ([out, in] for a linear), so none is transposed."""
+"""The names that a Decoder's tensors have in checkpoints, as Hugging Face's classes name them: `tensor_name`, with each
+family's names of norms and of experts (ExpertFiles). A weight has the same layout in the file and in the model ([out,
+in] for a linear), so none is transposed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ ROUTED_NORMS = LLAMA_NORMS | {"router": "gate"}
 
 @dataclasses.dataclass(frozen=True)
 class ExpertFiles:
-    """The parts of experts' tensor names in a checkpoint: model.layers.N.<module>.experts.<expert>.<matrix>.weight."""
+    """The parts of experts' tensor names in a checkpoint that has one linear for each expert and matrix:
+    model.layers.N.<module>.experts.<expert>.<matrix>.weight. A Family has one (expert_files) if its checkpoints are
+    so."""
 
     module: str  # the name of the mixture of experts within a layer; "": its experts are named under the layer itself
     gate: str  # the gate projection of an expert

@@ -1,4 +1,6 @@
-"""Rotary bases in config.json: rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4)."""
+"""Rotary bases in config.json: rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4).
+`Rotary` and `RotaryByType` are the entries of families' tables that read and write them; the functions check the
+parameters and convert them to a RopeConfig and back."""
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ _CHECKS: dict[str, Check] = {
 
 
 def check_parameters(key: str, value: Any) -> None:
-    """Check of rope_parameters or rope_scaling, which is one object, or one object for each type of layer; raises
-    ValueError for a value that its parameter does not allow. key: for the error."""
+    """Check of rope_parameters or rope_scaling (`value`), which is one object, or one object for each type of layer;
+    raises ValueError for a value that its parameter does not allow. Parameters that are null or not known are allowed.
+    key: what the error calls `value`."""
     values.mapping(key, value)
     for name, check in _CHECKS.items():
         if value.get(name) is not None:
@@ -52,12 +55,15 @@ def check_parameters(key: str, value: Any) -> None:
 
 def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
     """Returns the rotary parameters of a config.json as one flat dict, such as {"rope_type": "linear", "rope_theta":
-    1e4, "factor": 2.0}, from the keys of transformers 4 or 5. hf: the config.json.
+    1e4, "factor": 2.0}, from the keys of transformers 4 or 5. rope_type is always in it; parameters that are null are
+    left out.
 
     If both are there, rope_scaling takes precedence, as in transformers.
 
-    layer_type: whose entry to take if rope_parameters has one object for each type of layer; rope_scaling then applies
-    only to full layers.
+    Args:
+      hf: the config.json.
+      layer_type: whose entry to take if rope_parameters has one object for each type of layer; rope_scaling then
+        applies only to full layers. None: rope_parameters is one object.
     """
     scaling, parameters = (hf.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     both = scaling or parameters
@@ -74,7 +80,8 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
 
     Args:
       hf: the whole config.json, for head_dim and the numbers of positions.
-      given: the rotary parameters, as one flat dict from `rope_parameters`.
+      given: the rotary parameters, as one flat dict from `rope_parameters`. rope_type is "default", "linear", "llama3",
+        "longrope", "proportional" or "yarn".
     Raises:
       ValueError: an unknown kind, a missing parameter, or factors that do not fit the head.
     """
@@ -126,7 +133,8 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
 
 def rope_to_hf(rope: RopeConfig) -> Fields | None:
     """The value of rope_scaling in config.json for a RopeConfig (`rope`), a dict; None for the default kind, which
-    needs none. theta is not in it, because it is the key rope_theta."""
+    needs none. theta is not in it, because it is the key rope_theta, nor is partial_rotary_factor, unless the kind is
+    proportional, because families that use it write it as a key of its own (PARTIAL_ROTARY)."""
     if rope.kind == "default":
         return None
     scaling: Fields = {"rope_type": rope.kind, "factor": rope.factor}
@@ -174,8 +182,8 @@ class Rotary:
         return rope_parameters({**hf, "rope_parameters": self.default} if says_nothing else hf)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`. `fields` is not used, but all Entries
-        take it."""
+        """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`; raises ValueError for parameters that
+        are missing or do not fit the head. `fields` is not used, but all Entries take it."""
         return {"rotary": (rope_config(hf, self.given(hf)),)}
 
     def write(self, config: DecoderConfig) -> Fields:
@@ -199,8 +207,8 @@ class RotaryByType(Rotary):
         return rope_parameters(hf, layer_type)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"rotary": a tuple with the RopeConfig of each of `types`} by the config.json `hf`. `fields` is not used,
-        but all Entries take it."""
+        """{"rotary": a tuple with the RopeConfig of each of `types`} by the config.json `hf`; raises ValueError for
+        parameters that are missing or do not fit the head. `fields` is not used, but all Entries take it."""
         return {"rotary": tuple(rope_config(hf, self.given_to(name, hf)) for name in self.types)}
 
     def write(self, config: DecoderConfig) -> Fields:

@@ -1,4 +1,5 @@
-"""The keys of config.json that all families have, and keys that several families have."""
+"""The keys of config.json that all families have (COMMON, and REFUSED for those that none supports), and keys, defaults
+and fields that several families have, of which their files choose."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
 
 
 def check_activation(key: str, value: Any) -> None:
-    """Raises ValueError unless `value` is the name of a supported activation (ACTIVATIONS). key: what the error calls
-    the value."""
+    """Raises ValueError unless `value` is the name of a supported activation in config.json: "silu", "swish" (the
+    same), "gelu_pytorch_tanh" or "gelu" (ACTIVATIONS). key: what the error calls the value."""
     values.text(key, value)
     if value not in ACTIVATIONS:
         raise ValueError(f"{key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
@@ -118,7 +119,8 @@ def experts(*keys: Key, **fixed) -> Record:
     """The Record of a family's experts, which sets DecoderConfig.moe.
 
     Args:
-      keys: the keys of config.json that differ between families; those of the router are added.
+      keys: the keys of config.json that differ between families, such as the number and size of experts;
+        num_experts_per_tok and the keys of the router's losses are added.
       fixed: {field of MoEConfig: its value in all models of the family}.
     """
     return Record(MoEConfig, (*keys, EXPERTS_PER_TOKEN, *_ROUTER), fixed, field="moe")
