@@ -92,7 +92,8 @@ class FourBit(Stored):
 
     def block_absmax(self) -> jax.Array:
         """The absmax of each block, float32[ceil(n / 64)]: those that are stored, or, with double quantisation, decoded
-        from their indices, nested absmax and offset, and rounded as bitsandbytes does."""
+        from their indices, nested absmax and offset, and rounded as bitsandbytes does, so that decoded numbers are the
+        same."""
         if self.nested_absmax is None or self.nested_map is None or self.offset is None:
             return self.absmax
         values = jnp.asarray(self.nested_map).at[self.absmax].get(mode="promise_in_bounds")
@@ -116,8 +117,9 @@ class FourBit(Stored):
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
         """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one. The values are
-        exactly those of the matrices. Matrices that were doubly quantised separately have different offsets; the result
-        then has float32 absmax.
+        exactly those of the matrices. Each matrix must be whole blocks of 64 (BitsAndBytes.joining checks it). Double
+        quantisation is kept if all matrices have the same offset and are whole groups of 256 blocks; otherwise, as for
+        matrices that were quantised separately, the result has float32 absmax.
 
         Args:
           pieces: the matrices [., columns], whose rows in this order are those of expert 0, expert 1, ...
@@ -227,7 +229,7 @@ class NF4(FourBit):
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray, double_quant: bool = True) -> NF4:
         """Quantises a tensor of any shape in bfloat16, float16 or float32 on its device; the bytes are equal on every
-        device.
+        device, and equal to those of bitsandbytes.
 
         Elements are converted to float32. Values that are not finite make their block meaningless, and with double
         quantisation the whole tensor, whose `offset` is then not finite either.
@@ -292,8 +294,8 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
 
 
 def _mean(values: jax.Array) -> jax.Array:
-    """The mean of float32[n] as a scalar: the offset of double quantisation. The values are added by halves, so that
-    the order, and with it the result, is the same on every device."""
+    """The mean of float32[n] as a scalar: the offset of double quantisation. The values are added by halves (the first
+    half to the second, again and again), so that the order, and with it the result, is the same on every device."""
     count = values.size
     values = jnp.pad(values, (0, (1 << (count - 1).bit_length()) - count))
     while values.size > 1:
@@ -348,8 +350,9 @@ class BitsAndBytes(Layout):
 
     def key_of(self, name: str) -> tuple[str, str] | None:
         """Divides the name of a tensor in a file into (module, key), such as ("model.layers.0.mlp.up_proj",
-        ".weight.absmax"). Returns None for a name that no tensor of this layout has. It matches by a pattern, because
-        the key of quant_state ends in the name of the type, nf4 or fp4."""
+        ".weight.absmax"). Returns None for a name that no tensor of this layout has. A plain weight's name, X.weight,
+        is divided too; `claims` tells them apart. It matches by a pattern, because the key of quant_state ends in the
+        name of the type, nf4 or fp4."""
         match = _PART.fullmatch(name)
         return None if match is None else (match[1], match[2])
 
@@ -470,7 +473,8 @@ class BitsAndBytes(Layout):
 
         Args:
           weight: the weight, or the same object with shapes (jax.ShapeDtypeStruct) in place of its arrays.
-          make: a function that quantises the weight and returns it; it is called only if `weight` has only shapes.
+          make: a function that quantises the weight and returns it; it is called only if `weight` has double
+            quantisation and no jax.Array as offset, so that an offset is not computed twice.
         """
         assert isinstance(weight, FourBit)
         if weight.offset is None:
