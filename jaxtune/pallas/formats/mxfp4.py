@@ -67,7 +67,8 @@ class MXFP4(Stored):
 
         A block's scale is one of two powers of two, that with the smaller sum of squared errors: the one that the
         specification gives, with which numbers above 6 times the scale are clipped to it, or twice that power. Numbers
-        are rounded to nearest, ties to even, and must be finite. It serves exports of gpt-oss.
+        are rounded to nearest, ties to even, and must be finite. Exports of gpt-oss and quantisation-aware training
+        call it.
 
         Raises:
           ValueError: the last axis is not a multiple of 32.

@@ -49,7 +49,8 @@ kind = in_blocks  # see as_stored.py
 def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array]:
     """Rounds rows [n, k] to e4m3: (codes e4m3[n, k], scales float32), where code times scale is the rounded number. If
     `blocks` is False, each row has a scale, [n, 1], from its largest magnitude; if True, each 128 numbers of a row have
-    one, [n, ceil(k / 128)]. Where numbers are not finite, the scale is not finite either."""
+    one, [n, ceil(k / 128)]. A row or run of zeros has scale 1. Where numbers are not finite, the scale is not finite
+    either. It is plain JAX, which the kernel of fp8_rounding.py replaces for scales of rows."""
     wide = rows.astype(jnp.float32)
     if blocks:
         count, width = rows.shape
@@ -90,9 +91,9 @@ def side_by_side(
 
 def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Rounds x [n, k] to e4m3 for the forward: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k /
-    128)]). It is called once for all weights of a call whose scales are of the same kind. blocks: True if these weights
-    have scales of 128 x 128 numbers, False if not (`in_blocks`). implementation: "reference" for XLA; any other value,
-    also None, for the Mosaic kernel if it can, else XLA."""
+    128)]). quant_matmul calls it once for all weights of a call whose scales are of the same kind, and `forward` takes
+    the result. blocks: True if these weights have scales of 128 x 128 numbers, False if not (`in_blocks`).
+    implementation: "reference" for XLA; any other value, also None, for the Mosaic kernel if it can, else XLA."""
     if not blocks:
         return side_by_side([x], None, implementation)
     with jax.named_scope("to_fp8"):
@@ -102,8 +103,8 @@ def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tu
 def forward(
     coded: tuple[jax.Array, jax.Array], weight: FP8, more: More | None, dtype, implementation: str | None = None
 ) -> jax.Array:
-    """Multiplies rounded activations by a weight: x W^T in `dtype`, [n, out]. A row of x that is not finite makes only
-    that row of the result not finite.
+    """Multiplies rounded activations by a weight: x W^T in `dtype`, [n, out], plus an adapter's product. A row of x
+    that is not finite makes only that row of the result not finite.
 
     Args:
       coded: x as `operand` returns it, (codes, scales).
@@ -125,7 +126,8 @@ def backward(
     dtype,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The gradient of x: the sum of dy W over the weights, [n, in] in `dtype`.
+    """The gradient of x: the sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`. dy is
+    rounded to e4m3 first.
 
     Args:
       douts: dy [n, out_i] of each weight, not rounded yet.
@@ -149,8 +151,8 @@ def backward(
 
 
 def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
-    """Pads the array with zeros along `axis` to a multiple of 128. Where several weights are concatenated, each block
-    of 128 numbers then belongs to only one of them."""
+    """Pads the array with zeros along `axis` to a multiple of 128; an array of such a size is returned unchanged. Where
+    several weights are concatenated, each block of 128 numbers then belongs to only one of them."""
     short = -array.shape[axis] % BLOCK
     return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
 
@@ -204,8 +206,8 @@ def multiply(
 
 
 def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
-    """The product of an adapter's two operands, u [n, r] side [columns, r]^T: [n, columns] in u's dtype. float32 is
-    multiplied in full float32."""
+    """The product of an adapter's two operands, u [n, r] side [columns, r]^T: [n, columns] in u's dtype. XLA adds it to
+    a product that no kernel computes. float32 is multiplied in full float32."""
     precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     numbers = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(u, side.astype(u.dtype), numbers, precision=precision, preferred_element_type=u.dtype)
@@ -213,7 +215,7 @@ def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
 
 def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
     """The product of two arrays of e4m3 codes, codes [n, k] side [columns, k]^T: [n, columns] in `dtype`, summed in
-    float32. No scales are applied."""
+    float32. No scales are applied. On a GPU it is the vendor's FP8 product."""
     return jax.lax.dot_general(codes, side, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 

@@ -69,7 +69,7 @@ def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> 
 @meshes.on_any_mesh
 def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -> jax.Array:
     """The weights with which a token's experts enter its result: float32[T, k], 0 where it has no expert. They are
-    differentiable with respect to logits.
+    differentiable with respect to logits, so that the router learns.
 
     Args:
       logits: [T, E], the router's.
@@ -99,11 +99,12 @@ def route(
     of rows. The sort is stable: an expert's rows are in the order of the tokens.
 
     Args:
-      choice: int32[T, k] from choose_experts; numbers of num_experts or more mean no expert, and get no row.
+      choice: int32[T, k] from choose_experts; other numbers than 0 to num_experts - 1 mean no expert, and get no row.
       num_experts: E, the number of all experts.
       tile_rows: each expert's rows are padded with empty rows to a multiple of it, because kernels multiply tiles of
         rows that belong to one expert.
-      implementation: "reference" (XLA), "mosaic", or None for the faster one.
+      implementation: "reference" (XLA), "mosaic", or None for the one that was measured to be faster with so many
+        experts.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -119,7 +120,7 @@ def route(
 
 def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
     """The implementations of the copy of tokens to their rows (`permute`) in the order in which they are tried: {name:
-    a function that returns the reason why it refuses the call, or None}.
+    a function that returns the reason why it refuses the call, or None}. `jaxtune info` prints them too.
 
     Args:
       dtype: of the tokens.
@@ -135,8 +136,8 @@ def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
 
 def sort_implementations(num_experts: int, implementation: str | None = None) -> dispatch.Table:
     """The implementations of the sort in `route` in the order in which they are tried: {name: a function that returns
-    the reason why it refuses the call, or None}. The kernel is first only for many experts, where it was measured to be
-    faster than XLA; for fewer it runs only on request.
+    the reason why it refuses the call, or None}. `route` chooses from them, and `jaxtune info` prints them. The kernel
+    is first only for many experts, where it was measured to be faster than XLA; for fewer it runs only on request.
 
     Args:
       num_experts: E, the number of all experts.
@@ -325,7 +326,8 @@ def matmul_of_tokens(
 ) -> jax.Array:
     """Multiplies each token by the weights of its k experts: x [T, in] -> [rows, out], one row for each pair of a token
     and an expert, sorted by expert. It computes grouped_matmul(permute(x, routing), ...), for example the experts' up
-    projection, but the sorted rows are not stored for the backward, which gathers them from x again.
+    projection, but the sorted rows are not stored for the backward, which gathers them from x again. The result has x's
+    dtype, and zeros in empty rows. Differentiable with respect to x, a weight that is an array, and the adapter.
 
     Args:
       x: [T, in] bfloat16, float16 or float32.
@@ -334,7 +336,8 @@ def matmul_of_tokens(
       lora: the adapter, or None.
       transposed: whether the last axis of the weight is `out` (True) or `in` (False).
       derivative_follows: True: the derivative is computed soon, and x has no other use. A weight that has to be decoded
-        is then decoded once for both. False: it is decoded again for the gradient of x.
+        is then decoded once for both, and the adapter's gradients are computed before x's, so that x can be freed.
+        False: it is decoded again for the gradient of x.
       fp8: whether a weight in FP8 is multiplied without decoding, by tokens that are rounded to FP8.
       implementation: of the product: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX), or None for the first
         that supports the call.
@@ -390,7 +393,9 @@ def matmul_to_tokens(
 ) -> jax.Array:
     """Multiplies each row by the weight of its expert, and sums the rows of each token: rows [rows, in] -> [T, out]. It
     computes unpermute(grouped_matmul(rows, ...), routing), for example the experts' down projection. The gradient of
-    the result stays [T, out], and its rows are gathered only where the backward needs them.
+    the result stays [T, out], and its rows are gathered only where the backward needs them. The products are rounded to
+    the rows' dtype, summed in float32 in the order of the token's choices, and rounded again. Differentiable with
+    respect to rows, a weight that is an array, and the adapter.
 
     Args:
       rows: [rows, in] bfloat16, float16 or float32, sorted by expert as `routing` says; empty rows are zero.
@@ -415,8 +420,9 @@ def matmul_to_tokens(
 @meshes.on_any_mesh
 def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.Array) -> jax.Array:
     """Adds the biases of each token's experts, each times the expert's weight for the token, to out [T, n], with
-    float32 sums; the result has out's dtype. matmul_to_tokens has no bias, so this adds that of the experts' down
-    projection after the sum over each token's experts.
+    float32 sums; the result has out's dtype. It is differentiable with respect to out, weights and bias.
+    matmul_to_tokens has no bias, so this adds that of the experts' down projection after the sum over each token's
+    experts.
 
     Args:
       out: [T, n].
@@ -469,7 +475,7 @@ _with_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
 def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
     """The weight of each row: weights [T, k], from expert_weights, -> [rows] in the same dtype, the weight of the pair
     (a token with one of its experts) in each row; 0 in empty rows. Experts multiply their rows by it before the rows of
-    each token are summed. routing: from route.
+    each token are summed. It is differentiable with respect to the weights. routing: from route.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.

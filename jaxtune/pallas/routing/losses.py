@@ -51,7 +51,8 @@ class RouterSums:
 def router_sums(logits: jax.Array, choice: jax.Array) -> RouterSums:
     """Computes the sums over tokens from which the load-balancing loss and the z-loss of a router are computed: the
     number of tokens that chose each expert, the softmax probabilities, the squared log-sum-exp of the logits, and the
-    number of tokens (see RouterSums).
+    number of tokens (see RouterSums). A layer of experts calls it; training adds up the sums and computes the losses
+    from them.
 
     Args:
       logits: [T, E], the router's, bfloat16, float16 or float32.
