@@ -50,7 +50,7 @@ _TINY = 1e-38  # bitsandbytes' absmax for a last, short block of zeros
 class FourBit(Stored):
     """A tensor of n elements in four bits, with the largest magnitude (absmax) of each block of 64 elements: the base
     of NF4 and FP4, which differ in the table of 16 numbers. An element is the table's entry times the absmax of its
-    block. It implements the interface of quantised weights, Stored.
+    block. It implements the interface of quantised weights, Stored. NF4.encode and BitsAndBytes.read make such weights.
 
     With double quantisation, the absmax are quantised too, to 8 bits in blocks of 256: an absmax is nested_map[index] *
     nested_absmax + offset. Without it nested_absmax, nested_map and offset are None.
@@ -143,8 +143,9 @@ class FourBit(Stored):
         """Cuts the rows from `start` to before `start + rows` out of the matrix number `index` of this tensor of
         experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself.
 
-        The values are exactly those of the rows, which must be whole blocks of 64. The result has float32 absmax if the
-        rows do not begin and end with whole groups of 256 blocks, which share a nested absmax.
+        The values are exactly those of the rows, which must be whole blocks of 64 (BitsAndBytes.splitting checks it).
+        The result has float32 absmax if the rows do not begin and end with whole groups of 256 blocks, which share a
+        nested absmax.
         """
         columns = self.shape[2]
         first, size = (index * self.shape[1] + start) * columns, rows * columns

@@ -52,7 +52,8 @@ ROW, TILE, MATRIX = (1, None), (128, 128), (None, None)
 @dataclasses.dataclass(frozen=True)
 class FP8(Stored):
     """A weight tensor [..., out, in] in e4m3 (8 bits for each number) with a scale for each block of numbers: a number
-    of the tensor is its code times the scale of its block. It implements the interface of quantised weights, Stored."""
+    of the tensor is its code times the scale of its block. It implements the interface of quantised weights, Stored.
+    `encode` and FP8Files.read make weights; quant_matmul.in_e4m3 stores activations in it too."""
 
     codes: jax.Array  # float8_e4m3fn[..., out, in]
     # float of 16 or 32 bits, [..., blocks along out, blocks along in]; the last block along an axis may be shorter
@@ -118,8 +119,8 @@ class FP8(Stored):
 
     def rescaled(self, factor: np.ndarray) -> FP8:
         """The same codes with scales multiplied by `factor`, float64[..., out, 1]; the weight must have a scale for
-        each row. An export calls it so that weights which training rounded to this format decode to exactly the same
-        16-bit numbers (Stored.rescaled)."""
+        each row (asserted), and the result's scales are float32. An export calls it so that weights which training
+        rounded to this format decode to exactly the same 16-bit numbers (Stored.rescaled)."""
         assert self.block == ROW
         return dataclasses.replace(self, scales=jnp.asarray(np.float32(np.float64(self.scales) * factor)))
 

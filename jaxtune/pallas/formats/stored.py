@@ -17,8 +17,8 @@ from jaxtune.pallas.meshes import on_any_mesh
 
 class Stored:
     """The interface of quantised tensors. A Stored is a pytree whose leaves are the arrays that are stored, such as
-    codes and scales. Code that plans (files' headers, memory) uses Stored objects with jax.ShapeDtypeStruct in place of
-    these arrays. Models have it in place of an array [..., out, in]; a tensor of experts is [E, out, in].
+    codes and scales. Models have it in place of an array [..., out, in]; a tensor of experts is [E, out, in]. Code that
+    plans memory or files' headers uses objects with jax.ShapeDtypeStruct in place of the leaves.
 
     A format is a frozen dataclass with `shape`, `dtype_name`, `problem` (why the arrays do not fit each other), `cut`
     (how many consecutive indices may not be separated) and `_decode` (the decoded array), and with `encode` if jaxtune

@@ -259,8 +259,8 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 
 
 def _grouped_fwd(x, weight, lora, groups, static):
-    """The forward rule of `_grouped` for jax.custom_vjp. It takes the arguments of `_grouped`, and returns (the product
-    [rows, out], the residuals for the backward rule), both from `forward`."""
+    """The forward rule of `_grouped` for jax.custom_vjp. It takes the arguments of `_grouped` (x, weight, lora, groups,
+    static), and returns (the product [rows, out], the residuals for the backward rule), both from `forward`."""
     return forward(x, weight, lora, groups, static)
 
 
@@ -335,8 +335,8 @@ def prepared(
     implementation: str | None,
 ):
     """Chooses the implementation of a grouped product, and returns (x, weight, (a, b) of the adapter or None, the
-    Static settings), which are arguments of `forward`. The caller must go on with the returned x: it is tied to the
-    decoded weight, so that XLA does not decode earlier.
+    Static settings), which are arguments of `forward`. The caller must use the returned x from then on: it is tied to
+    the decoded weight, so that XLA does not decode earlier.
 
     Args:
       x: the rows sorted by expert, [rows, in], or the tokens.

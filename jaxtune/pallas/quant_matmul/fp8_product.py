@@ -111,7 +111,7 @@ def forward(
       weight: [out, in].
       more: None, or an adapter's two operands (u [n, r], b [out, r]), whose product u b^T is added.
       dtype: of the result.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call (see `multiply`).
     """
     scales = weight.scales.astype(jnp.float32)
     if not in_blocks(weight):
@@ -134,7 +134,7 @@ def backward(
       weights: each [out_i, in]; `in_blocks` is the same for all.
       more: None, or the adapters' two operands (u [n, r], a [in, r]), whose product u a^T is added.
       dtype: of the result.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call (see `multiply`).
     """
     blocks = in_blocks(weights[0])
     if blocks:  # each weight's blocks start at its own first row
@@ -178,7 +178,8 @@ def multiply(
       dtype: of the result.
       blocks: True if each 128 numbers along k have a scale, by which sums over 128 are multiplied; False if a whole row
         has one, by which the result is multiplied.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call; without `blocks`
+        "triton" is used only if it is requested.
     """
     codes, scale = coded
     sizes = (codes.shape[0], codes.shape[1], side.shape[0])

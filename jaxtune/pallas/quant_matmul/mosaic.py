@@ -61,9 +61,10 @@ def _first_use(weight: Stored, dtype) -> str | None:
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
-    or None if it can. Up to 16 tokens are for this module's kernels, more are for Triton's (`few_refusal`). A weight
-    that `dequantize` refuses is refused here too, because its kernel must have passed its check. The kernel for 17
-    tokens or more has a check of its own at its first use on a GPU; that of this file has none."""
+    or None if it can. Up to 16 tokens are for this module's kernels, which take NF4 and FP4 with rows in multiples of
+    16, and columns in multiples of 512, 1,024 at least. More are for Triton's (`few_refusal`). A weight that
+    `dequantize` refuses is refused here too, because its kernel must have passed its check. The kernel for 17 tokens or
+    more has a check of its own at its first use on a GPU; that of this file has none."""
     if not isinstance(weight, FourBit):
         return f"a weight in {type(weight).__name__}"
     if tokens > MAX_TOKENS:
@@ -76,8 +77,9 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens, which is more than 16, in
-    `dtype` by this weight, or None if it can. A Triton kernel (triton.few_matmul) does it, which decodes the codes in
-    registers. On a GPU its result on a small case is compared with the exact one at the first use."""
+    `dtype` by this weight, or None if it can. Reasons are those of triton.few_refusal, and a wrong result. A Triton
+    kernel (triton.few_matmul) does it, which decodes the codes in registers. On a GPU its result on a small case is
+    compared with the exact one at the first use."""
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
@@ -363,9 +365,9 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """Returns the reason, in words, why line_matmul with this tile cannot multiply this number of tokens in `dtype`
-    by this weight, or None if it can. On a GPU its result on a small case is compared with the exact one at the
-    first use."""
+    """Returns the reason, in words, why line_matmul with this tile cannot multiply this number of tokens in `dtype` by
+    this weight, or None if it can. Reasons are those of `small_refusal`, and sizes that do not fit the weight or a
+    program's memory. On a GPU its result on a small case is compared with the exact one at the first use."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -392,7 +394,8 @@ def _exact(x, weight: FourBit):
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
     """Returns the reason, in words, why row_matmul cannot multiply one token in `dtype` by this weight, or None if it
-    can. On a GPU its result on a small case is compared with the exact one at the first use."""
+    can. Reasons are an odd number of rows, columns that are no multiple of 1,024 or more than 28,672, and those of
+    `refusal`. On a GPU its result on a small case is compared with the exact one at the first use."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
     cut = row_matmul.plan(rows, columns)
     if cut is None:

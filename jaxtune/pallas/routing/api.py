@@ -103,8 +103,8 @@ def route(
       num_experts: E, the number of all experts.
       tile_rows: each expert's rows are padded with empty rows to a multiple of it, because kernels multiply tiles of
         rows that belong to one expert.
-      implementation: "reference" (XLA), "mosaic", or None for the one that was measured to be faster with so many
-        experts.
+      implementation: "reference" (XLA), "mosaic", or None for the one that was measured to be faster: the kernel from
+        128 experts on, if it runs on this GPU.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -170,8 +170,8 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
 
 
 def _spread(x, routing, implementation):
-    """Copies each token of x [T, H] to the rows of its pairs: [rows, H], with zeros in empty rows. implementation:
-    "reference", "mosaic", or None for the first that supports the call."""
+    """Copies each token of x [T, H] to the rows of its pairs, as `routing` says: [rows, H], with zeros in empty rows.
+    implementation: "reference", "mosaic", or None for the first that supports the call."""
     table = implementations(x.dtype, x.shape[1], routing.slots.shape[1])
     name = dispatch.choose("routing spread", table, implementation)
     return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
@@ -262,8 +262,8 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 
 def _row_tokens(routing):
-    """The token of each row of the buffer that is sorted by expert: int32[rows], T for empty rows. Grouped products
-    that gather their rows from the tokens while they multiply take it as an argument."""
+    """The token of each row of the buffer that is sorted by expert, from the pairs of `routing`: int32[rows], T for
+    empty rows. Grouped products that gather their rows from the tokens while they multiply take it as an argument."""
     return divided(routing.source, routing.slots.shape[1])
 
 
@@ -291,9 +291,9 @@ def _of_tokens(x, weight, lora, routing, static):
 
 
 def _of_tokens_fwd(x, weight, lora, routing, static):
-    """The forward rule of `_of_tokens`, with its arguments: (out [rows, out], residuals). The residuals are those of
-    grouped_matmul.api.forward and the routing. In place of the sorted rows, which are more than k times as large, they
-    contain x [T, in]."""
+    """The forward rule of `_of_tokens`, with its arguments x, weight, lora, routing and static: (out [rows, out],
+    residuals). The residuals are those of grouped_matmul.api.forward and the routing. In place of the sorted rows,
+    which are more than k times as large, they contain x [T, in]."""
     rows, tokens = _as_rows(x, routing, static)
     out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens)
     return out, ((x, *residuals), routing)
@@ -362,8 +362,9 @@ def _to_tokens(rows, weight, lora, routing, static):
 
 
 def _to_tokens_fwd(rows, weight, lora, routing, static):
-    """The forward rule of `_to_tokens`, with its arguments: (out [T, out], residuals). The residuals are those of
-    grouped_matmul.api.forward and the routing; the product before the sum, [rows, out], is not among them."""
+    """The forward rule of `_to_tokens`, with its arguments rows, weight, lora, routing and static: (out [T, out],
+    residuals). The residuals are those of grouped_matmul.api.forward and the routing; the product before the sum,
+    [rows, out], is not among them."""
     out, residuals = grouped.forward(rows, weight, lora, routing.groups, static)
     return reference.summed(out, routing.slots), (residuals, routing)
 
