@@ -2,7 +2,9 @@
 
 A format is a file of this folder with a subclass of `Stored` and a declaration `FORMAT`, and an entry in
 jaxtune/pallas/format_names.py. Reading and writing models, the planner, exports, the configuration and jaxtune.compat
-all use the table FORMATS.
+all use the table FORMATS, and the functions `layouts`, `load_in`, `exports` and `format_of`, which look things up in
+it. The package also exports the classes of weights, and `dense`, which returns the array of a weight that may be
+quantised.
 """
 
 import importlib

@@ -56,7 +56,8 @@ def _intervals(signed: bool, decade: int) -> int:
 @functools.cache
 def upper_bounds(signed: bool) -> np.ndarray:
     """For each magnitude of the map except 1, ascending from 0, the largest float32 to which it is the nearest
-    magnitude: float32[128] if signed, else float32[255]. `nearest_codes` compares with it.
+    magnitude: float32[128] if signed, else float32[255]. `nearest_codes` compares with it. It is computed once; callers
+    must not change the array.
 
     It is the middle between the magnitude and the next, rounded down, so that a float32 is above it exactly if it is
     above the middle. signed: True: the map with negative values. False: the map without.

@@ -220,7 +220,8 @@ class Layout:
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
         """(label, key) of each tensor of the weight `found`, in the order in which the digest of the base model
-        includes them. The label is the name that enters the digest beside the tensor's content.
+        includes them. The label is the name that enters the digest beside the tensor's content, by default the tensor's
+        name in the file. By default the codes come first, and then those of `others` that the weight has.
 
         Adapters record that digest to recognise their base, so a layout must never change it.
         """

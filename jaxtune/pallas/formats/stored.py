@@ -110,8 +110,8 @@ class Stored:
 
     def piece(self, index: int, start: int, rows: int) -> Self:
         """Cuts the rows from `start` to before `start + rows` out of the matrix number `index` of this tensor of
-        experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself. It
-        is the inverse of `joined`."""
+        experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself. The
+        rows must begin with a whole block of quantisation. It is the inverse of `joined`."""
         high = self.cut(1) or rows  # how many rows share an entry of an array that has fewer rows
 
         def rows_of(array: jax.Array) -> jax.Array:

@@ -123,7 +123,7 @@ def gathers(implementation: str) -> bool:
 def _product(x, weight, groups, contract, extra, static: Static, tokens):
     """The product of sorted rows with their experts' weights, plus the adapter's, [rows, n] in x's dtype. A quantised
     weight is decoded once x is computed and not earlier, so that XLA keeps no decoded weights; or it is multiplied
-    without decoding.
+    without decoding, by "mosaic_ahead", or in FP8 if static.fp8 says so.
 
     Args:
       x: [rows, K], or [T, K] with `tokens`.
@@ -231,7 +231,7 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
         sorted.
     Returns:
       (the gradient of the sorted rows [rows, in], that of the weight or None if it is quantised, those of the adapter's
-      (a, b) or None without an adapter).
+      (a, b) or None without an adapter). That of a weight that is frozen is computed too; XLA removes it.
     """
     x, weight, lora, groups, inner = residuals
     contract = 2 if static.transposed else 1

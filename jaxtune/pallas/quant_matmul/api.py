@@ -26,7 +26,8 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 @dataclasses.dataclass(frozen=True)
 class LoraWeights:
     """A low-rank adapter of a weight [out, in]: it adds scale * b a to the weight. The sum is never stored; a product
-    with x adds scale * (x a^T) b^T to the output instead."""
+    with x adds scale * (x a^T) b^T to the output instead. Linears make it from their adapter's parameters for a call of
+    quant_matmul."""
 
     a: jax.Array  # [r, in]; cast to x's dtype on use
     b: jax.Array  # [out, r]; cast to x's dtype on use

@@ -63,7 +63,7 @@ class Chunks:
     @staticmethod
     def decodes(weight: Stored) -> bool:
         """Returns True if a weight is in a format that is decoded here: NF4 or FP4 (FourBit), MXFP4, or NVFP4 with one
-        scale for the whole tensor; False otherwise."""
+        scale for the whole tensor; False otherwise. Refusals of kernels that decode ask it."""
         return isinstance(weight, FourBit | MXFP4) or (isinstance(weight, NVFP4) and weight.tensor_scale.size == 1)
 
     @staticmethod

@@ -123,7 +123,7 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
 
 def scaled(part, scale):
     """Multiplies the array `part`, an operand of an adapter's product, by the adapter's number `scale`; the result has
-    part's dtype; for a scale of 1 it is `part` itself. It is multiplied in float32, because in part's dtype the number
+    part's dtype, and is `part` itself for a scale of 1. It is multiplied in float32, because in part's dtype the number
     itself would be rounded first."""
     return part if scale == 1.0 else (part.astype(jnp.float32) * scale).astype(part.dtype)
 
@@ -199,8 +199,10 @@ def _products_fwd(x, source, weights, loras, biases, static):
 
 def _products_bwd(static, residuals, doutputs):
     """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases), in this structure. An
-    entry is None where the argument is None, and for a quantised weight, which gets no gradient. The gradient of x does
-    not include that of `source`, through which the caller's dropout leads back to x.
+    entry is None where the argument is None, and for a quantised weight, which gets no gradient. That of an array is
+    always computed; XLA removes it if the weight is frozen. Weights that are multiplied as they are stored get one
+    product for all of the same kind. The gradient of x does not include that of `source`, through which the caller's
+    dropout leads back to x.
 
     Args:
       static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights,

@@ -327,7 +327,8 @@ def matmul_of_tokens(
     """Multiplies each token by the weights of its k experts: x [T, in] -> [rows, out], one row for each pair of a token
     and an expert, sorted by expert. It computes grouped_matmul(permute(x, routing), ...), for example the experts' up
     projection, but the sorted rows are not stored for the backward, which gathers them from x again. The result has x's
-    dtype, and zeros in empty rows. Differentiable with respect to x, a weight that is an array, and the adapter.
+    dtype, and zeros in empty rows. Differentiable with respect to x, a weight that is an array, and the adapter; the
+    gradients that arrive for empty rows must be zero.
 
     Args:
       x: [T, in] bfloat16, float16 or float32.
@@ -339,8 +340,8 @@ def matmul_of_tokens(
         is then decoded once for both, and the adapter's gradients are computed before x's, so that x can be freed.
         False: it is decoded again for the gradient of x.
       fp8: whether a weight in FP8 is multiplied without decoding, by tokens that are rounded to FP8.
-      implementation: of the product: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX), or None for the first
-        that supports the call.
+      implementation: of the product, as in grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX),
+        or None for the first that supports the call.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -395,7 +396,8 @@ def matmul_to_tokens(
     """Multiplies each row by the weight of its expert, and sums the rows of each token: rows [rows, in] -> [T, out]. It
     computes unpermute(grouped_matmul(rows, ...), routing), for example the experts' down projection. The gradient of
     the result stays [T, out], and its rows are gathered only where the backward needs them. The products are rounded to
-    the rows' dtype, summed in float32 in the order of the token's choices, and rounded again. Differentiable with
+    the rows' dtype, summed in float32 in the order of the token's choices, and rounded again; a token without an expert
+    gets zeros. A weight that has to be decoded is decoded again for the gradient of the rows. Differentiable with
     respect to rows, a weight that is an array, and the adapter.
 
     Args:
@@ -405,8 +407,8 @@ def matmul_to_tokens(
       lora: the adapter, or None.
       transposed: whether the last axis of the weight is `out` (True) or `in` (False).
       fp8: whether a weight in FP8 is multiplied without decoding, by rows that are rounded to FP8.
-      implementation: of the product: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX), or None for the first
-        that supports the call.
+      implementation: of the product, as in grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX),
+        or None for the first that supports the call.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
