@@ -2,7 +2,9 @@
 
 A format is a file of this folder with a subclass of `Stored` and a declaration `FORMAT`, and an entry in
 jaxtune/pallas/format_names.py. Reading and writing models, the planner, exports, the configuration and jaxtune.compat
-all use the table FORMATS.
+all use the table FORMATS, and the functions `layouts`, `load_in`, `exports` and `format_of`, which look things up in
+it. The package also exports the classes of weights, and `dense`, which returns the array of a weight that may be
+quantised.
 """
 
 import importlib
@@ -14,6 +16,7 @@ from jaxtune.pallas.formats.layout import Export, Format, Layout
 from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.formats.stored import Stored, dense
 
+# {name: format}, the formats to which weights can be quantised first, then those that are only read and written.
 FORMATS: dict[str, Format] = {
     name: importlib.import_module(f"{__name__}.{file}").FORMAT
     for name, file in (format_names.LOADED | format_names.READ).items()
@@ -22,7 +25,7 @@ FORMATS: dict[str, Format] = {
 
 def layouts() -> list[Layout]:
     """The layouts of all formats, in the order in which they are asked whether they store a checkpoint's tensors. A
-    layout describes how files store a format's weights."""
+    layout describes how files store a format's weights; a format may have several."""
     return [layout for each in FORMATS.values() for layout in each.layouts]
 
 
@@ -40,7 +43,8 @@ def exports() -> dict[str, Format]:
 
 def format_of(weight: Stored | type[Stored] | Layout) -> Format:
     """Returns the format to which a quantised weight, a class of quantised weights, or a layout belongs, an entry of
-    FORMATS.
+    FORMATS. Its callers then have the format's name, its layouts, or its numbers for the planner. A layout must be one
+    of those in FORMATS.
 
     Raises:
       ValueError: a class, or the class of a weight, that belongs to no format.

@@ -23,7 +23,7 @@ SIGNED_ZERO = 127  # index of 0 in the signed map
 @functools.cache
 def dynamic_map(signed: bool) -> np.ndarray:
     """The dynamic map of arXiv 2110.02861, the 256 values that a byte stands for: float32[256] in ascending order,
-    equal bit for bit to that of bitsandbytes.
+    equal bit for bit to that of bitsandbytes. It is computed once; callers must not change the array.
 
     Decade d, from 0 to 6, covers 10^(d-7) to 10^(d-6) with the centres of n equal intervals; n is 2^d on either side of
     0 if signed, else 2^(d+1). With 0 and 1 these are 256 values; -1 is not among them.
@@ -56,7 +56,8 @@ def _intervals(signed: bool, decade: int) -> int:
 @functools.cache
 def upper_bounds(signed: bool) -> np.ndarray:
     """For each magnitude of the map except 1, ascending from 0, the largest float32 to which it is the nearest
-    magnitude: float32[128] if signed, else float32[255]. `nearest_codes` compares with it.
+    magnitude: float32[128] if signed, else float32[255]. `nearest_codes` compares with it. It is computed once; callers
+    must not change the array.
 
     It is the middle between the magnitude and the next, rounded down, so that a float32 is above it exactly if it is
     above the middle. signed: True: the map with negative values. False: the map without.
@@ -84,14 +85,14 @@ def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
 
 def _edges(signed: bool) -> list[float]:
     """The six magnitudes, ascending, at which one decade of the map ends and the next begins: midway between the last
-    value of one decade and the first of the next. signed: True: the map with negative values. False: the map
-    without."""
+    value of one decade and the first of the next. `nearest_codes` finds a number's decade by them. signed: True: the
+    map with negative values. False: the map without."""
     return [10.0 ** (d + 1 - _DECADES) * (1 + 0.9 / _intervals(signed, d)) for d in range(_DECADES - 1)]
 
 
 def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
     """Quantises numbers to the map: uint8 in x's shape, the index of the map's value that is nearest to each number;
-    ties go towards 0.
+    ties go towards 0. Numbers are not clipped: the caller divides by the largest magnitude first.
 
     A binary search would read the map eight times per element, each read waiting for the one before. Within a decade
     the map is linear, so a product gives the index or one less: it is computed 1/4 of an interval too low, which is far
@@ -116,9 +117,10 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
 
 
 def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
-    """Quantises values of any shape to eight bits. Returns (codes uint8[blocks, 256], absmax float32[blocks]); the
-    values are flattened, and the last block is padded with zeros. A block whose largest magnitude is below the smallest
-    normal float32, 2^-126, becomes zeros; values that are not finite make their block meaningless.
+    """Quantises values of any shape to eight bits, in float32 arithmetic. Returns (codes uint8[blocks, 256], absmax
+    float32[blocks]); the values are flattened, and the last block is padded with zeros. A block whose largest magnitude
+    is below the smallest normal float32, 2^-126, becomes zeros; values that are not finite make their block
+    meaningless.
 
     Args:
       values: floating-point numbers, which must not be negative if not signed.
@@ -153,6 +155,6 @@ def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
 
 def in_blocks(values: jax.Array) -> jax.Array:
     """Flattens values of any shape and divides them into blocks of 256, the last padded with zeros: float32[blocks,
-    256]."""
+    256]. `encode` and 8-bit Adam bring arrays into this form."""
     flat = values.astype(jnp.float32).reshape(-1)
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)

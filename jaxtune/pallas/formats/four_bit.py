@@ -50,7 +50,7 @@ _TINY = 1e-38  # bitsandbytes' absmax for a last, short block of zeros
 class FourBit(Stored):
     """A tensor of n elements in four bits, with the largest magnitude (absmax) of each block of 64 elements: the base
     of NF4 and FP4, which differ in the table of 16 numbers. An element is the table's entry times the absmax of its
-    block. It implements the interface of quantised weights, Stored.
+    block. It implements the interface of quantised weights, Stored. NF4.encode and BitsAndBytes.read make such weights.
 
     With double quantisation, the absmax are quantised too, to 8 bits in blocks of 256: an absmax is nested_map[index] *
     nested_absmax + offset. Without it nested_absmax, nested_map and offset are None.
@@ -92,7 +92,8 @@ class FourBit(Stored):
 
     def block_absmax(self) -> jax.Array:
         """The absmax of each block, float32[ceil(n / 64)]: those that are stored, or, with double quantisation, decoded
-        from their indices, nested absmax and offset, and rounded as bitsandbytes does."""
+        from their indices, nested absmax and offset, and rounded as bitsandbytes does, so that decoded numbers are the
+        same."""
         if self.nested_absmax is None or self.nested_map is None or self.offset is None:
             return self.absmax
         values = jnp.asarray(self.nested_map).at[self.absmax].get(mode="promise_in_bounds")
@@ -116,8 +117,9 @@ class FourBit(Stored):
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
         """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one. The values are
-        exactly those of the matrices. Matrices that were doubly quantised separately have different offsets; the result
-        then has float32 absmax.
+        exactly those of the matrices. Each matrix must be whole blocks of 64 (BitsAndBytes.joining checks it). Double
+        quantisation is kept if all matrices have the same offset and are whole groups of 256 blocks; otherwise, as for
+        matrices that were quantised separately, the result has float32 absmax.
 
         Args:
           pieces: the matrices [., columns], whose rows in this order are those of expert 0, expert 1, ...
@@ -141,8 +143,9 @@ class FourBit(Stored):
         """Cuts the rows from `start` to before `start + rows` out of the matrix number `index` of this tensor of
         experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself.
 
-        The values are exactly those of the rows, which must be whole blocks of 64. The result has float32 absmax if the
-        rows do not begin and end with whole groups of 256 blocks, which share a nested absmax.
+        The values are exactly those of the rows, which must be whole blocks of 64 (BitsAndBytes.splitting checks it).
+        The result has float32 absmax if the rows do not begin and end with whole groups of 256 blocks, which share a
+        nested absmax.
         """
         columns = self.shape[2]
         first, size = (index * self.shape[1] + start) * columns, rows * columns
@@ -227,7 +230,7 @@ class NF4(FourBit):
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray, double_quant: bool = True) -> NF4:
         """Quantises a tensor of any shape in bfloat16, float16 or float32 on its device; the bytes are equal on every
-        device.
+        device, and equal to those of bitsandbytes.
 
         Elements are converted to float32. Values that are not finite make their block meaningless, and with double
         quantisation the whole tensor, whose `offset` is then not finite either.
@@ -292,8 +295,8 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
 
 
 def _mean(values: jax.Array) -> jax.Array:
-    """The mean of float32[n] as a scalar: the offset of double quantisation. The values are added by halves, so that
-    the order, and with it the result, is the same on every device."""
+    """The mean of float32[n] as a scalar: the offset of double quantisation. The values are added by halves (the first
+    half to the second, again and again), so that the order, and with it the result, is the same on every device."""
     count = values.size
     values = jnp.pad(values, (0, (1 << (count - 1).bit_length()) - count))
     while values.size > 1:
@@ -348,8 +351,9 @@ class BitsAndBytes(Layout):
 
     def key_of(self, name: str) -> tuple[str, str] | None:
         """Divides the name of a tensor in a file into (module, key), such as ("model.layers.0.mlp.up_proj",
-        ".weight.absmax"). Returns None for a name that no tensor of this layout has. It matches by a pattern, because
-        the key of quant_state ends in the name of the type, nf4 or fp4."""
+        ".weight.absmax"). Returns None for a name that no tensor of this layout has. A plain weight's name, X.weight,
+        is divided too; `claims` tells them apart. It matches by a pattern, because the key of quant_state ends in the
+        name of the type, nf4 or fp4."""
         match = _PART.fullmatch(name)
         return None if match is None else (match[1], match[2])
 
@@ -470,7 +474,8 @@ class BitsAndBytes(Layout):
 
         Args:
           weight: the weight, or the same object with shapes (jax.ShapeDtypeStruct) in place of its arrays.
-          make: a function that quantises the weight and returns it; it is called only if `weight` has only shapes.
+          make: a function that quantises the weight and returns it; it is called only if `weight` has double
+            quantisation and no jax.Array as offset, so that an offset is not computed twice.
         """
         assert isinstance(weight, FourBit)
         if weight.offset is None:

@@ -52,7 +52,8 @@ ROW, TILE, MATRIX = (1, None), (128, 128), (None, None)
 @dataclasses.dataclass(frozen=True)
 class FP8(Stored):
     """A weight tensor [..., out, in] in e4m3 (8 bits for each number) with a scale for each block of numbers: a number
-    of the tensor is its code times the scale of its block. It implements the interface of quantised weights, Stored."""
+    of the tensor is its code times the scale of its block. It implements the interface of quantised weights, Stored.
+    `encode` and FP8Files.read make weights; quant_matmul.in_e4m3 stores activations in it too."""
 
     codes: jax.Array  # float8_e4m3fn[..., out, in]
     # float of 16 or 32 bits, [..., blocks along out, blocks along in]; the last block along an axis may be shorter
@@ -73,8 +74,8 @@ class FP8(Stored):
         device.
 
         A block's scale is its largest magnitude over 448 in float32, at least 2^-126, and 1 for a block of zeros.
-        Numbers below 2^-126, which are zero on some devices, become zero. Numbers that are not finite give a scale that
-        is not finite.
+        Numbers whose magnitude is below 2^-126, which are zero on some devices, become zero. Scaled numbers are rounded
+        to nearest. Numbers that are not finite give a scale that is not finite.
 
         Args:
           array: the tensor.
@@ -118,7 +119,8 @@ class FP8(Stored):
 
     def rescaled(self, factor: np.ndarray) -> FP8:
         """The same codes with scales multiplied by `factor`, float64[..., out, 1]; the weight must have a scale for
-        each row. An export corrects scales by it that were computed from rounded numbers."""
+        each row (asserted), and the result's scales are float32. An export calls it so that weights which training
+        rounded to this format decode to exactly the same 16-bit numbers (Stored.rescaled)."""
         assert self.block == ROW
         return dataclasses.replace(self, scales=jnp.asarray(np.float32(np.float64(self.scales) * factor)))
 
@@ -127,10 +129,10 @@ class FP8(Stored):
         product, for the planner's forecast of a step.
 
         Args:
-          as_stored: True: the product multiplies the codes in FP8, and the result is a measured number, which differs
-            between scales for 128 x 128 blocks and others. False: the product decodes the weight first and multiplies
-            in 16 bits; the result is 1.
-          device: the device's name, such as "NVIDIA H200".
+          as_stored: True: the product multiplies the codes in FP8, and the result is a measured number below 1, which
+            differs between scales for 128 x 128 blocks and others. False: the product decodes the weight first and
+            multiplies in 16 bits; the result is 1.
+          device: the device's name, such as "NVIDIA H200"; one that was not measured gets the numbers of the H200.
         """
         return _PRODUCT_TIME.of("mosaic", device)[self.block == TILE] if as_stored else 1.0
 
@@ -165,7 +167,8 @@ class FP8(Stored):
 
 def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
     """(blocks along out, blocks along in) of a tensor whose shape is [..., out, in]: the last two axes of its scales. A
-    last block that is not full counts too. block: (rows, columns) that share a scale; None stands for all of them."""
+    last block that is not full counts too. `encode` and the checks of files need it. block: (rows, columns) that share
+    a scale; None stands for all of them."""
     along = [1 if size is None else -(-whole // size) for whole, size in zip(shape[-2:], block, strict=True)]
     return along[0], along[1]
 
@@ -176,8 +179,8 @@ def scale_of(largest: jax.Array, scale: jax.Array) -> jax.Array:
 
     Args:
       largest: float32, the largest magnitude of each block.
-      scale: float32 of the same shape: `largest` over 448, the largest number of e4m3; callers compute the quotient
-        differently. NaN stays NaN.
+      scale: float32 of the same shape: `largest` over 448, the largest number of e4m3; FP8.encode divides exactly, and
+        kernels multiply by the reciprocal. NaN stays NaN.
     """
     return jnp.where(largest < LEAST_SCALE, 1.0, jnp.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
 
@@ -262,7 +265,8 @@ class FP8Files(Layout):
           tensors: {key, such as ".weight_scale": header}.
           read: a function that returns a tensor's bytes; it is not called, because the headers say everything.
         Raises:
-          ValueError: there is not exactly one tensor of scales, or its shape or dtype does not fit the codes.
+          ValueError: there is not exactly one tensor of scales, or its shape or dtype does not fit the codes, or the
+            codes are no matrix.
         """
         codes = tensors[self.codes]
         keys = [key for key in self.others if key in tensors]

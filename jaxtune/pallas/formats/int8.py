@@ -50,7 +50,8 @@ class Int8(Stored):
     @staticmethod
     def encode(array: jax.Array) -> Int8:
         """Quantises an array [..., out, in] of floats to an Int8, whose `decode` returns the array's dtype by default.
-        The bytes equal those of bitsandbytes on a CPU, which first rounds to float16.
+        Numbers are rounded to float16 first, and then to the nearest code, with the largest magnitude of each row at
+        127; a row of zeros has absmax 0. The bytes equal those of bitsandbytes on a CPU.
 
         Rows with numbers beyond float16's range, for which bitsandbytes stores infinity, are quantised from float32.
         """
@@ -77,7 +78,8 @@ class Int8(Stored):
 
     def rescaled(self, factor: np.ndarray) -> Int8:
         """The same codes with the largest magnitudes, absmax, multiplied by `factor`, float64[..., out, 1]. An export
-        corrects scales by it that were computed from rounded numbers."""
+        calls it so that weights which training rounded to this format decode to exactly the same 16-bit numbers
+        (Stored.rescaled)."""
         return dataclasses.replace(self, absmax=jnp.asarray(np.float32(np.float64(self.absmax) * factor[..., 0])))
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:

@@ -69,7 +69,8 @@ Headers = Mapping[str, Header]  # by key
 
 class FileTensor(NamedTuple):
     """A tensor that is to be written to a file: its shape and dtype, which the file's header needs before the weights
-    have been quantised, and the function `of`, which returns the tensor's array later."""
+    have been quantised, and the function `of`, which returns the tensor's array later. Layout.tensors makes it; the
+    writer gives it a name."""
 
     shape: tuple[int, ...]  # its dimensions
     dtype: np.dtype  # its dtype
@@ -82,9 +83,10 @@ class FileTensor(NamedTuple):
 
 
 def file_tensor(like: jax.Array | np.ndarray | None, of: Of) -> FileTensor:
-    """Makes the FileTensor whose shape and dtype are those of `like`, which is an array, or a jax.ShapeDtypeStruct
-    while the weight has not been computed. of: takes the quantised weight and returns the array that is written. The
-    type of `like` allows None only because optional fields of weights have it; None fails an assertion."""
+    """Makes the FileTensor whose shape and dtype are those of `like`, an array that is written as the weight has it, or
+    its jax.ShapeDtypeStruct while the weight has not been computed. of: takes the quantised weight and returns the
+    array that is written. The type of `like` allows None only because optional fields of weights have it; None fails an
+    assertion."""
     assert like is not None
     return FileTensor(tuple(like.shape), np.dtype(like.dtype), of)
 
@@ -155,8 +157,8 @@ class Layout:
 
     def check(self, settings: Settings) -> None:
         """Raises ValueError, whose message names the key and its value, if `settings`, a quantization_config that
-        `recognises` accepts, has a setting that is not supported. Otherwise it returns nothing. By default every
-        setting is accepted."""
+        `recognises` accepts, has a setting that is not supported. The loader calls it before it reads any tensor.
+        Otherwise it returns nothing. By default every setting is accepted."""
 
     def key_of(self, name: str) -> tuple[str, str] | None:
         """Divides the name of a tensor in a file into (module, key): the key is the longest of `codes` and `others`
@@ -218,7 +220,8 @@ class Layout:
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
         """(label, key) of each tensor of the weight `found`, in the order in which the digest of the base model
-        includes them. The label is the name that enters the digest beside the tensor's content.
+        includes them. The label is the name that enters the digest beside the tensor's content, by default the tensor's
+        name in the file. By default the codes come first, and then those of `others` that the weight has.
 
         Adapters record that digest to recognise their base, so a layout must never change it.
         """
@@ -277,7 +280,7 @@ class Layout:
 @dataclasses.dataclass(frozen=True)
 class Export:
     """A format as a target of `jaxtune export`, a command that writes a checkpoint for servers, with all weight
-    matrices of the layers in this format."""
+    matrices of the layers in this format, except those that `keeps` names."""
 
     name: str  # the value of the command's option --to
     title: str  # its description in the command's help
@@ -298,19 +301,20 @@ class Format:
     title: str  # a phrase such as "in four bits (NF4)"
     kinds: tuple[type[Stored], ...]  # the classes of its weights; that of the first one quantises 16-bit weights
     layouts: tuple[Layout, ...]  # how checkpoints store it; a weight is written in the first one that `can_store` it
-    # the argument of Unsloth's from_pretrained that asks for it, such as "load_in_4bit", or None
+    # the argument of Unsloth's from_pretrained that asks for it, such as "load_in_4bit", which jaxtune.compat accepts;
+    # None: Unsloth has none
     flag: str | None = None
     # the share of the weights' bytes that the device's allocator loses, because the 16-bit originals leave holes of
-    # other sizes; measured by loading an 8B model
+    # other sizes; measured by loading an 8B model, by device. The planner adds it to the weights' memory
     slack: Fitted[float] = _SLACK
     export: Export | None = None  # how `jaxtune export` writes it; None: it cannot be exported
 
     def encode(self, array: jax.Array) -> Stored:
         """Quantises a 16-bit or 32-bit weight, `array` [..., out, in], to this format. Returns a Stored of the first
-        class of `kinds`."""
+        class of `kinds`. Loading with model.load_in and exports call it."""
         return self.kinds[0].encode(array)
 
     def layout(self, weight: Stored) -> Layout:
         """The layout in which `weight`, a weight in this format, is written to a checkpoint: the first of `layouts`
-        whose `can_store` returns True."""
+        whose `can_store` returns True; StopIteration if there is none."""
         return next(layout for layout in self.layouts if layout.can_store(weight))

@@ -67,7 +67,8 @@ class MXFP4(Stored):
 
         A block's scale is one of two powers of two, that with the smaller sum of squared errors: the one that the
         specification gives, with which numbers above 6 times the scale are clipped to it, or twice that power. Numbers
-        are rounded to nearest, ties to even, and must be finite.
+        are rounded to nearest, ties to even, and must be finite. Exports of gpt-oss and quantisation-aware training
+        call it.
 
         Raises:
           ValueError: the last axis is not a multiple of 32.
@@ -109,10 +110,11 @@ class MXFP4(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """The decoded tensor in `dtype` (None: dtype_name), exact if the dtype can represent the scales.
+        """The decoded tensor in `dtype` (None: dtype_name), exact if the dtype can represent the numbers, and infinite
+        beyond float32's range.
 
-        Numbers below 2^-126 become zero. A number's exponent is the sum of its code's and its scale's exponents; it is
-        assembled from bits, without a table or a power.
+        Numbers below 2^-126 become zero. A scale of 255, NaN in e8m0, is not treated as NaN. A number's exponent is the
+        sum of its code's and its scale's exponents; it is assembled from bits, without a table or a power.
         """
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
@@ -158,7 +160,7 @@ class Published(Layout):
 
     For the array NAME [E, in, out] of a layer's experts in the model, a file has `NAME_blocks` uint8[E, out, in / 32,
     16], the codes, and `NAME_scales` uint8[E, out, in / 32]. They are decoded when they are loaded, because no model
-    trains over MXFP4. The attributes and methods are explained in Layout.
+    trains over MXFP4; `jaxtune export --to mxfp4` writes them. The attributes and methods are explained in Layout.
     """
 
     title = "gpt-oss's in MXFP4"
@@ -239,8 +241,9 @@ class Published(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """Returns the entry quantization_config of config.json, a copy of that of the published gpt-oss. The arguments
-        weights, plain and dtype, which other layouts need, are not used."""
+        """Returns the entry quantization_config of config.json, a copy of that of the published gpt-oss, which names
+        the modules that stay in 16 bits. The arguments weights, plain and dtype, which other layouts need, are not
+        used."""
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 

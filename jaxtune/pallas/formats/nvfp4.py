@@ -120,7 +120,8 @@ class NVFP4(Stored):
 
     def rescaled(self, factor: np.ndarray) -> NVFP4:
         """The same codes and scales of blocks with another scale of each matrix, so that numbers are multiplied by
-        `factor`, float64[..., 1, 1]. An export corrects scales by it that were computed from rounded numbers."""
+        `factor`, float64[..., 1, 1]. An export calls it so that weights which training rounded to this format decode to
+        exactly the same 16-bit numbers (Stored.rescaled)."""
         whole = np.float64(self.tensor_scale)
         return dataclasses.replace(
             self, tensor_scale=jnp.asarray(np.float32(whole / factor if self.divides else whole * factor))
@@ -301,7 +302,8 @@ class _Files(Layout):
           arrays: {key: array}, the content of the tensors in `found`.
           dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
         Raises:
-          ValueError: the scale of the tensor or of the activations is not positive and finite.
+          ValueError: the scale of the tensor or of the activations is not positive and finite. A missing scale of
+            activations is no error: the weight's input_scale is then None.
         """
         scales, of_tensor, of_inputs, *_ = self.others
         leaves: list = [arrays[self.codes], arrays[scales]]
@@ -321,11 +323,12 @@ class _Files(Layout):
         return isinstance(weight, NVFP4) and weight.divides == self.divides
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """Describes the tensors of a file that store `weight`, {key, such as ".weight_scale": FileTensor}. A FileTensor
-        has a shape, a dtype, and a function that later takes the same weight with its arrays and returns the array to
-        write. A file's header is written before the weights have been quantised, so `weight` may contain shapes and
-        dtypes (jax.ShapeDtypeStruct) instead of arrays. number: the number that some layouts put into the header, from
-        `header_number`; this layout has none and ignores it."""
+        """Describes the tensors of a file that store `weight`, an NVFP4 [out, in] (the scale of activations only if the
+        weight has one), {key, such as ".weight_scale": FileTensor}. A FileTensor has a shape, a dtype, and a function
+        that later takes the same weight with its arrays and returns the array to write. A file's header is written
+        before the weights have been quantised, so `weight` may contain shapes and dtypes (jax.ShapeDtypeStruct) instead
+        of arrays. number: the number that some layouts put into the header, from `header_number`; this layout has none
+        and ignores it."""
         assert isinstance(weight, NVFP4)
         scales, of_tensor, of_inputs, *_ = self.others
         shape, one = self.scalar, np.dtype(np.float32)

@@ -17,7 +17,8 @@ from jaxtune.pallas.meshes import on_any_mesh
 
 class Stored:
     """The interface of quantised tensors. A Stored is a pytree whose leaves are the arrays that are stored, such as
-    codes and scales. Models have it in place of an array [..., out, in]; a tensor of experts is [E, out, in].
+    codes and scales. Models have it in place of an array [..., out, in]; a tensor of experts is [E, out, in]. Code that
+    plans memory or files' headers uses objects with jax.ShapeDtypeStruct in place of the leaves.
 
     A format is a frozen dataclass with `shape`, `dtype_name`, `problem` (why the arrays do not fit each other), `cut`
     (how many consecutive indices may not be separated) and `_decode` (the decoded array), and with `encode` if jaxtune
@@ -57,13 +58,13 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the arrays that are stored, codes and scales."""
+        """The number of bytes of the arrays that are stored, codes and scales and, for some formats, tables."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     @staticmethod
     def encode(array: jax.Array) -> Stored:
         """Quantises an array [..., out, in] and returns it as this format's Stored; the stored bytes are the same on
-        every device. Each format to which jaxtune quantises weights implements it."""
+        every device. Each format to which jaxtune quantises weights implements it; others raise NotImplementedError."""
         raise NotImplementedError
 
     def problem(self) -> str | None:
@@ -95,8 +96,8 @@ class Stored:
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one. The leaves are numpy
-        arrays.
+        """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one, without decoding
+        them. The caller has checked that this is possible (Layout.joining). The leaves are numpy arrays.
 
         Args:
           pieces: the matrices [., columns], whose rows in this order are those of expert 0, expert 1, ...; an expert
@@ -109,8 +110,8 @@ class Stored:
 
     def piece(self, index: int, start: int, rows: int) -> Self:
         """Cuts the rows from `start` to before `start + rows` out of the matrix number `index` of this tensor of
-        experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself. It
-        is the inverse of `joined`."""
+        experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself. The
+        rows must begin with a whole block of quantisation. It is the inverse of `joined`."""
         high = self.cut(1) or rows  # how many rows share an entry of an array that has fewer rows
 
         def rows_of(array: jax.Array) -> jax.Array:
@@ -122,8 +123,10 @@ class Stored:
         return jax.tree.map(rows_of, self)
 
     def rescaled(self, factor: np.ndarray) -> Self:
-        """The same codes with another float32 scale, so that every number is multiplied by `factor`. An export corrects
-        scales by it that were computed from rounded numbers. Formats with `scale_axes` implement it.
+        """The same codes with another float32 scale, so that every number is multiplied by `factor`. An export calls it
+        for a model that was trained with rounding to this format: the model has the products of codes and scales
+        rounded to 16 bits, `encode` computes slightly different scales from these, and the corrected scales decode to
+        exactly the same 16-bit numbers. Formats with `scale_axes` implement it; others raise NotImplementedError.
 
         factor: float64, of the decoded tensor's shape but with 1 along `scale_axes`."""
         raise NotImplementedError
@@ -131,20 +134,21 @@ class Stored:
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> Stored:
         """Makes a weight of this shape with random numbers, in the format of this weight and with the same options,
         such as quantised absmax. A kernel that decodes the format is compared with the plain JAX implementation on it,
-        at its first use. draw: numpy's generator, from which the numbers come."""
+        at its first use on a GPU. By default normally distributed numbers in bfloat16 are encoded. draw: numpy's
+        generator, from which the numbers come."""
         return self.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
 
     @property
     def kind(self) -> str:
         """A phrase that is the same for all weights that a decoding kernel treats alike: the format's name, and what
         else changes the kernel, such as quantised absmax. A kernel is compared with the plain JAX implementation once
-        for each phrase (dispatch.first_use), at its first use on a GPU."""
+        for each phrase (dispatch.first_use), at its first use on a GPU. By default it is the name of the class."""
         return type(self).__name__
 
     def product_time(self, as_stored: bool, device: str) -> float:
         """The measured time of a product of many tokens with this weight, as a multiple of the time of a 16-bit
-        product: 1 for formats that are decoded, because decoding is counted separately (`decoded_share`). The planner
-        forecasts the time of a step with it.
+        product. By default it is 1, for formats that are decoded, because decoding is counted separately
+        (`decoded_share`). The planner forecasts the time of a step with it.
 
         Args:
           as_stored: True: the product uses the format without decoding it, by a kernel for it (`compute`). False: the
@@ -156,7 +160,8 @@ class Stored:
 
     def decoded_share(self, as_stored: bool) -> float:
         """How many times a product in one direction, forward or backward, on average of both, writes the decoded
-        tensor, or a copy of it, to memory: 1 if products decode it. The planner forecasts the time of a step with it.
+        tensor, or a copy of it, to memory: by default 1, because each product decodes the weight again. The planner
+        forecasts the time of a step with it.
 
         as_stored: True: the products use the format without decoding it, by a kernel for it (`compute`). False: they
         decode it.
@@ -187,5 +192,5 @@ class Stored:
 
 def dense(weight: jax.Array | Stored, dtype=None) -> jax.Array:
     """The array of a weight that may be quantised: an array is returned unchanged, whatever `dtype` is, and a Stored is
-    decoded to `dtype` (None: its `dtype_name`)."""
+    decoded to `dtype` (None: its `dtype_name`), with the errors of Stored.decode."""
     return weight.decode(dtype) if isinstance(weight, Stored) else weight

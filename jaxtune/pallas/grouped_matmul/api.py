@@ -44,7 +44,8 @@ _MOSAIC = ("mosaic", _AHEAD)  # their kernels also multiply by an adapter's A an
 class GroupedLora:
     """The LoRA adapters of all experts of a layer: for each expert's weight [out, in] the addition scale * b a. It is
     not added to the weight: rows are multiplied by the transposed `a`, and the result, which has r columns (the rank),
-    by the transposed `b`."""
+    by the transposed `b`. A layer of experts makes it from its parameters for calls of grouped_matmul and of
+    jaxtune.pallas.routing."""
 
     a: jax.Array  # [E, r, in]; cast to the dtype of the rows on use
     b: jax.Array  # [E, out, r]; cast to the dtype of the rows on use
@@ -71,7 +72,8 @@ def implementations(
     dtype, in_size: int, out_size: int, groups: Groups, weight=None, implementation: str | None = None
 ) -> dispatch.Table:
     """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
-    reason why the implementation refuses the call, or None}, in the order in which they are tried.
+    reason why the implementation refuses the call, or None}, in the order in which they are tried. `prepared` chooses
+    from it, and `jaxtune info` prints why implementations refuse.
 
     Args:
       dtype: of the rows, x.
@@ -113,14 +115,15 @@ def implementations(
 def gathers(implementation: str) -> bool:
     """Whether products by `implementation` read the rows of tokens at given indices while they multiply. True:
     `forward` and `backward` may get `tokens`, and no sorted copy of the tokens is made. False: the caller must pass
-    sorted rows. It is True for "mosaic" only, if its kernel passes its check on this GPU."""
+    sorted rows. It is True for "mosaic" only, if its kernel passes its check on this GPU, which compares gathered
+    products with plain JAX at the first use."""
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 
 def _product(x, weight, groups, contract, extra, static: Static, tokens):
     """The product of sorted rows with their experts' weights, plus the adapter's, [rows, n] in x's dtype. A quantised
     weight is decoded once x is computed and not earlier, so that XLA keeps no decoded weights; or it is multiplied
-    without decoding.
+    without decoding, by "mosaic_ahead", or in FP8 if static.fp8 says so.
 
     Args:
       x: [rows, K], or [T, K] with `tokens`.
@@ -228,7 +231,7 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
         sorted.
     Returns:
       (the gradient of the sorted rows [rows, in], that of the weight or None if it is quantised, those of the adapter's
-      (a, b) or None without an adapter).
+      (a, b) or None without an adapter). That of a weight that is frozen is computed too; XLA removes it.
     """
     x, weight, lora, groups, inner = residuals
     contract = 2 if static.transposed else 1
@@ -256,8 +259,8 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 
 
 def _grouped_fwd(x, weight, lora, groups, static):
-    """The forward rule of `_grouped` for jax.custom_vjp. It takes the arguments of `_grouped`, and returns (the product
-    [rows, out], the residuals for the backward rule), both from `forward`."""
+    """The forward rule of `_grouped` for jax.custom_vjp. It takes the arguments of `_grouped` (x, weight, lora, groups,
+    static), and returns (the product [rows, out], the residuals for the backward rule), both from `forward`."""
     return forward(x, weight, lora, groups, static)
 
 
@@ -332,7 +335,8 @@ def prepared(
     implementation: str | None,
 ):
     """Chooses the implementation of a grouped product, and returns (x, weight, (a, b) of the adapter or None, the
-    Static settings), which are arguments of `forward`.
+    Static settings), which are arguments of `forward`. The caller must use the returned x from then on: it is tied to
+    the decoded weight, so that XLA does not decode earlier.
 
     Args:
       x: the rows sorted by expert, [rows, in], or the tokens.
@@ -393,11 +397,11 @@ def grouped_matmul(
         that are rounded to e4m3 (fp8_experts.py); adapters multiply x unrounded. False: it is decoded. For other
         weights it has no effect.
       implementation: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX), or None for the first that supports
-        the call.
+        the call. On several devices "mosaic_ahead" is only used if it is requested.
     Returns:
       [rows, out] in x's dtype.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument is not as described here, or the requested implementation refuses the call.
     """
     checked("grouped_matmul", "x", x, "rows in", weight, groups, lora, transposed)
     x, weight, sides, static = prepared(x, weight, groups, lora, transposed, derivative_follows, fp8, implementation)
@@ -407,7 +411,9 @@ def grouped_matmul(
 @meshes.on_any_mesh
 def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
     """Adds to each row the bias of its expert. Returns [rows, out] in the dtype of `rows`. Differentiable with respect
-    to rows and bias.
+    to rows and bias. Empty rows of an expert's tiles get its bias too (those of the last tiles, which have no expert,
+    get the last expert's), so they are no longer zero; the gradients that arrive for them must be zero, because the
+    bias's gradient is the sum over all rows of its expert's tiles.
 
     Args:
       rows: [rows, out], sorted by expert.
@@ -427,8 +433,8 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
 @jax.custom_vjp
 def _biased(rows, bias, groups):
     """Adds to each of rows [rows, out] the bias of its expert, bias [E, out], as a function with a custom derivative,
-    in which the bias's gradient is summed over an expert's rows in a fixed order. groups: which expert each tile of
-    rows belongs to. Returns [rows, out] in the dtype of `rows`."""
+    in which the bias's gradient is summed over an expert's rows in a fixed order. The sum with the bias is float32.
+    groups: which expert each tile of rows belongs to. Returns [rows, out] in the dtype of `rows`."""
     added = reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
     return (reference.tiled(rows, groups).astype(jnp.float32) + added).reshape(rows.shape).astype(rows.dtype)
 

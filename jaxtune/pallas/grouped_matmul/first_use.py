@@ -22,7 +22,8 @@ _TOKENS = 150
 
 def refusal(name: str, product: Callable, weight, *, gathering: bool = False) -> str | None:
     """Compares `product` with the plain JAX implementation (reference.product) on a small random case, once on each
-    GPU. Returns the reason why this GPU must not run it (a computation failed, or a result differs by more than
+    kind of GPU: a pass is stored in the user's cache. Without a GPU nothing is compared, and the result is None.
+    Returns the reason why this GPU must not run it (a computation failed, or a result differs by more than
     dispatch.first_use allows), or None.
 
     The case is computed with contract = 2, as the forward needs it, and with contract = 1, the product with the

@@ -40,6 +40,7 @@ def product(
     implementation: str | None = None,
 ) -> jax.Array:
     """The grouped product in FP8: x, rounded to e4m3 here, times each expert's weight -> [rows, n] in x's dtype.
+    grouped_matmul calls it with `fp8`, in the forward and for the gradient of x.
 
     Args:
       x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.

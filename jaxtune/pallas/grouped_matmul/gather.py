@@ -45,8 +45,8 @@ _TILE = 8 * 128  # bytes of a tile
 
 
 def _layout(rows: int):
-    """The layout in registers of the indices of `rows` rows, int32[8 rows], because each index is needed by the eight
-    lanes that copy the row: lane t has those of the rows t // 8 + 16 i, for every i."""
+    """The layout in registers of the indices of `rows` rows (a multiple of 16), int32[8 rows], because each index is
+    needed by the eight lanes that copy the row: lane t has those of the rows t // 8 + 16 i, for every i."""
     return plgpu.Layout.WG_STRIDED((8 * rows,), rows // _EVERY)
 
 

@@ -21,7 +21,8 @@ TILE_ROWS = 128  # rows that two warpgroups multiply at a time
 class Groups:
     """Which expert each tile of rows belongs to, for a buffer of rows that are sorted by expert. Each expert's rows are
     padded with empty rows to whole tiles of `tile_rows` rows, so that every expert starts at a whole tile. Experts
-    without rows have no tile, and tiles that no expert needs are at the end."""
+    without rows have no tile, and tiles that no expert needs are at the end. `groups_of` makes it, for routing.route;
+    grouped_matmul takes it."""
 
     tile_expert: jax.Array  # int32[tiles]: the expert of each tile, ascending; E for the empty tiles at the end
     count: jax.Array  # int32[]: the number of tiles that have an expert
@@ -41,7 +42,7 @@ class Groups:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the sorted buffer, including the empty ones."""
+        """The number of rows of the sorted buffer, including the empty ones; it is known while tracing."""
         return self.tiles * self.tile_rows
 
     def starts(self) -> jax.Array:
@@ -51,7 +52,8 @@ class Groups:
 
 
 def divided(numbers: jax.Array, by: int) -> jax.Array:
-    """Returns numbers // by. numbers: an array of integers that are not negative. by: a positive int, the divisor.
+    """Returns numbers // by, in the dtype of `numbers`. numbers: an array of integers that are not negative. by: a
+    positive int, the divisor.
 
     For a power of two it is a shift. `//` tests every number's sign, and XLA makes six operations of a signed division.
     A layer of experts has several divisions, and XLA compiles each separately.
@@ -84,7 +86,8 @@ def _first_tiles(sizes, tile_rows):
 
 
 def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Groups:
-    """Makes the layout of rows that are sorted by expert, from the numbers of rows that experts have.
+    """Makes the layout of rows that are sorted by expert, from the numbers of rows that experts have. The sort of
+    routing.route calls it.
 
     Args:
       sizes: int32[E], the number of each expert's rows.

@@ -35,8 +35,9 @@ _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class _Registers:
-    """The number of registers of each thread of a warpgroup, by the warpgroup's task. The registers of all threads of a
-    program add up to 64,512 of the multiprocessor's 65,536."""
+    """The number of registers of each thread of a warpgroup, by the warpgroup's task. The kernel sets it at its start,
+    because products need more registers than copies. The registers of all threads of a program add up to 64,512 of the
+    multiprocessor's 65,536."""
 
     memory: int  # of a thread of the warpgroup that loads
     compute: int  # of a thread of the two warpgroups that multiply
@@ -82,8 +83,9 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None: no Hopper
-    GPU, another dtype than bfloat16 and float16, tiles of other than 128 rows, or a size that is no multiple of 64.
-    Both sizes must fit, because the forward sums over one and the gradient of the rows over the other.
+    GPU, another dtype than bfloat16 and float16, tiles of other than 128 rows, or a size that is no multiple of 64. It
+    runs no check of the kernel's results; first_use.refusal does, for the cases that need one. Both sizes must fit,
+    because the forward sums over one and the gradient of the rows over the other.
 
     Args:
       dtype: of the rows.

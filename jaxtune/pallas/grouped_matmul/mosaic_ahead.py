@@ -62,7 +62,7 @@ def refusal(weight: Stored) -> str | None:
 @dataclasses.dataclass(frozen=True)
 class Decoder:
     """How one warpgroup of each program of the grouped product decodes a weight [E, ., .] into a buffer in global
-    memory, expert by expert, while others multiply. It is static: a kernel is compiled for it.
+    memory, expert by expert, while others multiply. It is static: a kernel is compiled for it. mosaic.product makes it.
 
     `decode` is the work of the decoding warpgroup, `wait` makes the loading warpgroup wait for an expert, by the
     `semaphores`, and `written_out` does the same as `decode` in the interpreter.

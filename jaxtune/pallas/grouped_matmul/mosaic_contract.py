@@ -155,7 +155,8 @@ def _smem(shape, dtype):
 
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
     """The gradient of an adapter's A, or of its B transposed, by the kernel: float32[E, rank, n], for each expert the
-    product thin^T wide, summed over the expert's rows.
+    product thin^T wide, summed over the expert's rows. Unlike reference.contract_rows it stores no products of single
+    tiles.
 
     Args:
       thin: [rows, R], R a multiple of 64; columns from `rank` on are not used, and must be zero or finite.
@@ -195,7 +196,8 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
 
 def refusal(dtype) -> str | None:
     """The reason why this GPU must not run contract_rows with arrays of this dtype, or None. The first call for a dtype
-    compares the kernel with plain JAX on small cases (dispatch.first_use); a difference or an error is the reason."""
+    compares the kernel with plain JAX on small cases (dispatch.first_use); a difference or an error is the reason. It
+    does not ask which GPU there is: only calls that already run on a Mosaic kernel ask it."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)

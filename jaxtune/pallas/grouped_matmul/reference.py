@@ -76,7 +76,8 @@ def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.
 
 
 def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extra=None) -> jax.Array:
-    """Multiplies each row of x [rows, K] by the weight of its expert, tile by tile: -> [rows, n] in x's dtype.
+    """Multiplies each row of x [rows, K] by the weight of its expert, tile by tile: -> [rows, n] in x's dtype. All
+    implementations of the product have these arguments.
 
     Args:
       x: rows sorted by expert as `groups` says.
@@ -109,7 +110,7 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
 def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums: Callable = per_expert) -> jax.Array:
     """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: for each expert, left^T right over the rows of that
     expert. This is the gradient of an expert's weight, or of an adapter's A or B, from activations and output
-    gradients.
+    gradients. An expert without rows gets zeros.
 
     Args:
       left, right: rows sorted by expert and padded as `groups` says. Rows without a token must be zero in one of the

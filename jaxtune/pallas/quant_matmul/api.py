@@ -26,7 +26,8 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 @dataclasses.dataclass(frozen=True)
 class LoraWeights:
     """A low-rank adapter of a weight [out, in]: it adds scale * b a to the weight. The sum is never stored; a product
-    with x adds scale * (x a^T) b^T to the output instead."""
+    with x adds scale * (x a^T) b^T to the output instead. Linears make it from their adapter's parameters for a call of
+    quant_matmul."""
 
     a: jax.Array  # [r, in]; cast to x's dtype on use
     b: jax.Array  # [out, r]; cast to x's dtype on use
@@ -52,7 +53,9 @@ def quant_matmul(
 ) -> tuple[jax.Array, ...]:
     """Multiplies x by one or several weights, and adds their adapters and biases: for each weight x W^T + scale (x A^T)
     B^T + bias. Weights that share x, such as those of queries, keys and values, are multiplied in one call, so that
-    their gradients with respect to x are summed without extra passes over memory.
+    their gradients with respect to x are summed without extra passes over memory. If an adapter has a row_scale, the
+    sum of both products is multiplied by it before the bias is added. Differentiable with respect to x, weights that
+    are arrays, adapters and biases.
 
     Args:
       x: [..., in] bfloat16, float16 or float32, the compute dtype; weights in another dtype are cast to it.
@@ -69,11 +72,13 @@ def quant_matmul(
         e4m3, each row by its largest magnitude, or, for weights with scales of 128 x 128 numbers, each 128 numbers of a
         row by their largest; sums are float32 (fp8_product.py). Adapters multiply x unrounded. False: weights in FP8
         are decoded like all others.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call. The implementation
+        decodes weights, multiplies few tokens by codes, and with `fp8` multiplies in FP8; arrays are always multiplied
+        by XLA.
     Returns:
       a tuple with one [..., out_i] in x's dtype for each weight.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument is not as described here, or the requested implementation refuses the call.
     """
     check = Arguments("quant_matmul")
     check.array("x", x, "... in", FLOATS)
@@ -113,7 +118,8 @@ def quant_matmul(
 
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Decodes a weight that is about to be multiplied by x: returns (the weight as an array, x). A quantised weight, of
-    any shape, is decoded to x's dtype by the first implementation that supports it; an array is returned unchanged.
+    any shape, is decoded to x's dtype by the first implementation that supports it; an array and its x are returned
+    unchanged. Products other than quant_matmul's need it, such as those of experts.
 
     The caller must use the returned x in its product. A barrier between the two makes XLA decode when x has been
     computed and not earlier; otherwise it would keep decoded weights from forward to backward, or decode those of later
@@ -129,7 +135,7 @@ def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Ar
 def in_e4m3(x: jax.Array) -> FP8:
     """Rounds x [..., rows, width], bfloat16, float16 or float32, to e4m3, with one float32 scale for each row along the
     last axis, as quant_matmul does before a product in FP8. Models store activations in this form for the backward, in
-    half the memory of 16 bits.
+    half the memory of 16 bits; the result's `decode` returns them, rounded, in x's dtype.
 
     A row that is not finite makes only that row of the result not finite. If the decoded values are rounded again, the
     codes are the same.
@@ -144,11 +150,13 @@ def in_e4m3(x: jax.Array) -> FP8:
 
 def implementations(weights: Sequence[jax.Array | Stored], dtype, implementation: str | None = None) -> dispatch.Table:
     """The implementations of a call in the order in which they are tried: {name: a function that returns the reason why
-    it refuses the call, or None}. `quant_matmul` takes the first that does not refuse.
+    it refuses the call, or None}. `quant_matmul` and `decoded` take the first that does not refuse (dispatch.choose),
+    and `jaxtune info` prints why others do.
 
     Args:
-      weights: those of the call, each [out_i, in].
-      dtype: of x.
+      weights: those of the call, each [out_i, in]; an implementation refuses if it cannot decode one of the quantised
+        ones.
+      dtype: of x, to which weights are decoded.
       implementation: the name that the caller requests, or None. If all weights are arrays, only "reference" (XLA's
         product of arrays) is listed, unless this names another one, which then refuses the call.
     """

@@ -26,6 +26,7 @@ PRODUCTS: dict[str, ModuleType] = {"fp8": fp8_product}
 
 
 def product_of(weight: jax.Array | Stored) -> ModuleType | None:
-    """The module that multiplies by this weight as it is stored, without decoding it. None for an array, and for a
-    quantised weight whose format has no such module. quant_matmul uses the module only if its caller sets `fp8`."""
+    """The module that multiplies by this weight as it is stored, without decoding it: its functions are described at
+    the top of this file. None for an array, and for a quantised weight whose format has no such module. quant_matmul
+    uses the module only if its caller sets `fp8`."""
     return None if not isinstance(weight, Stored) or weight.compute is None else PRODUCTS[weight.compute]

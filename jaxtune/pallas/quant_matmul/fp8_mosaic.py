@@ -67,8 +67,10 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
     """Returns the reason, in words, why this kernel cannot multiply [tokens, in_size] by [out_size, in_size] in e4m3,
-    add the product of an adapter of this rank (0: none), and return it in `dtype`; or None if it can. in_blocks: True
-    if each 128 numbers along in_size have a scale; False if a whole row has one."""
+    add the product of an adapter of this rank (0: none), and return it in `dtype`; or None if it can. Reasons are: no
+    Hopper GPU, sizes that are no multiples of 64 (128 with `in_blocks`), tokens that are fewer than 128 or no multiple
+    of 8, a dtype that has not 16 bits, or a rank above 64. in_blocks: True if each 128 numbers along in_size have a
+    scale; False if a whole row has one."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     multiple = STEP if in_blocks else _HALF_STEP
@@ -88,7 +90,8 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
 
 def filled_rank(rank: int) -> int | None:
     """The number of columns to which the kernel pads an adapter's two operands with zeros: the smallest of 16, 32 and
-    64 that is at least `rank`. None if `rank` is more than 64."""
+    64 that is at least `rank`. None if `rank` is more than 64, which the kernel refuses. A rank of 0 gives 16; callers
+    without an adapter do not use it."""
     return next((size for size in _RANKS if rank <= size), None)
 
 

@@ -49,7 +49,8 @@ kind = in_blocks  # see as_stored.py
 def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array]:
     """Rounds rows [n, k] to e4m3: (codes e4m3[n, k], scales float32), where code times scale is the rounded number. If
     `blocks` is False, each row has a scale, [n, 1], from its largest magnitude; if True, each 128 numbers of a row have
-    one, [n, ceil(k / 128)]. Where numbers are not finite, the scale is not finite either."""
+    one, [n, ceil(k / 128)]. A row or run of zeros has scale 1. Where numbers are not finite, the scale is not finite
+    either. It is plain JAX, which the kernel of fp8_rounding.py replaces for scales of rows."""
     wide = rows.astype(jnp.float32)
     if blocks:
         count, width = rows.shape
@@ -90,9 +91,9 @@ def side_by_side(
 
 def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Rounds x [n, k] to e4m3 for the forward: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k /
-    128)]). It is called once for all weights of a call whose scales are of the same kind. blocks: True if these weights
-    have scales of 128 x 128 numbers, False if not (`in_blocks`). implementation: "reference" for XLA; any other value,
-    also None, for the Mosaic kernel if it can, else XLA."""
+    128)]). quant_matmul calls it once for all weights of a call whose scales are of the same kind, and `forward` takes
+    the result. blocks: True if these weights have scales of 128 x 128 numbers, False if not (`in_blocks`).
+    implementation: "reference" for XLA; any other value, also None, for the Mosaic kernel if it can, else XLA."""
     if not blocks:
         return side_by_side([x], None, implementation)
     with jax.named_scope("to_fp8"):
@@ -102,15 +103,15 @@ def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tu
 def forward(
     coded: tuple[jax.Array, jax.Array], weight: FP8, more: More | None, dtype, implementation: str | None = None
 ) -> jax.Array:
-    """Multiplies rounded activations by a weight: x W^T in `dtype`, [n, out]. A row of x that is not finite makes only
-    that row of the result not finite.
+    """Multiplies rounded activations by a weight: x W^T in `dtype`, [n, out], plus an adapter's product. A row of x
+    that is not finite makes only that row of the result not finite.
 
     Args:
       coded: x as `operand` returns it, (codes, scales).
       weight: [out, in].
       more: None, or an adapter's two operands (u [n, r], b [out, r]), whose product u b^T is added.
       dtype: of the result.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call (see `multiply`).
     """
     scales = weight.scales.astype(jnp.float32)
     if not in_blocks(weight):
@@ -125,14 +126,15 @@ def backward(
     dtype,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The gradient of x: the sum of dy W over the weights, [n, in] in `dtype`.
+    """The gradient of x: the sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`. dy is
+    rounded to e4m3 first.
 
     Args:
       douts: dy [n, out_i] of each weight, not rounded yet.
       weights: each [out_i, in]; `in_blocks` is the same for all.
       more: None, or the adapters' two operands (u [n, r], a [in, r]), whose product u a^T is added.
       dtype: of the result.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call (see `multiply`).
     """
     blocks = in_blocks(weights[0])
     if blocks:  # each weight's blocks start at its own first row
@@ -149,8 +151,8 @@ def backward(
 
 
 def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
-    """Pads the array with zeros along `axis` to a multiple of 128. Where several weights are concatenated, each block
-    of 128 numbers then belongs to only one of them."""
+    """Pads the array with zeros along `axis` to a multiple of 128; an array of such a size is returned unchanged. Where
+    several weights are concatenated, each block of 128 numbers then belongs to only one of them."""
     short = -array.shape[axis] % BLOCK
     return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
 
@@ -176,7 +178,8 @@ def multiply(
       dtype: of the result.
       blocks: True if each 128 numbers along k have a scale, by which sums over 128 are multiplied; False if a whole row
         has one, by which the result is multiplied.
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call; without `blocks`
+        "triton" is used only if it is requested.
     """
     codes, scale = coded
     sizes = (codes.shape[0], codes.shape[1], side.shape[0])
@@ -204,8 +207,8 @@ def multiply(
 
 
 def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
-    """The product of an adapter's two operands, u [n, r] side [columns, r]^T: [n, columns] in u's dtype. float32 is
-    multiplied in full float32."""
+    """The product of an adapter's two operands, u [n, r] side [columns, r]^T: [n, columns] in u's dtype. XLA adds it to
+    a product that no kernel computes. float32 is multiplied in full float32."""
     precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     numbers = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(u, side.astype(u.dtype), numbers, precision=precision, preferred_element_type=u.dtype)
@@ -213,13 +216,14 @@ def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
 
 def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
     """The product of two arrays of e4m3 codes, codes [n, k] side [columns, k]^T: [n, columns] in `dtype`, summed in
-    float32. No scales are applied."""
+    float32. No scales are applied. On a GPU it is the vendor's FP8 product."""
     return jax.lax.dot_general(codes, side, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def _by_rows(codes, scale, side, side_scale, dtype):
     """Does in XLA what `multiply` does if `blocks` is False and `more` is None: the product of the codes, [n, columns]
-    in `dtype`, multiplied at the end by the scales of its rows and of its columns.
+    in `dtype`, multiplied at the end by the scales of its rows and of its columns. For bfloat16 the product is rounded
+    to bfloat16 before it is scaled, which takes half the time.
 
     Args:
       codes, scale: e4m3[n, k] and float32[n, 1].
@@ -256,8 +260,10 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
 
 def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, tiles=None):
     """The product over k of two operands in e4m3, times their scales, by one of our kernels, fp8_mosaic.product or
-    fp8_triton.product: dtype[n, columns]. It brings operands and scales into the form that they take. grouped_matmul
-    calls it too, for rows that are sorted by expert.
+    fp8_triton.product: dtype[n, columns]. It brings operands and scales into the form that they take: scales without an
+    axis of one, a scale of zero of `side` replaced by 1e-30, and the adapter's operands in bfloat16, padded to 16, 32
+    or 64 columns and, without `blocks`, divided by the scales by which the kernel multiplies everything at the end.
+    grouped_matmul calls it too, for rows that are sorted by expert.
 
     Args:
       codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)], from `rounded`.

@@ -32,7 +32,7 @@ def _vector(widths: Sequence[int]) -> int | None:
     """The number of 16-bit values that a lane reads at once, 8 or 4. The 128 lanes of a warpgroup read 128 times as
     many neighbouring values of a row. It is the largest number for which such runs divide rows of all these widths, or
     else, if none does, the largest that divides the widths themselves; then the last run of a row overlaps the one
-    before. None if a row is too short for 128 lanes, or its width is no multiple of 4."""
+    before, which stores the same values. None if a row is too short for 128 lanes, or its width is no multiple of 4."""
 
     def fits(width: int, vector: int) -> bool:
         return width >= _LANES * vector and width % vector == 0
@@ -43,7 +43,9 @@ def _vector(widths: Sequence[int]) -> int | None:
 
 def refusal(widths: Sequence[int], dtype) -> str | None:
     """Returns the reason, in words, why this kernel cannot round rows that consist of rows of several arrays side by
-    side, or None if it can. widths: the number of columns of each of these arrays; dtype: of the arrays."""
+    side, or None if it can. widths: the number of columns of each of these arrays; dtype: of the arrays. The reasons
+    are no Hopper GPU, a dtype that has not 16 bits, arrays of fewer than 512 columns or of columns that are no multiple
+    of 4, and rows of more than 28,672 numbers."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -130,8 +132,8 @@ def rounded(
     tokens: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Rounds rows to e4m3 by the kernel: (codes e4m3[rows, sum of widths], scales float32[rows]). A row consists of the
-    rows of several arrays side by side, and may be multiplied by factors before it is rounded. Call it only if
-    `refusal` returns None.
+    rows of several arrays side by side, and may be multiplied by factors before it is rounded. A row of zeros has scale
+    1. Call it only if `refusal` returns None.
 
     Args:
       arrays: 16-bit [rows, width] each, or [T, width] if `tokens` are given.

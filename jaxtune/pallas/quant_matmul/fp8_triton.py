@@ -25,8 +25,10 @@ _WARPS, _STAGES, _BAND = 8, 3, 8  # warps of a program, steps on their way, tile
 
 def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
     """Returns the reason, in words, why this kernel cannot multiply [rows, in_size] by [out_size, in_size] in e4m3, add
-    the product of an adapter of this rank (0: none), and return it in `dtype`; or None if it can. in_blocks: True if
-    each 128 numbers along in_size have a scale; False if a whole row has one."""
+    the product of an adapter of this rank (0: none), and return it in `dtype`; or None if it can. Reasons are: no GPU
+    of compute capability 8.9 or later with jax-triton, sizes that are no multiples of 64 (128 with `in_blocks`), a
+    dtype that has not 16 bits, or a rank above 64. in_blocks: True if each 128 numbers along in_size have a scale;
+    False if a whole row has one."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -45,7 +47,7 @@ def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> s
 
 def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks: bool):
     """Multiplies codes by the kernel: x [M, K] w [N, K]^T times the scales of both, plus the adapter's product u l^T,
-    as dtype[M, N]. Call it only if `refusal` returns None.
+    as dtype[M, N]. It has the arguments of fp8_mosaic.product. Call it only if `refusal` returns None.
 
     Args:
       x, w: e4m3 codes.

@@ -55,7 +55,8 @@ class Tile:
 
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
     """Returns the reason, in words, why the kernel with these sizes (`tile`) cannot multiply this number of tokens by a
-    weight [rows, columns], or None if it can."""
+    weight [rows, columns], or None if it can. Reasons are sizes of the weight or of the tile that are out of range, and
+    more shared memory than a program may have. It does not ask which GPU there is."""
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:
@@ -79,8 +80,9 @@ def _smem_bytes(tile: Tile, tokens: int) -> int:
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
     """Lists candidates of tile sizes to measure for products of this number of tokens with a weight [rows, columns], at
-    most nine. They are the divisions of the weight that leave the fewest of `programs` multiprocessors idle, each with
-    as many copies loaded ahead as fit into shared memory."""
+    most nine. benchmarks/kernels/quant_matmul.py --lines measures them; `mosaic.line_tile` then reads the fastest. They
+    are the divisions of the weight that leave the fewest of `programs` multiprocessors idle, each with as many copies
+    loaded ahead as fit into shared memory."""
 
     def work(way: tuple[int, int]) -> float:
         """The time of the busiest multiprocessor for a way to divide the weight, (splits, groups), in rows of the

@@ -61,8 +61,10 @@ def _first_use(weight: Stored, dtype) -> str | None:
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
-    or None if it can. Up to 16 tokens are for this module's kernels, more are for Triton's (`few_refusal`). On a GPU,
-    kernels are compared with the reference at their first use, and refused if they differ."""
+    or None if it can. Up to 16 tokens are for this module's kernels, which take NF4 and FP4 with rows in multiples of
+    16, and columns in multiples of 512, 1,024 at least. More are for Triton's (`few_refusal`). A weight that
+    `dequantize` refuses is refused here too, because its kernel must have passed its check. The kernel for 17 tokens or
+    more has a check of its own at its first use on a GPU; that of this file has none."""
     if not isinstance(weight, FourBit):
         return f"a weight in {type(weight).__name__}"
     if tokens > MAX_TOKENS:
@@ -75,8 +77,9 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens, which is more than 16, in
-    `dtype` by this weight, or None if it can. A Triton kernel (triton.few_matmul) does it, which decodes the codes in
-    registers. On a GPU its result on a small case is compared with the exact one at the first use."""
+    `dtype` by this weight, or None if it can. Reasons are those of triton.few_refusal, and a wrong result. A Triton
+    kernel (triton.few_matmul) does it, which decodes the codes in registers. On a GPU its result on a small case is
+    compared with the exact one at the first use."""
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
@@ -95,9 +98,10 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _kernel(body, name: str, interpret, **options):
-    """Calls gpu_kernel.kernel, which compiles a kernel's body (interpret is None, on a GPU) or interprets it (interpret
-    is the interpreter's parameters). The body also gets the keyword argument `interpreted`, True in the second case,
-    because the interpreter cannot run inline PTX. name and options: those of gpu_kernel.kernel. row_matmul and
+    """Makes a function of a kernel's input arrays, which returns its output, from the kernel's body, by
+    gpu_kernel.kernel. A GPU runs it if `interpret` is None, otherwise Pallas' interpreter, whose parameters `interpret`
+    are. The body also gets the keyword argument `interpreted`, True in the second case, because the interpreter cannot
+    run inline PTX and bodies compute in jnp there. name and options: those of gpu_kernel.kernel. row_matmul and
     line_matmul get this function as an argument."""
     return gpu_kernel.kernel(functools.partial(body, interpreted=interpret is not None), name, interpret, **options)
 
@@ -116,7 +120,8 @@ def _dequantize_kernel(*refs, chunks: Chunks, interpreted: bool):
 
 def dequantize(weight: Stored, dtype) -> jax.Array:
     """The decoded weight in `dtype`, bfloat16 or float16, bit for bit what weight.decode(dtype) gives, except that
-    numbers of MXFP4 below 2^-126 are not rounded to zero. Call it only if `refusal` returns None."""
+    numbers of MXFP4 below 2^-126 are not rounded to zero. It precedes the vendor's GEMM for products of many tokens.
+    Call it only if `refusal` returns None."""
     return _dequantize(weight, jnp.dtype(dtype), gpu_kernel.interpreter())
 
 
@@ -332,9 +337,9 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
 
 @functools.cache
 def _pairs(table: bytes, dtype) -> np.ndarray:
-    """`dtype`[256, 2]: the two elements that each of the 256 bytes of codes encodes, that of the high four bits
-    first. With this table a kernel needs one look-up for two elements. table: the bytes of the format's values,
-    float32[16]."""
+    """`dtype`[256, 2]: the two elements that each of the 256 bytes of codes encodes, that of the high four bits first.
+    With this table a kernel needs one look-up for two elements. The result is cached, as a numpy array. table: the
+    bytes of the format's values, float32[16]."""
     entries = np.frombuffer(table, np.float32).astype(dtype)
     byte = np.arange(256)
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)
@@ -343,7 +348,8 @@ def _pairs(table: bytes, dtype) -> np.ndarray:
 def small_bucket(weight: FourBit, tokens: int) -> str:
     """Names the class of products of this number of tokens with a weight of this shape that share a measurement, as a
     key of the table of measured tile sizes (tuning.py): for example "4096 x 4096, tokens=4". Tokens are rounded up to
-    1, 4, 8 or 16, so that four measurements for a shape are enough."""
+    1, 4, 8 or 16, so that four measurements for a shape are enough. `line_tile` reads the entry, and
+    benchmarks/kernels/quant_matmul.py --lines measures it."""
     rows, columns = weight.shape
     return f"{rows} x {columns}, tokens={next(n for n in (1, 4, 8, 16) if tokens <= n)}"
 
@@ -359,9 +365,9 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """Returns the reason, in words, why line_matmul with this tile cannot multiply this number of tokens in `dtype`
-    by this weight, or None if it can. On a GPU its result on a small case is compared with the exact one at the
-    first use."""
+    """Returns the reason, in words, why line_matmul with this tile cannot multiply this number of tokens in `dtype` by
+    this weight, or None if it can. Reasons are those of `small_refusal`, and sizes that do not fit the weight or a
+    program's memory. On a GPU its result on a small case is compared with the exact one at the first use."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -382,13 +388,14 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
 @dispatch.exactly
 def _exact(x, weight: FourBit):
     """The product of x [tokens, in] and the decoded weight [out, in] in full float32, float32[tokens, out], with which
-    the kernels for a few tokens are compared at their first use."""
+    the kernels for a few tokens are compared at their first use. It is jitted without autotuning (dispatch.exactly)."""
     return jnp.dot(x.astype(jnp.float32), weight.decode(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
     """Returns the reason, in words, why row_matmul cannot multiply one token in `dtype` by this weight, or None if it
-    can. On a GPU its result on a small case is compared with the exact one at the first use."""
+    can. Reasons are an odd number of rows, columns that are no multiple of 1,024 or more than 28,672, and those of
+    `refusal`. On a GPU its result on a small case is compared with the exact one at the first use."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
     cut = row_matmul.plan(rows, columns)
     if cut is None:

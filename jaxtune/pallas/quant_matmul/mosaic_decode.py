@@ -37,7 +37,7 @@ _LAYOUTS = {"absmax": _SCALES, "powers": _POWERS, "bytes": _E4M3}
 
 def absmax_operands(weight: FourBit) -> list[jax.Array]:
     """The arrays from which a kernel computes a weight's absmax: [float32 absmax], or with double quantisation [uint8
-    absmax, map float32[256], nested absmax float32, offset float32[1]]."""
+    absmax, map float32[256], nested absmax float32, offset float32[1]]. Kernels take them in this order."""
     if weight.nested_map is None or weight.nested_absmax is None or weight.offset is None:
         return [weight.absmax]
     return [weight.absmax, weight.nested_map, weight.nested_absmax, weight.offset.reshape(1)]
@@ -63,14 +63,14 @@ class Chunks:
     @staticmethod
     def decodes(weight: Stored) -> bool:
         """Returns True if a weight is in a format that is decoded here: NF4 or FP4 (FourBit), MXFP4, or NVFP4 with one
-        scale for the whole tensor; False otherwise."""
+        scale for the whole tensor; False otherwise. Refusals of kernels that decode ask it."""
         return isinstance(weight, FourBit | MXFP4) or (isinstance(weight, NVFP4) and weight.tensor_scale.size == 1)
 
     @staticmethod
     def of(weight: Stored, dtype, whole: int) -> Chunks:
-        """Chooses the chunks of a weight that is decoded to `dtype`. whole: the number of elements of which a chunk's
-        size must be a divisor, a multiple of 1,024: the whole weight's, or those of one expert if each is decoded
-        separately."""
+        """Chooses the chunks of a weight that is decoded to `dtype`: the largest ones, of up to 8 lines (4 for NVFP4),
+        into which `whole` can be divided. whole: the number of elements of which a chunk's size must be a divisor, a
+        multiple of 1,024: the whole weight's, or those of one expert if each is decoded separately."""
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         # Measured (README.md): more lines leave small weights too few programs, fewer load too little at a time.
         largest = 4 if isinstance(weight, NVFP4) else 8

@@ -5,9 +5,9 @@ The backward is written such that every sum is the `c` of a GEMM (a b + c): dx =
 Autodiff would add the products pairwise, and XLA then spends a pass over memory on each addition.
 
 Quantised weights are decoded before each product, in forward and backward, unless they are multiplied as they are
-stored (as_stored.py) or the tokens are few; no decoded weight is a residual. The
-argument `kernels` is the module that decodes weights, and multiplies few tokens by a weight without decoding it first:
-this module, mosaic.py or triton.py. Each has the functions `refusal`, `dequantize`, `small_refusal` and `small_matmul`.
+stored (as_stored.py) or the tokens are few; no decoded weight is a residual. The argument `kernels` is the module that
+decodes weights, and multiplies few tokens by a weight without decoding it first: this module, mosaic.py or triton.py.
+Each has the functions `refusal`, `dequantize`, `small_refusal` and `small_matmul`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 def refusal(weight: Stored, dtype) -> str | None:
     """Returns the reason why `dequantize` of this module cannot decode a weight to `dtype`: always None, because it can
-    decode all."""
+    decode all. Each module of an implementation has such a function."""
     del weight, dtype
     return None
 
 
 def dequantize(weight: Stored, dtype) -> jax.Array:
-    """The quantised weight, decoded in XLA to an array of its shape in `dtype`."""
+    """The quantised weight, decoded in XLA to an array of its shape in `dtype`. The modules mosaic and triton have a
+    kernel of the same name for it; this one is used where they refuse the weight."""
     return weight.decode(dtype)
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` of this module cannot multiply this number of tokens in `dtype`
-    by a weight. It always returns one: the module has no such product, and `matmul` decodes the weight for a GEMM
-    instead."""
+    by a weight. It always returns one: the module has no such product, so `_times`, which asks it, decodes the weight
+    for a GEMM instead."""
     del weight, dtype, tokens
     return "a decoded weight and the vendor's GEMM"
 
@@ -55,7 +56,8 @@ def small_matmul(x: jax.Array, weight: Stored) -> jax.Array:
 
 
 def _product(x, weight, contract, dtype=None):
-    """Multiplies two matrices over one axis of each, in x's dtype with float32 sums (jax.lax.dot_general).
+    """Multiplies two matrices over one axis of each, in x's dtype with float32 sums (jax.lax.dot_general): [the other
+    axis of x, the other axis of weight]. All products here that are not a kernel's are computed by it.
 
     Args:
       x: of two dimensions; float32 is multiplied in full float32.
@@ -75,7 +77,7 @@ def _product(x, weight, contract, dtype=None):
 
 def decoded(weight, x, kernels: ModuleType):
     """Decodes a weight that is about to be multiplied by x: returns (the weight as an array, x). A quantised weight is
-    decoded to x's dtype by kernels.dequantize; an array is returned unchanged.
+    decoded to x's dtype by kernels.dequantize; an array and its x are returned unchanged.
 
     The caller must use the returned x in its product, because a barrier ties the decoding to it. Otherwise XLA would
     decode once for forward and backward and keep the decoded weight in between, or move the decoding out of a loop over
@@ -121,7 +123,8 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
 
 def scaled(part, scale):
     """Multiplies the array `part`, an operand of an adapter's product, by the adapter's number `scale`; the result has
-    part's dtype. It is multiplied in float32, because in part's dtype the number itself would be rounded first."""
+    part's dtype, and is `part` itself for a scale of 1. It is multiplied in float32, because in part's dtype the number
+    itself would be rounded first."""
     return part if scale == 1.0 else (part.astype(jnp.float32) * scale).astype(part.dtype)
 
 
@@ -142,8 +145,9 @@ def _join(loras, dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _products(x, source, weights, loras, biases, static):
-    """The outputs of all weights, a tuple of [tokens, out_i], from x [tokens, in], with adapters and biases. Its custom
-    derivative decodes quantised weights again in the backward instead of keeping decoded ones.
+    """The outputs of all weights, a tuple of [tokens, out_i], from x [tokens, in], with adapters and biases: x W^T +
+    scale (x A^T) B^T + bias for each weight, in x's dtype. Its custom derivative decodes quantised weights again in the
+    backward instead of keeping decoded ones.
 
     Args:
       x: [tokens, in].
@@ -195,7 +199,10 @@ def _products_fwd(x, source, weights, loras, biases, static):
 
 def _products_bwd(static, residuals, doutputs):
     """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases), in this structure. An
-    entry is None where the argument is None, and for a quantised weight, which gets no gradient.
+    entry is None where the argument is None, and for a quantised weight, which gets no gradient. That of an array is
+    always computed; XLA removes it if the weight is frozen. Weights that are multiplied as they are stored get one
+    product for all of the same kind. The gradient of x does not include that of `source`, through which the caller's
+    dropout leads back to x.
 
     Args:
       static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights,
@@ -253,7 +260,7 @@ _products.defvjp(_products_fwd, _products_bwd)
 
 def dropout(x, rate, key, part: jax.Array | int = 0):
     """Inverted dropout of x [rows, columns]: each number becomes zero with probability `rate`, and the others are
-    multiplied by 1 / (1 - rate).
+    multiplied by 1 / (1 - rate), in float32. The result has x's dtype. The same key, rate and shape give the same mask.
 
     Args:
       x: the adapters' input.
@@ -269,7 +276,8 @@ def dropout(x, rate, key, part: jax.Array | int = 0):
 
 def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):
     """quant_matmul after its arguments were checked and an implementation was chosen: multiplies x [..., in] by each
-    weight and adds adapters and biases. It returns a tuple of [..., out_i] in x's dtype.
+    weight and adds adapters and biases. If an adapter has a row_scale, the sum of its and the weight's product is
+    multiplied by it, in float32, before the bias is added. It returns a tuple of [..., out_i] in x's dtype.
 
     Args:
       x: [..., in].

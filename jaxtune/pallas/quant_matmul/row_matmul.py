@@ -64,7 +64,8 @@ class Plan:
 def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
     """Chooses the sizes by which a weight [rows, columns] is divided among at most `programs` programs. It returns None
     if the kernel cannot multiply such a weight: rows must be even, columns a multiple of 1,024 up to 28,672, and a
-    program's chunks and sums must fit into shared memory."""
+    program's chunks and sums must fit into shared memory. `matmul` uses the sizes, and mosaic.row_refusal asks whether
+    there are any."""
     slices = columns // SLICE
     if columns % SLICE or not 0 < slices <= _MOST_WARPS or rows % 2:
         return None

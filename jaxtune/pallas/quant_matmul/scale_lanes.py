@@ -38,7 +38,8 @@ def table_scales(codes, factor, offset, map_ref, layout):
 def divided_scales(codes, divisor, map_ref, layout):
     """float32 map[codes] / divisor, correctly rounded, for uint8 `codes`, one in each register, in the same `layout`
     (plgpu.Layout) as these; divisor is a float32 scalar, map_ref float32[256] in global or shared memory. Quotients,
-    divisor and its reciprocal must be normal numbers.
+    divisor and its reciprocal must be normal numbers. They are NVFP4's scales if these are divided by the tensor's
+    scale; decoded numbers then equal those of plain JAX.
 
     With PTX's div.rn for each scale, decoding NVFP4 took 1.55 times as long. Instead, the reciprocal of the divisor is
     computed once, and quotients are corrected by what is left of the dividend (Markstein,

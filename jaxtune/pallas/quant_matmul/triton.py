@@ -32,7 +32,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 def refusal(weight: Stored, dtype) -> str | None:
     """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can: Triton is
-    unusable here, the weight is not NF4 or FP4, or the dtype is not supported."""
+    unusable here, the weight is not NF4 or FP4, or the dtype is none of bfloat16, float16 and float32."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -45,7 +45,8 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
-    or None if it can. It takes 1 to 16 tokens of 16 bits."""
+    or None if it can. It takes 1 to 16 tokens of 16 bits, and weights in NF4 or FP4 whose rows are whole blocks of 64.
+    The kernels have no check at their first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -97,7 +98,7 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     """Multiplies 17 to 64 tokens by a weight, x W^T, without writing the decoded W to memory: codes are decoded in
     registers, on their way to the tensor cores. An element is the table's value rounded to bfloat16, times the scale,
-    rounded to bfloat16 again.
+    rounded to bfloat16 again. mosaic.small_matmul calls it for more than 16 tokens.
 
     Args:
       x: [17 to 64, in] bfloat16.

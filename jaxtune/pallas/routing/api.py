@@ -69,7 +69,7 @@ def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> 
 @meshes.on_any_mesh
 def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -> jax.Array:
     """The weights with which a token's experts enter its result: float32[T, k], 0 where it has no expert. They are
-    differentiable with respect to logits.
+    differentiable with respect to logits, so that the router learns.
 
     Args:
       logits: [T, E], the router's.
@@ -99,11 +99,12 @@ def route(
     of rows. The sort is stable: an expert's rows are in the order of the tokens.
 
     Args:
-      choice: int32[T, k] from choose_experts; numbers of num_experts or more mean no expert, and get no row.
+      choice: int32[T, k] from choose_experts; other numbers than 0 to num_experts - 1 mean no expert, and get no row.
       num_experts: E, the number of all experts.
       tile_rows: each expert's rows are padded with empty rows to a multiple of it, because kernels multiply tiles of
         rows that belong to one expert.
-      implementation: "reference" (XLA), "mosaic", or None for the faster one.
+      implementation: "reference" (XLA), "mosaic", or None for the one that was measured to be faster: the kernel from
+        128 experts on, if it runs on this GPU.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -119,7 +120,7 @@ def route(
 
 def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
     """The implementations of the copy of tokens to their rows (`permute`) in the order in which they are tried: {name:
-    a function that returns the reason why it refuses the call, or None}.
+    a function that returns the reason why it refuses the call, or None}. `jaxtune info` prints them too.
 
     Args:
       dtype: of the tokens.
@@ -135,8 +136,8 @@ def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
 
 def sort_implementations(num_experts: int, implementation: str | None = None) -> dispatch.Table:
     """The implementations of the sort in `route` in the order in which they are tried: {name: a function that returns
-    the reason why it refuses the call, or None}. The kernel is first only for many experts, where it was measured to be
-    faster than XLA; for fewer it runs only on request.
+    the reason why it refuses the call, or None}. `route` chooses from them, and `jaxtune info` prints them. The kernel
+    is first only for many experts, where it was measured to be faster than XLA; for fewer it runs only on request.
 
     Args:
       num_experts: E, the number of all experts.
@@ -169,8 +170,8 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
 
 
 def _spread(x, routing, implementation):
-    """Copies each token of x [T, H] to the rows of its pairs: [rows, H], with zeros in empty rows. implementation:
-    "reference", "mosaic", or None for the first that supports the call."""
+    """Copies each token of x [T, H] to the rows of its pairs, as `routing` says: [rows, H], with zeros in empty rows.
+    implementation: "reference", "mosaic", or None for the first that supports the call."""
     table = implementations(x.dtype, x.shape[1], routing.slots.shape[1])
     name = dispatch.choose("routing spread", table, implementation)
     return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
@@ -261,8 +262,8 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 
 def _row_tokens(routing):
-    """The token of each row of the buffer that is sorted by expert: int32[rows], T for empty rows. Grouped products
-    that gather their rows from the tokens while they multiply take it as an argument."""
+    """The token of each row of the buffer that is sorted by expert, from the pairs of `routing`: int32[rows], T for
+    empty rows. Grouped products that gather their rows from the tokens while they multiply take it as an argument."""
     return divided(routing.source, routing.slots.shape[1])
 
 
@@ -290,9 +291,9 @@ def _of_tokens(x, weight, lora, routing, static):
 
 
 def _of_tokens_fwd(x, weight, lora, routing, static):
-    """The forward rule of `_of_tokens`, with its arguments: (out [rows, out], residuals). The residuals are those of
-    grouped_matmul.api.forward and the routing. In place of the sorted rows, which are more than k times as large, they
-    contain x [T, in]."""
+    """The forward rule of `_of_tokens`, with its arguments x, weight, lora, routing and static: (out [rows, out],
+    residuals). The residuals are those of grouped_matmul.api.forward and the routing. In place of the sorted rows,
+    which are more than k times as large, they contain x [T, in]."""
     rows, tokens = _as_rows(x, routing, static)
     out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens)
     return out, ((x, *residuals), routing)
@@ -325,7 +326,9 @@ def matmul_of_tokens(
 ) -> jax.Array:
     """Multiplies each token by the weights of its k experts: x [T, in] -> [rows, out], one row for each pair of a token
     and an expert, sorted by expert. It computes grouped_matmul(permute(x, routing), ...), for example the experts' up
-    projection, but the sorted rows are not stored for the backward, which gathers them from x again.
+    projection, but the sorted rows are not stored for the backward, which gathers them from x again. The result has x's
+    dtype, and zeros in empty rows. Differentiable with respect to x, a weight that is an array, and the adapter; the
+    gradients that arrive for empty rows must be zero.
 
     Args:
       x: [T, in] bfloat16, float16 or float32.
@@ -334,10 +337,11 @@ def matmul_of_tokens(
       lora: the adapter, or None.
       transposed: whether the last axis of the weight is `out` (True) or `in` (False).
       derivative_follows: True: the derivative is computed soon, and x has no other use. A weight that has to be decoded
-        is then decoded once for both. False: it is decoded again for the gradient of x.
+        is then decoded once for both, and the adapter's gradients are computed before x's, so that x can be freed.
+        False: it is decoded again for the gradient of x.
       fp8: whether a weight in FP8 is multiplied without decoding, by tokens that are rounded to FP8.
-      implementation: of the product: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX), or None for the first
-        that supports the call.
+      implementation: of the product, as in grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX),
+        or None for the first that supports the call.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -359,8 +363,9 @@ def _to_tokens(rows, weight, lora, routing, static):
 
 
 def _to_tokens_fwd(rows, weight, lora, routing, static):
-    """The forward rule of `_to_tokens`, with its arguments: (out [T, out], residuals). The residuals are those of
-    grouped_matmul.api.forward and the routing; the product before the sum, [rows, out], is not among them."""
+    """The forward rule of `_to_tokens`, with its arguments rows, weight, lora, routing and static: (out [T, out],
+    residuals). The residuals are those of grouped_matmul.api.forward and the routing; the product before the sum,
+    [rows, out], is not among them."""
     out, residuals = grouped.forward(rows, weight, lora, routing.groups, static)
     return reference.summed(out, routing.slots), (residuals, routing)
 
@@ -390,7 +395,10 @@ def matmul_to_tokens(
 ) -> jax.Array:
     """Multiplies each row by the weight of its expert, and sums the rows of each token: rows [rows, in] -> [T, out]. It
     computes unpermute(grouped_matmul(rows, ...), routing), for example the experts' down projection. The gradient of
-    the result stays [T, out], and its rows are gathered only where the backward needs them.
+    the result stays [T, out], and its rows are gathered only where the backward needs them. The products are rounded to
+    the rows' dtype, summed in float32 in the order of the token's choices, and rounded again; a token without an expert
+    gets zeros. A weight that has to be decoded is decoded again for the gradient of the rows. Differentiable with
+    respect to rows, a weight that is an array, and the adapter.
 
     Args:
       rows: [rows, in] bfloat16, float16 or float32, sorted by expert as `routing` says; empty rows are zero.
@@ -399,8 +407,8 @@ def matmul_to_tokens(
       lora: the adapter, or None.
       transposed: whether the last axis of the weight is `out` (True) or `in` (False).
       fp8: whether a weight in FP8 is multiplied without decoding, by rows that are rounded to FP8.
-      implementation: of the product: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX), or None for the first
-        that supports the call.
+      implementation: of the product, as in grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX),
+        or None for the first that supports the call.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -415,8 +423,9 @@ def matmul_to_tokens(
 @meshes.on_any_mesh
 def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.Array) -> jax.Array:
     """Adds the biases of each token's experts, each times the expert's weight for the token, to out [T, n], with
-    float32 sums; the result has out's dtype. matmul_to_tokens has no bias, so this adds that of the experts' down
-    projection after the sum over each token's experts.
+    float32 sums; the result has out's dtype. It is differentiable with respect to out, weights and bias.
+    matmul_to_tokens has no bias, so this adds that of the experts' down projection after the sum over each token's
+    experts.
 
     Args:
       out: [T, n].
@@ -469,7 +478,7 @@ _with_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
 def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
     """The weight of each row: weights [T, k], from expert_weights, -> [rows] in the same dtype, the weight of the pair
     (a token with one of its experts) in each row; 0 in empty rows. Experts multiply their rows by it before the rows of
-    each token are summed. routing: from route.
+    each token are summed. It is differentiable with respect to the weights. routing: from route.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.

@@ -28,7 +28,8 @@ _PROGRAMS = 2  # programs per multiprocessor
 
 def refusal(dtype, hidden: int, k: int) -> str | None:
     """Returns the reason, in words, why this kernel cannot copy tokens of `hidden` numbers in this dtype to the rows of
-    their k experts, or None if it can."""
+    their k experts, or None if it can. Reasons are: no Hopper GPU, a dtype that has not 16 bits, a hidden size that is
+    no multiple of 64 or more than 8,192, or more than 32 experts a token."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
