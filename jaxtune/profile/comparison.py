@@ -34,8 +34,8 @@ _UNKNOWN_SPREAD = 0.01
 @dataclasses.dataclass
 class Comparison(ComparisonData):
     """The differences between the profiles of two runs, A (the base) and B, as `compare` found them: what became faster
-    or slower in the step, by category, scope and kernel. It adds to the tables in ComparisonData their form as text and
-    as an HTML page."""
+    or slower in the step, by category, scope and kernel. It adds to the tables in ComparisonData their form as text for
+    a terminal (`to_text`, `str`) and as an HTML page."""
 
     def to_text(self, width: int = 120) -> str:
         """The comparison as plain text for a terminal: sentences on what changed, then the tables of categories, scopes
@@ -58,6 +58,7 @@ def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
       a, b: a report that `show` returned, or the folder or file of a profile.
     Raises:
       TraceError: one of them cannot be read.
+      ValueError: the file with a device's measured ceilings is damaged.
     """
     a = a if isinstance(a, Report) else show(a)
     b = b if isinstance(b, Report) else show(b)
@@ -93,7 +94,8 @@ def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
 
 def region(scope: str) -> str:
     """The part of a model that a scope belongs to, such as "mlp" or "optimizer", under one name for every framework;
-    "elsewhere" if the scope's name does not tell. Profiles whose scopes have different names are compared by it."""
+    "elsewhere" if the scope's name does not tell. It is found by words in the scope's name. Profiles whose scopes have
+    different names are compared by it."""
     return next((name for name, pattern in _REGIONS if pattern.search(scope)), "elsewhere")
 
 
@@ -184,7 +186,7 @@ def _add(total: list[float] | None, values: list[float]) -> list[float]:
 
 def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
     """One row for each kernel of either profile, the largest difference first. Kernels of A and B that do the same work
-    share a row.
+    share a row, with the name of B's, or "A's → B's" if the two differ.
 
     Matrix products and attention are paired by scope, phase and shape, whatever kernel the library chose; other kernels
     also by their name, without the number that the compiler appended. `scale` is the factor on B's times.

@@ -1,4 +1,5 @@
-"""Rates that a device can reach: measured once and cached, or taken from its data sheet."""
+"""Rates that a device can reach: measured once and cached (`ceilings`), or taken from its data sheet
+(`known_ceilings`). Reports compare a profile's kernels with them. `nvidia_smi` reads a GPU's state."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def ceilings(*, remeasure: bool = False) -> Ceilings:
 
 def _measure(device) -> Ceilings:
     """Measures all ceilings of a jax.Device, which takes about ten seconds on a GPU, and returns them. FP8 is 0 on a
-    GPU of compute capability below 8.9. On a CPU, for tests, small sizes are measured."""
+    GPU of compute capability below 8.9. On a CPU, for tests, small sizes are measured. The rates of the host link are
+    those while all local devices of this kind copy."""
     import jax
     import jax.numpy as jnp
     import jaxlib

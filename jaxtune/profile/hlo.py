@@ -1,6 +1,6 @@
 """The optimised HLO of a traced program: its instructions in launch order, with shapes, scopes, FLOPs and bytes.
 
-An XPlane file contains the HloProto of every module that ran; nothing else is needed.
+An XPlane file contains the HloProto of every module that ran; nothing else is needed. Their reader (xplane.py) uses it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Shape:
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
-    """One instruction of an optimised HLO module, with the fields of its HloInstructionProto that are used here."""
+    """One instruction of an optimised HLO module, with the fields of its HloInstructionProto that are used here. Its
+    Module makes it."""
 
     name: str
     opcode: str
@@ -152,13 +153,10 @@ class Computation:
 
 
 class Module:
-    """One optimised HLO program of a trace: an HloProto (messages.py), whose computations are converted to Computation
-    objects when they are asked for, because a program has hundreds of them and few are looked at.
-    `name` is the program's name, `entry_id` the id of the computation that it starts with.
-
-    Raises:
-      ValueError: the proto has no module.
-    """
+    """One optimised HLO program of a trace, made from an HloProto (messages.py): what it launches (`launches`), its
+    instructions by name, and the buffers at its memory peak. Its computations are converted to Computation objects when
+    they are asked for, because a program has hundreds of them and few are looked at. `name` is the program's name,
+    `entry_id` the id of the computation that it starts with. Raises ValueError if the proto has no module."""
 
     def __init__(self, proto: Any):
         if not proto.HasField("hlo_module"):
@@ -382,8 +380,8 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
 
 
 def moved_bytes(instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes in memory, each operand and result counted once. Of an operand that a
-    fusion only slices, the slice counts; of one that it updates in place, the update."""
+    """Bytes that an instruction reads and writes in memory, each operand and result once, cuBLAS's workspace not. Of an
+    operand that a fusion only slices, the slice counts; of one that it updates in place, the update."""
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0

@@ -37,7 +37,7 @@ class Launch:
 
     name: str  # of the kernel or copy
     hlo_op: str  # the HLO instruction that the trace names, or a CUDA graph's name
-    is_copy: bool  # True: a copy (cudaMemcpy); False: a kernel
+    is_copy: bool  # True: a copy (cudaMemcpy); False: a kernel or a memset
     instruction: Instruction | None = None  # set by the join: the instruction that launched it; None if not found
     execution: int = 0  # set by the join: the number of the program's execution in the trace
     main: bool = True  # False for a helper kernel; FLOPs of the instruction are booked on its main kernel
@@ -107,9 +107,10 @@ class _Classes:
         return self._keys[id(instruction)]
 
     def _key(self, instruction: Instruction) -> Hashable:
-        """Computes the class of an instruction. It is ("fusion", fingerprint of its body) for a fusion, a name such as
-        "gemm", "attention forward", "mosaic" or "copy" for kernels of a library and copies, and (opcode, name) for all
-        others."""
+        """Computes the class of an instruction. It is ("fusion", fingerprint of its body) for a fusion; a name such as
+        "gemm", "attention forward", "mosaic" or "copy" for kernels of a library, also within a fusion, and for copies;
+        ("custom-call", target) for other custom calls; for an async-start the class of what it starts; and (opcode,
+        name) for all others."""
         if instruction.opcode in ("async-start", "fusion") and instruction.called:
             assert instruction.computation is not None and instruction.computation.module is not None
             called = instruction.computation.module.computation(instruction.called[0])

@@ -1,4 +1,5 @@
-"""HTML pages of a report and of a comparison. A page is one file that contains all numbers and loads nothing."""
+"""HTML pages of a report (`report_page`) and of a comparison (`comparison_page`), as text. A page is one file that
+contains all numbers and loads nothing; a script in it, page.js, draws bars, timelines and the kernel table."""
 
 from __future__ import annotations
 
@@ -230,8 +231,9 @@ def _shares(title: str, shares: Sequence[Share], id: str) -> str:
 
 
 def _changes(title: str, rows: Sequence[Change], id: str) -> str:
-    """The HTML table of a comparison's categories or scopes, coloured by verdict: "faster", "slower" or "same". title:
-    its heading. rows: the changes. id: the id of the HTML element."""
+    """The HTML table of a comparison's categories or scopes, coloured by verdict: "faster", "slower" or "same"; a row
+    that is only in A has the colour of "faster", one only in B that of "slower". title: its heading. rows: the changes.
+    id: the id of the HTML element."""
     head = ("", "", "A ms", "B ms", "B - A", "noise", "")
     table = _table(title, head, [], id)
     lines = []

@@ -96,7 +96,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _settle() -> None:
-    """Waits until the devices have finished all work that this process has dispatched."""
+    """Waits until the devices have finished all work that this process has dispatched, so that a trace has the work of
+    its block and no other."""
     import jax
 
     jax.effects_barrier()

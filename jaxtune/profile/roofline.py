@@ -66,8 +66,9 @@ def losses(
     events: Sequence[Event], num_steps: int, idle_ms: float, ceilings: Ceilings, *, wait: str = ""
 ) -> list[Loss]:
     """Finds every loss of a step, the largest first, for the report's list of what could be saved. A moment of the step
-    counts in one loss only. Where the device's rates are unknown (0), matrix products, attention and experts are no
-    losses.
+    counts in one loss only. Matrix products, attention and experts lose the time beyond the ceiling's, copies and
+    collectives the time that the step waits for them, and all others their whole time. Where the device's rates are
+    unknown (0), matrix products, attention and experts are no losses.
 
     Args:
       events: those of the captured steps, with `self_ns` set.

@@ -1,4 +1,5 @@
-"""What names in a trace mean: the scope and phase of an op_name, and the category of a kernel."""
+"""What names in a trace mean: the scope and phase of an op_name (`scope_of`), the category of a kernel (`categorise`),
+and a kernel's name for a table (`readable`). The readers of traces and the reports use it."""
 
 from __future__ import annotations
 
@@ -184,7 +185,8 @@ def is_attention_kernel(name: str) -> bool:
 
 def readable(kernel: str) -> str:
     """Shortens a kernel's name for a table: C++ template arguments, the argument list and "void" are cut off. A name of
-    which at most 8 characters would be left keeps its first 100 characters instead."""
+    which at most 8 characters would be left keeps its first 100 characters instead; the name of a copy or memset is
+    kept."""
     if kernel.startswith("Mem"):  # "Memcpy HtoD (Pinned -> Device)"
         return kernel
     name = kernel.removeprefix("void ")

@@ -13,7 +13,7 @@ from jaxtune.profile.roofline import Loss
 class Share:
     """The time of one category or scope, a row of the report's tables "By category" and "By scope"."""
 
-    name: str  # the category's or scope's, or "idle"
+    name: str  # the category's or scope's, "(no scope)", or "idle"
     ms: float  # mean over the steps
     share: float  # `ms` divided by the step's ms
     per_step_ms: list[float]  # its ms in each captured step
@@ -24,10 +24,10 @@ class Share:
 class KernelRow:
     """The calls of one kernel from one scope with one shape, a row of the report's table of kernels."""
 
-    name: str
-    category: str
-    scope: str
-    phase: str
+    name: str  # the kernel's, shortened by scopes.readable
+    category: str  # one of scopes.CATEGORIES, such as "GEMM"
+    scope: str  # the named scope, such as "layer/mlp"; "" if it has none
+    phase: str  # "forward", "recompute" or "backward"; "" where unknown
     shape: str  # operands and result in words, such as "bf16[8,64], bf16[64,32] -> bf16[8,32]"
     count: float  # calls per step
     ms: float  # mean per step, of the time booked on these calls alone
@@ -95,10 +95,10 @@ class ReportData:
     steps_ms: list[float]  # ms of each captured step
     step_ms: float  # their mean
     tokens_per_step: int | None  # as the program recorded it in meta; None where unknown
-    categories: list[Share]
-    scopes: list[Share]
-    kernels: list[KernelRow]
-    transfers: list[Transfer]
+    categories: list[Share]  # those that occur, in the order of scopes.CATEGORIES; idle time last
+    scopes: list[Share]  # one for each scope and phase, the largest first; idle time last
+    kernels: list[KernelRow]  # the largest first
+    transfers: list[Transfer]  # one for each of the three kinds that occurs
     idle: Idle
     peak_memory_bytes: int  # the allocator's; else the sum of the buffers at the peak
     buffers: list[dict[str, Any]]  # largest buffers at the peak: {"bytes", "count", "kind", "what"}
@@ -138,10 +138,10 @@ class ComparisonData:
     b: ReportData
     scale: float  # factor on B's times: A's tokens per step over B's; 1 where one of them is unknown
     step: Change  # of the whole step
-    categories: list[Change]
-    scopes: list[Change]
+    categories: list[Change]  # in the order of scopes.CATEGORIES
+    scopes: list[Change]  # by scope or region (see aligned_by) and phase, the largest first
     aligned_by: str  # "scope" where both programs use the same scope names, else "region"
-    kernels: list[Change]
+    kernels: list[Change]  # the largest difference first
     sentences: list[str]  # what changed, in words
     notes: list[str]  # remarks on both profiles and on how they were compared
 

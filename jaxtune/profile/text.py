@@ -1,4 +1,5 @@
-"""Reports and comparisons of profiles as tables of text for a terminal."""
+"""Reports and comparisons of profiles as tables of text for a terminal: `report_text` and `comparison_text`. The HTML
+pages (page.py) use `headline` and `percent` too."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ def _short(shape: str) -> str:
 
 
 def headline(report: ReportData) -> list[str]:
-    """The lines above all tables: what was recorded on which device, what it ran (if its meta says so), and the step's
-    time."""
+    """The lines above all tables, two or three: what was recorded on which device, what it ran (if its meta says so),
+    and the step's time, with tokens and FLOPs per second where they are known."""
     spread = (max(report.steps_ms) - min(report.steps_ms)) / 2
     line = f"step {report.step_ms:.2f} ms"
     if len(report.steps_ms) > 1:

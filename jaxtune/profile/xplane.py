@@ -42,8 +42,8 @@ class _Raw:
 
 
 def read_xplane(data: bytes, path: str) -> Trace:
-    """Reads the bytes of an XPlane file and returns the Trace of the device with the most kernel time. path: the file's
-    path, for the Trace and for error messages.
+    """Reads the bytes of an XPlane file and returns the Trace of the device with the most kernel time; in one without
+    devices, of the CPU. path: the file's path, for the Trace and for error messages.
 
     Raises:
       TraceError: the bytes are not an XPlane, or nothing ran on a device in it.
@@ -144,8 +144,8 @@ def _device_events(plane) -> list[_Raw]:
 
 def _cpu_events(plane) -> list[_Raw]:
     """The operations of programs that ran on the CPU: events of the host's plane (an XPlane of ProfileData) that name
-    an HLO instruction and its module. Those that contain others, such as loops, are left out, so that no time counts
-    twice."""
+    an HLO instruction and its module. Those that contain others on their thread, such as loops, are left out, so that
+    no time counts twice."""
     out = []
     for line in plane.lines:
         rows: list[_Raw] = []
