@@ -100,8 +100,8 @@ def kernel_choices() -> list[KernelChoice]:
 
 
 def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:
-    """Makes the KernelChoice for one typical call: asks each implementation in `table` whether it refuses the call. op:
-    the name of the operation; call: the call in words; table: {name: a function that returns why it refuses the call,
-    or None}."""
+    """Makes the KernelChoice for one typical call: lets dispatch.choose choose, which stores the choice and may log a
+    warning, and asks each implementation in `table` whether it refuses the call. op: the name of the operation; call:
+    the call in words; table: {name: a function that returns why it refuses the call, or None}."""
     chosen = dispatch.choose(op, table, None)
     return KernelChoice(op, call, chosen, {name: refuse() for name, refuse in table.items()})

@@ -1,5 +1,6 @@
-"""Measured block sizes of kernels (the sizes by which a kernel divides its work). There is an entry for each operation,
-dtype and class of shapes, in one file for each kind of GPU.
+"""Measured block sizes of kernels (the sizes by which a kernel divides its work): `measure` finds them, `tuned` looks
+them up, `forced` sets them. There is an entry for each operation, dtype and class of shapes, in one file for each kind
+of GPU.
 
 The user's own measurements (written by `jaxtune tune`) are used first if they were made with the installed jaxlib; then
 those packaged in `tuned/`, files of the same format (written by `jaxtune tune --output`). Without either a kernel

@@ -178,8 +178,8 @@ class Module:
         return self._made[id]
 
     def fingerprint(self, id: int) -> int:
-        """A hash of the computation with this id that is equal for computations that differ in names and metadata only.
-        It is computed from the proto, without converting the computation."""
+        """A hash of the computation with this id that is equal for computations that differ in names and metadata only,
+        for which XLA compiles one kernel. It is computed from the proto, without converting the computation."""
         place, rows = {}, []
         for proto in self._protos[id].instructions:
             called = tuple(self.fingerprint(inner) for inner in proto.called_computation_ids)
@@ -219,7 +219,7 @@ class Module:
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
         """{name: instruction} of every instruction that starts work on the device, in the entry, loop bodies and called
-        computations, but not inside fusions."""
+        computations, but not inside fusions. A trace names kernels' instructions so."""
         out, seen = {}, set()
         queue = [self.entry_id]
         while queue:

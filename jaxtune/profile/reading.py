@@ -1,4 +1,5 @@
-"""Finds the trace in a folder or file, whichever profiler wrote it, and reads it."""
+"""Finds the trace in a folder or file, whichever profiler wrote it, and reads it (`read`), with what `capture` recorded
+about it."""
 
 from __future__ import annotations
 

@@ -174,12 +174,14 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
 
 
 def is_gemm_kernel(name: str) -> bool:
-    """Whether a kernel's name is that of a matrix product of a library (cuBLAS, CUTLASS and the like) or of XLA."""
+    """Whether a kernel's name is that of a matrix product of a library (cuBLAS, CUTLASS and the like) or of XLA. Such
+    kernels are joined with instructions that are products."""
     return bool(_GEMM_KERNEL.search(name))
 
 
 def is_attention_kernel(name: str) -> bool:
-    """Whether a kernel's name is that of an attention kernel, such as one of cuDNN or FlashAttention."""
+    """Whether a kernel's name is that of an attention kernel, such as one of cuDNN or FlashAttention. Such kernels are
+    joined with attention calls."""
     return bool(_ATTENTION_KERNEL.search(name))
 
 

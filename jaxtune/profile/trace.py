@@ -1,4 +1,5 @@
-"""The form into which every trace is read: kernels and copies of one device, with scope, work and steps."""
+"""The form into which every trace is read: kernels and copies of one device, with scope, work and steps (`Trace`,
+`Event`, `Buffer`); and `TraceError`."""
 
 from __future__ import annotations
 

@@ -77,10 +77,10 @@ class _StreamOptions(BaseModel):
 
 class _Body(BaseModel):
     """The keys that the bodies of /v1/chat/completions and /v1/completions share, with OpenAI's meanings; pydantic
-    checks their types and ranges. None is a key that is not given, for which `_asked` and its callers fill in a
-    default: one answer (n), a random seed, temperature 1, no filters, no stream; max_tokens is then what the context
-    has room for, and in /v1/completions 16. `top_k` (0 and -1: no limit), `min_p` and `repetition_penalty` are not
-    OpenAI's, and mean what they do in vLLM."""
+    checks their types and ranges. Other keys, if `_checked` has not dropped them before, are refused. None is a key
+    that is not given, for which `_asked` and its callers fill in a default: one answer (n), a random seed, temperature
+    1, no filters, no stream; max_tokens is then what the context has room for, and in /v1/completions 16. `top_k` (0
+    and -1: no limit), `min_p` and `repetition_penalty` are not OpenAI's, and mean what they do in vLLM."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str

@@ -56,8 +56,9 @@ class _Run:
 
 def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
     """Makes this process one of several, if the arguments or the environment say so, else does nothing; must be called
-    before JAX starts its devices. All but the first process print only on stderr from then on (be_silent), and a thread
-    ends this process if another one fails (`_watch`).
+    before JAX starts its devices. All but the first process print only on stderr from then on (be_silent), stdout is
+    flushed after each line, XLA times algorithms in each process alone, and a thread ends this process if another one
+    fails (`_watch`).
 
     With a loopback address, as `jaxtune launch` gives it, or where SLURM or Open MPI started all processes on one host,
     the first process listens on that address only. Otherwise anybody who reaches its port can take part in the run, and
@@ -70,8 +71,8 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         environment is used, if it started several processes. Open MPI 5 and later do not tell the address, so
         `coordinator` is needed in addition.
     Raises:
-      ValueError: the arguments do not fit each other, the first process's address is unknown, or not all processes
-        came within five minutes.
+      ValueError: the arguments do not fit each other, the first process's address is unknown, or not all processes came
+        within five minutes.
     """
     place = _place(coordinator, processes, process)
     if place is None or place.count == 1:
@@ -137,8 +138,10 @@ def _is_loopback(coordinator: str) -> bool:
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
     """Returns the Place of this process, from the arguments of `join` or else from the environment variables of SLURM
-    or Open MPI; None if neither speaks of several processes. The arguments are those of `join`; `processes` = 1 gives
-    a Place with count 1.
+    or Open MPI; None if neither speaks of several processes. The arguments are those of `join`; `processes` = 1 gives a
+    Place with count 1. From the environment, if all are on one host, a loopback address is taken unless `coordinator`
+    is given. A process uses one GPU, by its index on its host, unless it is alone there or the scheduler has given it
+    one.
 
     Raises:
       ValueError: the arguments contradict each other, or the first process's address is unknown.
@@ -353,9 +356,9 @@ def one_a_host() -> Iterator[None]:
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
     """A context for writing what all processes have to compute but only one may write: it yields `path` in the first
-    process, and in the others a temporary path that is removed at the end. Its end waits until all processes have
-    reached it, so that the first has written. Collective: every process must enter it, in the same order as its other
-    collective calls and in its main thread."""
+    process, and in the others a path of the same name in a temporary folder that is removed at the end. Its end waits
+    until all processes have reached it, so that the first has written. Collective: every process must enter it, in the
+    same order as its other collective calls and in its main thread."""
     with tempfile.TemporaryDirectory() as folder:
         yield path if first() else Path(folder) / path.name
     all_of(None)
