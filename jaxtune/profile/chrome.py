@@ -64,8 +64,8 @@ class _Call:
 
 
 def read_chrome(data: bytes, path: str) -> Trace:
-    """Reads the bytes of a Chrome trace file of PyTorch's profiler and returns the Trace of the device with the most
-    kernel time. path: the file's path, for the Trace and for error messages.
+    """Reads `data`, the unpacked bytes of a Chrome trace file of PyTorch's profiler, and returns the Trace of the
+    device with the most kernel time. path: the file's path, for the Trace and for error messages.
 
     Raises:
       TraceError: the bytes are not JSON, not a trace, a trace with damaged events, or one without work on a device.

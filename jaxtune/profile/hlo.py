@@ -256,8 +256,9 @@ def trip_count(loop: Instruction) -> int:
 
 
 def _compiled(proto: Any) -> tuple:
-    """The values of an HloInstructionProto's fields that decide which kernel is compiled, hashable: without names,
-    metadata, operands and called computations. Equal instructions of two computations have equal values."""
+    """The values of those fields of an HloInstructionProto, `proto`, that decide which kernel is compiled, hashable:
+    without names, metadata, operands and called computations. Equal instructions of two computations have equal
+    values."""
     known = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
     parts = (proto.shape, proto.dot_dimension_numbers)
     others = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]

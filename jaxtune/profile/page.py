@@ -63,9 +63,9 @@ def report_page(report: ReportData) -> str:
 
 
 def comparison_page(comparison: ComparisonData) -> str:
-    """Returns the HTML text of a page that compares the profiles of two runs, A and B. The page says in words what
-    changed from A to B. Its tables have the times of both by category, scope and kernel, and it draws both
-    timelines."""
+    """Returns the HTML text of a page that shows `comparison`, that of the profiles of two runs, A and B. The page says
+    in words what changed from A to B. Its tables have the times of both by category, scope and kernel, and it draws
+    both timelines."""
     kernels = {
         "sort": "diff",
         "sums": ["a", "b", "diff"],
@@ -249,8 +249,8 @@ def _changes(title: str, rows: Sequence[Change], id: str) -> str:
 
 
 def _transfers(report: ReportData) -> str:
-    """The HTML section on waits: a sentence on idle time, and if there are copies over the host link or collectives,
-    the table of these."""
+    """The HTML section on a report's waits: a sentence on idle time, and if there are copies over the host link or
+    collectives, the table of these."""
     idle = report.idle
     text = (
         f"<p>Idle {idle.ms:.2f} ms a step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, "
@@ -276,8 +276,8 @@ def _transfers(report: ReportData) -> str:
 
 
 def _memory(report: ReportData) -> str:
-    """The HTML table of the largest buffers that are live at the peak of the program that needs the most memory; ""
-    where they are unknown."""
+    """The HTML table of a report's largest buffers that are live at the peak of the program that needs the most memory;
+    "" where they are unknown."""
     if not report.buffers:
         return ""
     rows = [(r["what"], r["kind"], str(r["count"]), f"{r['bytes'] / 1e9:.3f}") for r in report.buffers]

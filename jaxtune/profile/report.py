@@ -258,9 +258,9 @@ def _wait_words(idle: Idle) -> str:
 
 
 def _buffers(trace: Trace) -> list[dict[str, Any]]:
-    """The 12 largest rows of buffers that are live at the peak, as dicts {"bytes", "count", "what", "kind"}. Buffers
-    whose parameter paths differ in a layer's index only are one row, with "[*]" for the index: "count" is their number,
-    "bytes" their sum."""
+    """The 12 largest rows of a trace's buffers, which are live at the peak, as dicts {"bytes", "count", "what",
+    "kind"}. Buffers whose parameter paths differ in a layer's index only are one row, with "[*]" for the index: "count"
+    is their number, "bytes" their sum."""
     groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for buffer in trace.buffers:
         # An index in a parameter's path, "layers[3]['mlp']", and not one in a shape.

@@ -116,8 +116,9 @@ _PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention t
 
 def _kind(event: Event, ceilings: Ceilings) -> str:
     """The name of the loss in which an event's time counts: "recompute", the event's category for transfers, attention
-    and experts, "GEMM" or "thin products" (products that are bound by memory), "the loss", "the optimizer" or
-    "dequantising". For all other events, which pass over memory, it is the first two parts of their scope."""
+    and experts, "GEMM" or "thin products" (products that memory limits by `ceilings`, the device's rates), "the loss",
+    "the optimizer" or "dequantising". For all other events, which pass over memory, it is the first two parts of their
+    scope."""
     if event.phase == "recompute":
         return "recompute"
     if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "MoE"):

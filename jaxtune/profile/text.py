@@ -47,7 +47,7 @@ def _text(console: Console) -> str:
 
 
 def percent(value: float) -> str:
-    """A fraction as text: 0.5 gives "50.0 %"."""
+    """A fraction (`value`) as text, with one decimal: 0.5 gives "50.0 %"."""
     return f"{100 * value:.1f} %"
 
 
@@ -67,8 +67,8 @@ def _short(shape: str) -> str:
 
 
 def headline(report: ReportData) -> list[str]:
-    """The lines above all tables, two or three: what was recorded on which device, what it ran (if its meta says so),
-    and the step's time, with tokens and FLOPs per second where they are known."""
+    """The lines above all tables of a report, two or three: what was recorded on which device, what it ran (if its meta
+    says so), and the step's time, with tokens and FLOPs per second where they are known."""
     spread = (max(report.steps_ms) - min(report.steps_ms)) / 2
     line = f"step {report.step_ms:.2f} ms"
     if len(report.steps_ms) > 1:

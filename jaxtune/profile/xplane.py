@@ -42,8 +42,8 @@ class _Raw:
 
 
 def read_xplane(data: bytes, path: str) -> Trace:
-    """Reads the bytes of an XPlane file and returns the Trace of the device with the most kernel time; in one without
-    devices, of the CPU. path: the file's path, for the Trace and for error messages.
+    """Reads `data`, the unpacked bytes of an XPlane file, and returns the Trace of the device with the most kernel
+    time; in one without devices, of the CPU. path: the file's path, for the Trace and for error messages.
 
     Raises:
       TraceError: the bytes are not an XPlane, or nothing ran on a device in it.
@@ -102,8 +102,9 @@ def read_xplane(data: bytes, path: str) -> Trace:
 
 
 def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]]:
-    """Reads from an XPlane file's bytes what it records about programs and versions: ({program id, or else name: the
-    program's HLO}, {package: version}). path: the file's, for messages. Raises TraceError if the bytes are damaged."""
+    """Reads from `data`, an XPlane file's bytes, what it records about programs and versions: ({program id, or else
+    name: the program's HLO}, {package: version}). path: the file's, for messages. Raises TraceError if the bytes are
+    damaged."""
     modules: dict[str, Module] = {}
     versions: dict[str, str] = {}
     try:
@@ -190,8 +191,8 @@ def _peak_memory(plane) -> int:
 
 
 def _kind(raw: _Raw) -> str:
-    """The kind of an event, one of those in trace.py: "kernel", "memset", "copy" (within the device), "to_host",
-    "to_device" or "collective", by its name and its statistics."""
+    """The kind of an event (`raw`), one of those in trace.py: "kernel", "memset", "copy" (within the device),
+    "to_host", "to_device" or "collective", by its name and its statistics."""
     details = str(raw.stats.get("memcpy_details", ""))
     if raw.name in _COPY_KINDS or details:
         if "kind_src:device kind_dst:device" in details:
@@ -284,7 +285,7 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
 
 
 def _is_copy(raw: _Raw) -> bool:
-    """Whether an event is a copy (cudaMemcpy) and not a kernel, by its name."""
+    """Whether an event (`raw`) is a copy (cudaMemcpy) and not a kernel, by its name."""
     return raw.name.startswith(("Memcpy", "memcpy"))
 
 
@@ -411,7 +412,8 @@ def _whole(
 
 
 def _buffers(modules: list[Module]) -> list[Buffer]:
-    """The buffers that are live at the peak of the program that needs the most memory; none without programs."""
+    """The buffers that are live at the memory peak of that one of the programs (`modules`) which needs the most memory;
+    an empty list without programs."""
     best: list[Buffer] = []
     for module in modules:
         peak = module.peak_buffers()

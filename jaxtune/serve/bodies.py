@@ -251,7 +251,8 @@ def _short(value: object) -> str:
 
 
 def _model(name: str, models: Mapping[str, Served]) -> Served:
-    """The served model of this name; raises ApiError (404), which lists the names, if there is none."""
+    """The model of this name among `models`, {name: model}; raises ApiError (404), which lists the names, if there is
+    none."""
     if name not in models:
         raise ApiError(404, f"model = {_short(name)}: there are {', '.join(models)}", "model", "model_not_found")
     return models[name]

@@ -93,8 +93,8 @@ class Answers:
         return index, made
 
     def put(self, index: int, made: Piece | _Failed) -> None:
-        """Queues the new tokens of a row, or the error that ends it, for `next`; called by the engine's thread. If the
-        event loop has ended, nothing happens. index: the row's index in its request."""
+        """Queues `made`, the new tokens of a row or the error that ends it, for `next`; called by the engine's thread.
+        If the event loop has ended, nothing happens. index: the row's index in its request."""
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._made.put_nowait, (index, made))
 

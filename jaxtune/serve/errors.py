@@ -31,6 +31,6 @@ class ApiError(Exception):
 
 
 def encoded(body: object) -> bytes:
-    """Returns a value as JSON in UTF-8. Lone surrogates, which a client's text may have and UTF-8 cannot encode, are
-    written as escapes (\\udXXX), so that no text makes a response fail."""
+    """Returns `body`, a JSON value, as text in UTF-8. Lone surrogates, which a client's text may have and UTF-8 cannot
+    encode, are written as escapes (\\udXXX), so that no text makes a response fail."""
     return json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")

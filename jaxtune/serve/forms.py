@@ -99,7 +99,8 @@ class _Choice:
 
 
 def _token(tokenizer: Tokenizer, number: int) -> str:
-    """The text of the token with the id `number`. A special token has its own text, such as <|im_end|>."""
+    """The text that `tokenizer` gives for the token with the id `number`. A special token has its own text, such as
+    <|im_end|>."""
     return tokenizer.decode([number], skip_special_tokens=False)
 
 

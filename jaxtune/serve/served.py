@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ...) -> str:
-        """The text of token ids. skip_special_tokens: True: special tokens, such as BOS, are left out of it; False:
+        """The text of `token_ids`. skip_special_tokens: True: special tokens, such as BOS, are left out of it; False:
         they have their own text."""
         ...
 

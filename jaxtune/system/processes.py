@@ -127,9 +127,9 @@ class Place:
 
 
 def _is_loopback(coordinator: str) -> bool:
-    """Whether "host:port" is an address that only this host can reach, such as that of localhost. All processes are on
-    this host then, and the first one listens on that address only; otherwise it listens on all addresses of the host.
-    """
+    """Whether `coordinator`, "host:port", is an address that only this host can reach, such as that of localhost. All
+    processes are on this host then, and the first one listens on that address only; otherwise it listens on all
+    addresses of the host."""
     host = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -244,9 +244,9 @@ _points = itertools.count()
 
 
 def all_of(value: Any) -> list[Any]:
-    """Returns a list of the values that all processes passed, by the index of the process. They are sent as JSON, so a
-    tuple comes back as a list. It is a collective call: every process must make it, in the same order as its other
-    collective calls and in its main thread, or the others wait forever."""
+    """Returns a list of the values that all processes passed as `value`, by the index of the process. They are sent as
+    JSON, so a tuple comes back as a list. It is a collective call: every process must make it, in the same order as its
+    other collective calls and in its main thread, or the others wait forever."""
     client, number = _client(), next(_calls)
     if client is None:
         return [value]
@@ -298,9 +298,9 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
 
 
 def smallest(value: float | None) -> float | None:
-    """Returns the smallest of all processes' numbers, for example of their free memory. A process without a number
-    passes None; the result is None if all do. Collective: every process must call it, in the same order as its other
-    collective calls and in its main thread."""
+    """Returns the smallest of all processes' numbers (`value`), for example of their free memory. A process without a
+    number passes None; the result is None if all do. Collective: every process must call it, in the same order as its
+    other collective calls and in its main thread."""
     found = [number for number in all_of(value) if number is not None]
     return min(found, default=None)
 
@@ -411,8 +411,8 @@ def _get(client: Any, key: str) -> str:
 
 
 def last_words(text: str) -> None:
-    """Stores the message that the other processes print if this one fails; `leave` sends it to them. Without it they
-    print this process's exit code."""
+    """Stores `text`, the message that the other processes print if this one fails; `leave` sends it to them. Without it
+    they print this process's exit code."""
     _Run.last_words = text
 
 
