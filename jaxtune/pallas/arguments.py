@@ -1,5 +1,5 @@
-"""Checks of the arguments of public operations, made while a call is traced. An error names the argument, what it is
-and what it must be. The checks add nothing to the program."""
+"""Checks of the arguments of public operations (`Arguments`), made while a call is traced. An error names the argument,
+what it is (`describe`) and what it must be. The checks add nothing to the program."""
 
 from __future__ import annotations
 

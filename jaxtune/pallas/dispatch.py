@@ -213,7 +213,8 @@ def _pass(op: str, name: str, call: str) -> Path:
     """The path of the empty file that exists if a check of `first_use` has passed, so that a later run need not repeat
     it. Its name is a hash of op, name and call (the operation, the implementation, and the kind of call), the kind of
     GPU, the kernels' source and the versions of the software that compiles and runs them, so that a change of any of
-    these repeats the check. The environment variable JAXTUNE_CACHE moves its folder."""
+    these repeats the check. It is in ~/.cache/jaxtune/first_uses, or in $JAXTUNE_CACHE/first_uses if that environment
+    variable is set."""
     device = jax.local_devices()[0]
     made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())
     root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"

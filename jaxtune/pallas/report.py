@@ -1,5 +1,5 @@
-"""Lists which implementation of the operations of a training step (attention, quant_matmul, ...) this machine uses for
-typical calls, and why the others refuse them. `jaxtune info` prints it."""
+"""Lists (`kernel_choices`) which implementation of the operations of a training step (attention, quant_matmul, ...)
+this machine uses for typical calls, and why the others refuse them. `jaxtune info` prints it."""
 
 from __future__ import annotations
 

@@ -252,9 +252,9 @@ def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
 
 
 def _milliseconds(run: Callable[[], Any], rounds: int = 5, runs: int = 4) -> float:
-    """Times `run`, a function that launches a compiled program once and returns its arrays, in milliseconds. It
-    launches the program `runs` times back to back and takes the mean, does this `rounds` times, and returns the
-    smallest mean."""
+    """Times `run`, a function that launches a compiled program once and returns its arrays, in milliseconds. After two
+    calls that are not timed, it launches the program `runs` times back to back and takes the mean, does this `rounds`
+    times, and returns the smallest mean."""
     for _ in range(2):
         jax.block_until_ready(run())
     best = math.inf

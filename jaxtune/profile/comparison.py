@@ -1,5 +1,5 @@
 """Comparison of two profiles (`compare`): what became faster or slower by more than the steps of one run differ among
-themselves."""
+themselves. `region` names the part of a model that a scope belongs to."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def region(scope: str) -> str:
 
 def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_ms: float, detail: str = "") -> Change:
     """Makes the row of a comparison for the step or for one category, scope or kernel. Its verdict on B is "same" if
-    the means differ by no more than the steps of one profile do among themselves, or by less than 0.05 % of the step,
-    or if the ranges of both profiles' times overlap. Otherwise it is "slower", "faster", or, if one profile has no time
-    in it, "only in A" or "only in B".
+    the means differ by no more than the steps of one profile do among themselves, or by at most 0.05 % of the step, or
+    if the ranges of both profiles' times overlap. Otherwise it is "slower", "faster", or, if one profile has no time in
+    it, "only in A" or "only in B".
 
     Args:
       name: of the category, scope or kernel, or "step".

@@ -1,4 +1,5 @@
-"""The join of a trace's kernels with the HLO instructions that launched them.
+"""The join of a trace's kernels with the HLO instructions that launched them (`join`), from which they get scopes and
+work.
 
 A trace names the instruction of a kernel, except inside CUDA graphs ("command buffers"), where every kernel has the
 graph's name. XLA also compiles one kernel for all equal fusions and names it after the first. The join therefore sorts
@@ -39,7 +40,7 @@ class Launch:
     hlo_op: str  # the HLO instruction that the trace names, or a CUDA graph's name
     is_copy: bool  # True: a copy (cudaMemcpy); False: a kernel or a memset
     instruction: Instruction | None = None  # set by the join: the instruction that launched it; None if not found
-    execution: int = 0  # set by the join: the number of the program's execution in the trace
+    execution: int = 0  # set by the join: the number of the program's execution in the trace, from 0
     main: bool = True  # False for a helper kernel; FLOPs of the instruction are booked on its main kernel
 
 

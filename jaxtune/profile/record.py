@@ -1,4 +1,5 @@
-"""Captures a profile: records what the devices do inside a `with` block into a folder."""
+"""Captures a profile: `capture` records what the devices do inside a `with` block into a folder, which `show`
+(report.py) reads."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _FORMAT = 1
 def capture(
     folder: str | Path, meta: Mapping[str, Any] | None = None, programs: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Traces a `with` block: `with capture("profiles/a"): run_three_steps()`. `show` then reads the folder.
+    """Traces a `with` block: `with capture("profiles/a"): run_three_steps()`. It writes the trace and a record,
+    profile.json, with meta, versions, the device and its peak memory. `show` then reads the folder.
 
     The devices are waited for before and after the block, so that the trace contains the block's work only. Python
     frames are not traced, because tracing them would slow the block. An earlier capture in the folder is removed

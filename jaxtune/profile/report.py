@@ -189,7 +189,8 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
 
 def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
     """Makes a row for copies to the device, one for copies to the host and one for collectives, of those that occur:
-    their time, how much of it compute hid, and their bytes, per step. events: those of all `num_steps` steps."""
+    their time, how much of it other work hid, and their bytes, per step, and the five for which the step waited
+    longest. events: those of all `num_steps` steps."""
     rows = []
     busy = union([(e.start_ns, e.end_ns) for e in events if e.kind not in TRANSFERS])
     names = {"to_device": "copies to device", "to_host": "copies to host", "collective": "collectives"}
@@ -221,7 +222,8 @@ def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
 
 def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle:
     """Sums the time of the steps in which nothing ran on the device: launch gaps, shorter than 20 us, and longer waits,
-    as means per step. events: those of all steps. steps: (start_ns, end_ns) of each."""
+    as means per step, and lists the five longest waits with what ran before and after. events: those of all steps.
+    steps: (start_ns, end_ns) of each."""
     short = long = 0.0
     count = 0
     waits = []

@@ -139,8 +139,9 @@ def is_collective(name: str) -> bool:
 def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = None, target: str = "") -> str:
     """The category of an event, one of CATEGORIES, such as "GEMM", "attention" or "loss".
 
-    What a kernel computes comes first: a product is "GEMM" in the loss as in a layer, so that frameworks that divide
-    their work differently can be compared. The scope decides the rest.
+    The first that fits is taken: copies over the host link and collectives, attention, dequantising, experts, products,
+    the loss, the optimizer, copies within the device; the rest is "elementwise and norms". So a product is "GEMM" in
+    the loss as in a layer, and frameworks that divide their work differently can be compared.
 
     Args:
       kind: the event's kind, one of those in trace.py, such as "kernel" or "to_host".

@@ -85,12 +85,12 @@ class ReportData:
     """The tables of the report on one profile, without functions that show them (Report adds these). Times are ms of
     device time per step, means over the captured steps."""
 
-    path: str  # the trace's file
+    path: str  # the folder or file that was read, as the user gave it
     framework: str  # "jax" or "torch"
     device: str  # its kind, as the framework names it
     num_devices: int  # devices in the trace, of which the busiest is shown
     versions: dict[str, str]  # {package: version}, as recorded
-    meta: dict[str, Any]  # what the program recorded about itself
+    meta: dict[str, Any]  # what the program recorded about itself, such as {"tokens_per_step": 16384}
     notes: list[str]  # remarks on the trace and how it was read
     steps_ms: list[float]  # ms of each captured step
     step_ms: float  # their mean
@@ -124,7 +124,8 @@ class Change:
     a_ms: float  # A's ms per step; 0 where A does not have it
     b_ms: float  # B's ms per step, scaled to A's tokens where the two differ in them
     diff_ms: float  # B minus A
-    noise_ms: float  # by how much the steps of the two runs differ among themselves
+    # the longest step's ms less the shortest's (1 % of the mean for a single step), of the run with the larger value
+    noise_ms: float
     verdict: str  # of B against A: "same", "faster", "slower", "only in A" or "only in B"
     detail: str = ""  # scope and shape of a kernel
 

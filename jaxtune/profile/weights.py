@@ -1,4 +1,5 @@
-"""The name of the linear that a product belongs to, found from the program's parameter that is one of its operands.
+"""The name of the linear that a product belongs to, found from the program's parameter that is one of its operands
+(`linear_of`).
 
 XLA keeps the path of every argument, such as "frozen['layers'][3]['mlp']['up_proj']['weight'].value". A product can
 therefore be identified by its weight in any program, whether or not the program names its parts.

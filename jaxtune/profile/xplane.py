@@ -217,8 +217,9 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
       modules: {program id, or else name: its HLO}, which gives scopes and work.
       origin: the time in ns from which the resulting events count.
     Returns:
-      (the Events with scope, category and work (FLOPs and bytes); the runs of programs, each (start_ns, program id or
-        name, name of its HLO module, which is the jitted function's); the ns of kernels that were not found in the HLO)
+      (the Events with scope ("host link" for copies to and from the host that have none), category and work (FLOPs and
+        bytes); the runs of programs, each (start_ns, program id or name, name of its HLO module, which is the jitted
+        function's); the ns of kernels that were not found in the HLO)
     """
     # A function compiled for several shapes is several programs of one name, which differ in their numbers.
     programs = [

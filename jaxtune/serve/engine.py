@@ -1,5 +1,6 @@
 """The engine of the server: one thread drives the samplers of all models. A sampler decodes the answers of many clients
-at once, each answer in one of the sampler's slots.
+at once, each answer in one of the sampler's slots. Requests submit each answer as a `Row` to the `Engine` and read the
+tokens from their `Answers`.
 
 Each model (the base, and the base with each adapter) has a sampler of its own, because rows of one batch multiply by
 the same weights. Samplers take turns: while several have rows, each makes a round of tokens, one after another.

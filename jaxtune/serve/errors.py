@@ -1,4 +1,5 @@
-"""Errors of the server in the form in which OpenAI's API reports them, and the JSON of its responses."""
+"""Errors of the server in the form in which OpenAI's API reports them (`ApiError`), and the JSON of its responses
+(`encoded`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a server offers under one name: a model, with an adapter or without, and how it reads and writes text."""
+"""What a server offers under one name (`Served`): a model, with an adapter or without, and how it reads and writes text
+(`Tokenizer`)."""
 
 from __future__ import annotations
 
