@@ -98,9 +98,9 @@ class Instruction:
     """One instruction of an optimised HLO module, with the fields of its HloInstructionProto that are used here. Its
     Module makes it."""
 
-    name: str
-    opcode: str
-    shape: Shape
+    name: str  # unique within the module, such as "fusion.12"
+    opcode: str  # as HLO writes it, such as "dot" or "fusion"
+    shape: Shape  # of the result
     id: int  # unique within the module
     scope: str = ""  # the op_name of its metadata: named scopes, transformations and the JAX primitive
     operands: tuple[int, ...] = ()  # ids of the instructions whose results it takes
@@ -135,7 +135,7 @@ class Computation:
     """One computation of a module: the entry, a loop's body or a fusion's body."""
 
     name: str
-    id: int
+    id: int  # unique within the module, as Instruction.called refers to it
     instructions: list[Instruction]  # in schedule order where the module is scheduled
     module: Module | None = None  # the module that it is part of
 

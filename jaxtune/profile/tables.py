@@ -99,7 +99,7 @@ class ReportData:
     scopes: list[Share]  # one for each scope and phase, the largest first; idle time last
     kernels: list[KernelRow]  # the largest first
     transfers: list[Transfer]  # one for each of the three kinds that occurs
-    idle: Idle
+    idle: Idle  # the time in which nothing ran
     peak_memory_bytes: int  # the allocator's; else the sum of the buffers at the peak
     buffers: list[dict[str, Any]]  # largest buffers at the peak: {"bytes", "count", "kind", "what"}
     flops_per_step: float  # FLOPs of all products in a step whose shapes are known
@@ -136,7 +136,7 @@ class ComparisonData:
     these)."""
 
     a: ReportData  # the base
-    b: ReportData
+    b: ReportData  # its times are not scaled
     scale: float  # factor on B's times: A's tokens per step over B's; 1 where one of them is unknown
     step: Change  # of the whole step
     categories: list[Change]  # in the order of scopes.CATEGORIES

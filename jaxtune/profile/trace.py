@@ -46,7 +46,7 @@ class Event:
 class Buffer:
     """A part of the device's memory that is in use when a program needs the most memory, and what is in it."""
 
-    num_bytes: int
+    num_bytes: int  # its size
     what: str  # the argument or the instruction that it holds the value of
     kind: str  # "argument", "output", "temporary", "constant" or "fragmentation"
 

@@ -34,8 +34,8 @@ _MINOR = (0.0002, 0.002, 0.02)
 class _Raw:
     """An event of the trace as jax.profiler.ProfileData gives it, before it is joined with the HLO."""
 
-    start_ns: float
-    end_ns: float
+    start_ns: float  # on the profile's clock
+    end_ns: float  # on the same clock
     name: str  # of the kernel, copy or operation
     stream: str  # the stream or thread that ran it
     stats: dict[str, Any]  # {name: value} of what the profiler recorded with it, such as "hlo_op"

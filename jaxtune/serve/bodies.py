@@ -83,18 +83,18 @@ class _Body(BaseModel):
     and -1: no limit), `min_p` and `repetition_penalty` are not OpenAI's, and mean what they do in vLLM."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    model: str
-    max_tokens: Positive | None = None
-    n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] | None = None
+    model: str  # the name of a served model
+    max_tokens: Positive | None = None  # the most tokens of an answer
+    n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] | None = None  # answers to each prompt
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    stream: bool | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None  # strings that end an answer
+    stream: bool | None = None  # True: the answer is sent in chunks while it is made
     stream_options: _StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # 0: the most likely token is always taken
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None  # draw from the likeliest tokens of this probability
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # draw from this many of the likeliest tokens
+    min_p: Share | None = None  # do not draw tokens less likely than this share of the likeliest one's probability
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # above 1: fewer repeated tokens
 
 
 class _Message(BaseModel):
@@ -115,7 +115,8 @@ class _Chat(_Body):
 
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
-    logprobs: bool | None = None
+    logprobs: bool | None = None  # True: the log-probability of each token of the answer is returned
+    # how many of the most likely tokens at the position of each one are returned too; needs logprobs
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
     tools: list[dict[str, object]] | None = None
     tool_choice: Literal["auto", "none"] | None = None

@@ -49,7 +49,7 @@ class _Failed:
     """Put into a request's queue in place of a Piece (the next tokens of a row): the row ends with this error and gets
     no further pieces."""
 
-    error: ApiError
+    error: ApiError  # which `Answers.next` raises
 
 
 class Answers:

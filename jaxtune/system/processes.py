@@ -67,8 +67,8 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
     Args:
       coordinator: "host:port" of the first process, which listens there.
       processes: their number.
-      process: the index of this one, from 0. Either all three are given or none; without them SLURM's or Open MPI's
-        environment is used, if it started several processes. Open MPI 5 and later do not tell the address, so
+      process: the index of this one, from 0. Either all three are given or none (None); without them SLURM's or Open
+        MPI's environment is used, if it started several processes. Open MPI 5 and later do not tell the address, so
         `coordinator` is needed in addition.
     Raises:
       ValueError: the arguments do not fit each other, the first process's address is unknown, or not all processes came
