@@ -151,7 +151,7 @@ def triton_graph_call(
 
 @dataclasses.dataclass(frozen=True)
 class _Assembly:
-    """A Triton kernel, compiled to PTX, with what a launch must know about it."""
+    """A Triton kernel, compiled to PTX by `_assembly`, with what `triton_graph_call` must know to launch it."""
 
     name: str  # the kernel's name in the assembly
     ptx: str  # the assembly, NVIDIA's PTX as text

@@ -27,7 +27,8 @@ _HIDDEN, _EXPERTS = 4096, 32
 
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
-    """Which implementation runs for one typical call of an operation, and why the others do not."""
+    """Which implementation runs for one typical call of an operation, and why the others do not. `kernel_choices` makes
+    it, and `jaxtune info` prints its text."""
 
     op: str  # the name of the operation, such as "attention"
     call: str  # the call in words, such as "bfloat16, silu"

@@ -91,10 +91,11 @@ class _Body(BaseModel):
     stream: bool | None = None  # True: the answer is sent in chunks while it is made
     stream_options: _StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # 0: the most likely token is always taken
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None  # draw from the likeliest tokens of this probability
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # draw from this many of the likeliest tokens
-    min_p: Share | None = None  # do not draw tokens less likely than this share of the likeliest one's probability
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # above 1: fewer repeated tokens
+    # tokens are drawn from the likeliest ones that have this much probability in sum
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # tokens are drawn from this many of the likeliest ones
+    min_p: Share | None = None  # tokens less likely than this times the likeliest one are not drawn
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # above 1: repetition is rarer
 
 
 class _Message(BaseModel):
