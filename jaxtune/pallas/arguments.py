@@ -1,5 +1,5 @@
-"""Checks of the arguments of public operations, made while a call is traced. An error names the argument, what it is
-and what it must be. The checks add nothing to the program."""
+"""Checks of the arguments of public operations (`Arguments`), made while a call is traced. An error names the argument,
+what it is (`describe`) and what it must be. The checks add nothing to the program."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Parted(Protocol):
 
 
 class Arguments:
-    """A checker for the arguments of one call of the operation `op`. Each method checks one argument and raises an
-    error that names the operation and the argument: `array` an array's dtype and shape, `is_a` a class, `sequence` a
-    list or tuple, `number` a number and its range, `choice` one of several strings.
+    """A checker for the arguments of one call of the operation `op`. Each method checks one argument, returns nothing,
+    and raises a TypeError or ValueError that names the operation and the argument: `array` an array's dtype and shape,
+    `is_a` a class, `sequence` a list or tuple, `number` a number and its range, `choice` one of several strings.
 
     A shape is written as words: "B T heads D". A word is a size that is bound by the first array that has it, and that
     every other array with the word must have. A number stands for itself, and a leading "..." for any number of axes.
@@ -133,7 +133,7 @@ class Arguments:
         below: float | None = None,
         optional: bool = False,
     ) -> None:
-        """Checks that an argument is a finite Python number, which is known while tracing.
+        """Checks that an argument is a finite Python number, which is known while tracing; a bool is refused.
 
         Args:
           name: the argument's name, for messages.

@@ -1,5 +1,6 @@
-"""How Triton kernels are called from JAX, and why this machine cannot run them. This is the one place that knows how
-jax-triton 0.3 (triton 3.6) and 0.4 (triton 3.7) differ."""
+"""How Triton kernels are called from JAX (`triton_call`, and as nodes of CUDA graphs `triton_graph_call`), and why this
+machine cannot run them (`triton_refusal`). This is the one place that knows how jax-triton 0.3 (triton 3.6) and 0.4
+(triton 3.7) differ."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def triton_call(
     **constants: int | float,
 ) -> list[jax.Array]:
     """Calls a Triton kernel, a function under triton.jit that takes pointers to `arguments` and to the outputs, and
-    `constants`. On a mesh of several devices each device calls it on plain local arrays.
+    `constants`. On a mesh of several devices each device calls it on plain local arrays. It may only be called where
+    `triton_refusal` returns None.
 
     Args:
       kernel: the function.
@@ -149,7 +151,7 @@ def triton_graph_call(
 
 @dataclasses.dataclass(frozen=True)
 class _Assembly:
-    """A Triton kernel, compiled to PTX, with what a launch must know about it."""
+    """A Triton kernel, compiled to PTX by `_assembly`, with what `triton_graph_call` must know to launch it."""
 
     name: str  # the kernel's name in the assembly
     ptx: str  # the assembly, NVIDIA's PTX as text
@@ -159,7 +161,8 @@ class _Assembly:
 
 @functools.cache
 def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stages: int, capability) -> _Assembly:
-    """Compiles a Triton kernel, once for equal arguments; needs no GPU.
+    """Compiles a Triton kernel to an _Assembly, once for equal arguments, for arrays whose memory is aligned to 16
+    bytes; needs no GPU.
 
     Args:
       kernel: the function under triton.jit.

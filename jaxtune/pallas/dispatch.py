@@ -6,6 +6,7 @@ fastest first and "reference" last. A name that the caller requests (`implementa
 first that supports the call. A hand-written kernel is compared with the reference at its first use on a GPU
 (`first_use`), and a kernel whose result is wrong there is refused from then on. `compute_capability`, `device_kind` and
 `multiprocessors` say which GPU programs are compiled for; `compile_for` sets another one than this machine's.
+`on_request` restricts an implementation to callers that request it, and `unsaid` silences warnings.
 """
 
 from __future__ import annotations
@@ -145,8 +146,9 @@ def built[Built](build: Callable[[], Built]) -> Built:
     time, and returns its result.
 
     Kernels are assumed to be right until it ends, so that the start of a run does not wait for checks that take less
-    time than compiling. A model of experts has a dozen checks, of up to 20 s. If a check fails, `build` is called once
-    more, and that kernel is then refused. If `build` raises although no check failed, the exception is raised.
+    time than compiling. A model of experts has a dozen checks, of up to 20 s. If a check fails, JAX's caches are
+    cleared and `build` is called once more, and that kernel is then refused. If `build` raises although no check
+    failed, the exception is raised.
     """
     asked: list[Future[str | None]] = []
     token = _beside.set(asked)
@@ -211,7 +213,8 @@ def _pass(op: str, name: str, call: str) -> Path:
     """The path of the empty file that exists if a check of `first_use` has passed, so that a later run need not repeat
     it. Its name is a hash of op, name and call (the operation, the implementation, and the kind of call), the kind of
     GPU, the kernels' source and the versions of the software that compiles and runs them, so that a change of any of
-    these repeats the check. The environment variable JAXTUNE_CACHE moves its folder."""
+    these repeats the check. It is in ~/.cache/jaxtune/first_uses, or in $JAXTUNE_CACHE/first_uses if that environment
+    variable is set."""
     device = jax.local_devices()[0]
     made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())
     root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"

@@ -49,12 +49,12 @@ def ir_mul(a, b: int):
 
 
 def ir_shift_right(value, amount: int):
-    """A 32-bit integer (`value`, in MLIR) shifted by `amount` bits to the right, with zeros on the left."""
+    """A 32-bit integer (`value`, in MLIR) shifted right by `amount` (a Python int) bits, with zeros on the left."""
     return arith.shrui(value, ir_const(amount)) if amount else value
 
 
 def ir_item(value, index: int):
-    """Reads element `index` of a vector register (`value`, an MLIR vector), as an MLIR scalar."""
+    """Reads element `index` (a Python int) of a vector register (`value`, an MLIR vector), as an MLIR scalar."""
     return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
 
 
@@ -67,7 +67,7 @@ def ir_vector(values):
 
 
 def ir_words(value, count: int):
-    """The bits of a vector register (`value`) as a list of `count` 32-bit integers, the lowest first."""
+    """The `count` 32-bit integers of a vector register (`value`, 32 * `count` bits) as a list, the lowest first."""
     both = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
     return [ir_item(both, index) for index in range(count)]
 

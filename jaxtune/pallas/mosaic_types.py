@@ -1,4 +1,5 @@
-"""Names of Mosaic GPU with types that a type checker can follow, because JAX's own annotations are incomplete."""
+"""Names of Mosaic GPU with types that a type checker can follow, because JAX's own annotations are incomplete:
+`inline_mgpu` for inline PTX, and `tiled` for the layout of arrays in shared memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Functions that persistent Mosaic kernels share. Such a kernel has one program for each multiprocessor; with n
-programs, program p computes tiles p, p + n, p + 2 n, ... of the output."""
+"""Functions that persistent Mosaic kernels share: `cores`, the number of programs, and `place`, the position of a tile.
+Such a kernel has one program for each multiprocessor; with n programs, program p computes tiles p, p + n, p + 2 n, ...
+of the output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Lists which implementation of the operations of a training step (attention, quant_matmul, ...) this machine uses for
-typical calls, and why the others refuse them. `jaxtune info` prints it."""
+"""Lists (`kernel_choices`) which implementation of the operations of a training step (attention, quant_matmul, ...)
+this machine uses for typical calls, and why the others refuse them. `jaxtune info` prints it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _HIDDEN, _EXPERTS = 4096, 32
 
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
-    """Which implementation runs for one typical call of an operation, and why the others do not."""
+    """Which implementation runs for one typical call of an operation, and why the others do not. `kernel_choices` makes
+    it, and `jaxtune info` prints its text."""
 
     op: str  # the name of the operation, such as "attention"
     call: str  # the call in words, such as "bfloat16, silu"
@@ -100,8 +101,8 @@ def kernel_choices() -> list[KernelChoice]:
 
 
 def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:
-    """Makes the KernelChoice for one typical call: asks each implementation in `table` whether it refuses the call. op:
-    the name of the operation; call: the call in words; table: {name: a function that returns why it refuses the call,
-    or None}."""
+    """Makes the KernelChoice for one typical call: lets dispatch.choose choose, which stores the choice and may log a
+    warning, and asks each implementation in `table` whether it refuses the call. op: the name of the operation; call:
+    the call in words; table: {name: a function that returns why it refuses the call, or None}."""
     chosen = dispatch.choose(op, table, None)
     return KernelChoice(op, call, chosen, {name: refuse() for name, refuse in table.items()})

@@ -18,7 +18,7 @@ def stochastic_round(x: jax.Array, seed: jax.Array, stream: int) -> jax.Array:
     higher probability, so that the expected result is the value.
 
     A value that bfloat16 represents stays as it is; a value that is not finite is cast. The same arguments give the
-    same bits on every device and however x is divided over devices.
+    same bits on every device and however x is divided over devices. Raises ValueError for more than 2^32 elements.
 
     Args:
       x: the values.

@@ -1,5 +1,6 @@
-"""Measured block sizes of kernels (the sizes by which a kernel divides its work). There is an entry for each operation,
-dtype and class of shapes, in one file for each kind of GPU.
+"""Measured block sizes of kernels (the sizes by which a kernel divides its work): `measure` finds them, `tuned` looks
+them up, `forced` sets them. There is an entry for each operation, dtype and class of shapes, in one file for each kind
+of GPU.
 
 The user's own measurements (written by `jaxtune tune`) are used first if they were made with the installed jaxlib; then
 those packaged in `tuned/`, files of the same format (written by `jaxtune tune --output`). Without either a kernel
@@ -251,9 +252,9 @@ def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
 
 
 def _milliseconds(run: Callable[[], Any], rounds: int = 5, runs: int = 4) -> float:
-    """Times `run`, a function that launches a compiled program once and returns its arrays, in milliseconds. It
-    launches the program `runs` times back to back and takes the mean, does this `rounds` times, and returns the
-    smallest mean."""
+    """Times `run`, a function that launches a compiled program once and returns its arrays, in milliseconds. After two
+    calls that are not timed, it launches the program `runs` times back to back and takes the mean, does this `rounds`
+    times, and returns the smallest mean."""
     for _ in range(2):
         jax.block_until_ready(run())
     best = math.inf

@@ -48,10 +48,10 @@ class _Call:
     call and then these ranges."""
 
     start: float  # microseconds, as the trace counts them
-    end: float
-    name: str
+    end: float  # the same
+    name: str  # the trace event's, such as "aten::mm"
     category: str  # the trace event's "cat": "cpu_op", "user_annotation", "python_function", "cuda_runtime", ...
-    args: dict[str, Any]
+    args: dict[str, Any]  # the trace event's "args": correlation id, sequence number, shapes of the inputs
     parent: _Call | None = None  # the innermost range around this one on the same thread
     main: Event | None = None  # the longest kernel seen so far; the operator's FLOPs and bytes are booked on it
 
@@ -64,11 +64,11 @@ class _Call:
 
 
 def read_chrome(data: bytes, path: str) -> Trace:
-    """Reads the bytes of a Chrome trace file of PyTorch's profiler and returns the Trace of the device with the most
-    kernel time. path: the file's path, for the Trace and for error messages.
+    """Reads `data`, the unpacked bytes of a Chrome trace file of PyTorch's profiler, and returns the Trace of the
+    device with the most kernel time. path: the file's path, for the Trace and for error messages.
 
     Raises:
-      TraceError: the bytes are not JSON, not a trace, or a trace without work on a device.
+      TraceError: the bytes are not JSON, not a trace, a trace with damaged events, or one without work on a device.
     """
     try:
         content = json.loads(data)
@@ -86,9 +86,10 @@ def read_chrome(data: bytes, path: str) -> Trace:
 
 
 def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
-    """Makes the Trace of a file from its events as JSON, `rows` (the entry `traceEvents`), and its other top-level
-    entries, `head`, such as the device's properties and versions. path: the file, for messages. Raises TraceError if it
-    has no GPU kernels; in a trace from a machine without a GPU, operators count as kernels."""
+    """Makes the Trace of the busiest device, with its steps, from a file's events as JSON, `rows` (the entry
+    `traceEvents`), and its other top-level entries, `head`, such as the devices' properties and versions. path: the
+    file, for messages. In a trace from a machine without a GPU, operators count as kernels. Raises TraceError if there
+    are no kernels, and KeyError, TypeError and the like for damaged events."""
     device_rows, calls, launches = [], collections.defaultdict(list), {}
     for row in rows:
         if row.get("ph") != "X":
@@ -170,8 +171,8 @@ def _nest(thread: list[_Call]) -> None:
 def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], dict[Any, _Call]]:
     """Makes stand-ins for kernels in a trace of a CPU program, in which operators compute and launch nothing. Returns
     (trace events as kernels would have, {the correlation id in an event: the operator's call}). threads: {thread: its
-    calls}, with `parent` set. An operator counts as a kernel during the longest stretch in which no other operator runs
-    inside it."""
+    calls}, with `parent` set. An operator counts as one kernel, during the longest stretch in which no other operator
+    runs inside it; wrappers of the autograd engine do not count."""
     rows, calls = [], {}
     for thread, all_calls in threads.items():
         operators = [call for call in all_calls if call.category == "cpu_op" and "::" in call.name]
@@ -276,8 +277,9 @@ def _backward_call(call: _Call) -> _Call | None:
 def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[float]):
     """Returns a function from the time at which a kernel was launched on the CPU, in microseconds or None if unknown,
     to the number of its step, -1 if it is in none. Steps are `marks`, the (start, end) of ranges with which the program
-    marked them, if there are any. Otherwise a step ends at each of `optimizer_ends`, the times at which optimizer steps
-    ended, and an unknown time is in step 0; without these too, everything is step 0."""
+    marked them, if there are any; an unknown time is then in none. Otherwise a step ends at each of `optimizer_ends`,
+    the times at which optimizer steps ended, and an unknown time is in step 0; without these too, everything is step 0.
+    Both arguments are in ascending order."""
     starts = [start for start, _ in marks]
 
     def find(moment: float | None) -> int:
@@ -316,7 +318,8 @@ def _steps(events: list[Event]) -> list[tuple[float, float]]:
 
 
 def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> Event:
-    """Makes the Event of one kernel, memset or copy.
+    """Makes the Event of one kernel, memset or copy, with its category, scope, phase and work; the caller sets its
+    step. All of the optimizer's work gets the scope "optimizer" and the phase "forward".
 
     Args:
       row: its trace event, as JSON.
@@ -363,8 +366,9 @@ def _kind(row: dict, name: str) -> str:
 
 def _category(event: Event, around: Sequence[_Call]) -> str:
     """The event's category, one of scopes.CATEGORIES. It is `categorise`'s, with the operators and marked ranges around
-    the launch taken into account, because PyTorch's kernels have no scopes. `around` are these ranges, the innermost
-    first; empty if the launching call is not in the trace."""
+    the launch taken into account, because PyTorch's kernels have no scopes. An elementwise kernel of an operator that
+    copies, concatenates or fills is a device copy, unless it casts. `around` are these ranges, the innermost first;
+    empty if the launching call is not in the trace."""
     operators = [c.name for c in around if c.category == "cpu_op"]
     words = " ".join(operators)
     is_gemm = True if event.flops and not _PRODUCTS.isdisjoint(operators) else None

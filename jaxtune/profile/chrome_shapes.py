@@ -1,4 +1,5 @@
-"""Shapes, bytes and FLOPs of operators in a Chrome trace of PyTorch's profiler taken with record_shapes=True."""
+"""Shapes, bytes and FLOPs of operators in a Chrome trace of PyTorch's profiler taken with record_shapes=True, for the
+reader of such traces (chrome.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def operand_arrays(args: dict[str, Any]) -> list[tuple[list[int], str, int]]:
     """Reads the shapes of an operator's array arguments from `args`, the entry "args" of its trace event, and returns a
     list of (dimensions, dtype as torch names it, bytes that a read takes). A dimension of stride 0 is expanded and
     takes no bytes. Scalars and arrays of a dtype that is not in ELEMENT_BYTES are left out. The list is empty if shapes
-    were not recorded."""
+    were not recorded. Bytes and FLOPs of the operator's kernels are computed from it."""
     given = (args.get(name, []) for name in ("Input Dims", "Input type", "Input Strides"))
     out = []
     for dims, kind, strides in itertools.zip_longest(*given):

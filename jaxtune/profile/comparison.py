@@ -1,5 +1,5 @@
 """Comparison of two profiles (`compare`): what became faster or slower by more than the steps of one run differ among
-themselves."""
+themselves. `region` names the part of a model that a scope belongs to."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _UNKNOWN_SPREAD = 0.01
 @dataclasses.dataclass
 class Comparison(ComparisonData):
     """The differences between the profiles of two runs, A (the base) and B, as `compare` found them: what became faster
-    or slower in the step, by category, scope and kernel. It adds to the tables in ComparisonData their form as text and
-    as an HTML page."""
+    or slower in the step, by category, scope and kernel. It adds to the tables in ComparisonData their form as text for
+    a terminal (`to_text`, `str`) and as an HTML page."""
 
     def to_text(self, width: int = 120) -> str:
         """The comparison as plain text for a terminal: sentences on what changed, then the tables of categories, scopes
@@ -58,6 +58,7 @@ def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
       a, b: a report that `show` returned, or the folder or file of a profile.
     Raises:
       TraceError: one of them cannot be read.
+      ValueError: the file with a device's measured ceilings is damaged.
     """
     a = a if isinstance(a, Report) else show(a)
     b = b if isinstance(b, Report) else show(b)
@@ -93,15 +94,16 @@ def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
 
 def region(scope: str) -> str:
     """The part of a model that a scope belongs to, such as "mlp" or "optimizer", under one name for every framework;
-    "elsewhere" if the scope's name does not tell. Profiles whose scopes have different names are compared by it."""
+    "elsewhere" if the scope's name does not tell. It is found by words in the scope's name. Profiles whose scopes have
+    different names are compared by it."""
     return next((name for name, pattern in _REGIONS if pattern.search(scope)), "elsewhere")
 
 
 def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_ms: float, detail: str = "") -> Change:
     """Makes the row of a comparison for the step or for one category, scope or kernel. Its verdict on B is "same" if
-    the means differ by no more than the steps of one profile do among themselves, or by less than 0.05 % of the step,
-    or if the ranges of both profiles' times overlap. Otherwise it is "slower", "faster", or, if one profile has no time
-    in it, "only in A" or "only in B".
+    the means differ by no more than the steps of one profile do among themselves, or by at most 0.05 % of the step, or
+    if the ranges of both profiles' times overlap. Otherwise it is "slower", "faster", or, if one profile has no time in
+    it, "only in A" or "only in B".
 
     Args:
       name: of the category, scope or kernel, or "step".
@@ -140,16 +142,17 @@ def _scaled(row: Share | KernelRow | None, scale: float) -> list[float]:
 
 
 def _categories(a: ReportData, b: ReportData, scale: float) -> list[Change]:
-    """Makes one row of the comparison for each category that either profile has, in the order of the tables. scale: the
-    factor on B's times, A's tokens per step over B's, or 1."""
+    """Makes one row of the comparison for each category that either profile has, in the order of CATEGORIES. a, b: the
+    reports of both. scale: the factor on B's times, A's tokens per step over B's, or 1."""
     of_a, of_b = ({row.name: row for row in r.categories} for r in (a, b))
     names = [name for name in CATEGORIES if name in of_a or name in of_b]
     return [_change(n, "", _scaled(of_a.get(n), 1.0), _scaled(of_b.get(n), scale), a.step_ms) for n in names]
 
 
 def _named_alike(a: ReportData, b: ReportData) -> bool:
-    """Whether both programs use the same names of scopes: at least 70 % of the time of each profile, idle time aside,
-    is in scopes that the other has too. If True, `compare` compares scope by scope; if False, region by region."""
+    """Whether the programs of two reports, `a` and `b`, use the same names of scopes: at least 70 % of the time of each
+    profile, idle time aside, is in scopes that the other has too. If True, `compare` compares scope by scope; if False,
+    region by region."""
     names_a, names_b = ({row.name for row in r.scopes if row.name != "idle"} for r in (a, b))
     for report, others in ((a, names_b), (b, names_a)):
         rows = [row for row in report.scopes if row.name != "idle"]
@@ -161,7 +164,8 @@ def _named_alike(a: ReportData, b: ReportData) -> bool:
 
 def _scopes(a: ReportData, b: ReportData, scale: float, by_scope: bool) -> list[Change]:
     """One row for each (scope, phase) of either profile, or for each (region, phase) if `by_scope` is false, because
-    the programs name their scopes differently; the largest first. `scale` is the factor on B's times."""
+    the programs name their scopes differently; the row with the largest ms comes first. a, b: the reports of both.
+    scale: the factor on B's times."""
 
     def grouped(report: ReportData, factor: float) -> dict[tuple[str, str], list[float]]:
         out: dict[tuple[str, str], list[float]] = {}
@@ -184,10 +188,11 @@ def _add(total: list[float] | None, values: list[float]) -> list[float]:
 
 def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
     """One row for each kernel of either profile, the largest difference first. Kernels of A and B that do the same work
-    share a row.
+    share a row, with the name of B's, or "A's → B's" if the two differ.
 
     Matrix products and attention are paired by scope, phase and shape, whatever kernel the library chose; other kernels
-    also by their name, without the number that the compiler appended. `scale` is the factor on B's times.
+    also by their name, without the number that the compiler appended. a, b: the reports of both. scale: the factor on
+    B's times.
     """
 
     def grouped(report: ReportData, factor: float):
@@ -220,9 +225,9 @@ def _without_number(name: str) -> str:
 
 
 def _identity(row: KernelRow) -> str:
-    """The name under which a kernel is paired with the other profile's: that without the compiler's number. It is ""
-    for matrix products and attention of known shape and FLOPs, because libraries give kernels of the same work
-    different names."""
+    """The name under which the kernel of `row` is paired with the other profile's: its own without the compiler's
+    number. It is "" for matrix products and attention of known shape and FLOPs, because libraries give kernels of the
+    same work different names."""
     return "" if row.category in ("GEMM", "attention") and row.shape and row.tflops else _without_number(row.name)
 
 
@@ -256,8 +261,8 @@ def _sentences(comparison: ComparisonData) -> list[str]:
 
 
 def _one_sided(comparison: ComparisonData) -> list[str]:
-    """A list of one sentence if only one of the two profiles runs the forward again for the backward (recompute), with
-    the time of it; else an empty list."""
+    """A list of one sentence if only one of the two profiles of `comparison` runs the forward again for the backward
+    (recompute), with its ms per step; else an empty list."""
     a, b = (
         scale * sum(row.ms for row in report.scopes if row.phase == "recompute")
         for report, scale in ((comparison.a, 1.0), (comparison.b, comparison.scale))
@@ -268,9 +273,9 @@ def _one_sided(comparison: ComparisonData) -> list[str]:
 
 
 def _where(comparison: ComparisonData, change: Change) -> str:
-    """Says where the change of a category, `change`, comes from: ", 3.20 ms of it in layer/mlp backward", and how many
-    kernels each profile has if the numbers differ by more than 10 %. For idle time it says the numbers of launch gaps.
-    The text is appended to the category's sentence; it is "" if nothing is known."""
+    """Says where in the profiles of `comparison` the change of a category, `change`, comes from: ", 3.20 ms of it in
+    layer/mlp backward", and how many kernels each profile has if the numbers differ by more than 10 %. For idle time it
+    says the numbers of launch gaps. The text is appended to the category's sentence; it is "" if nothing is known."""
     if change.name == "idle":
         before, after = comparison.a.idle, comparison.b.idle
         return f", {before.launch_gaps:.0f} and {after.launch_gaps:.0f} launch gaps a step"

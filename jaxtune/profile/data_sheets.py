@@ -1,4 +1,4 @@
-"""Vendors' figures of devices, and the devices that jaxtune refuses.
+"""Vendors' figures of devices (`data_sheet`), and the devices that jaxtune refuses (`refusal`).
 
 Sources are NVIDIA's data sheets of the data-centre and RTX professional cards, and its architecture papers (GA102,
 AD102, GB202, GA100, GH100) for the GeForce cards, whose 16-bit products with fp32 sums run at twice their fp32 rate.
@@ -63,7 +63,7 @@ _TOO_OLD = (
 
 def data_sheet(device: str) -> DataSheet | None:
     """Looks up the data sheet of a device. device: its name, jax.Device.device_kind or a card's name such as "RTX
-    4090". Returns None if there is no sheet for it.
+    4090"; the sheet with the longest name that occurs in it is taken. Returns None if there is no sheet for it.
 
     A laptop's chip has the name of a larger one, and a slice of a GPU (MIG) has only a part of its rates, so both give
     None.
@@ -91,8 +91,8 @@ def known_devices() -> tuple[str, ...]:
 
 
 def _name_in(device: str, names) -> str | None:
-    """The longest of `names`, an iterable of cards' names, that occurs in a device's name as a whole word, so that
-    "GH200" is not taken for "H200"; None if none occurs."""
+    """The longest of `names`, an iterable of cards' names, that occurs in a device's name, in any case of letters; None
+    if none occurs. No letter or digit may precede it and no digit follow, so that "GH200" is not taken for "H200"."""
     # "H200" is in "GH200" too: the longest name that the device bears is the right one.
     found = [n for n in names if re.search(rf"(?<![A-Z0-9]){re.escape(n)}(?![0-9])", device, re.IGNORECASE)]
     return max(found, key=len) if found else None

@@ -1,4 +1,5 @@
-"""Rates that a device can reach: measured once and cached, or taken from its data sheet."""
+"""Rates that a device can reach: measured once and cached (`ceilings`), or taken from its data sheet
+(`known_ceilings`). Reports compare a profile's kernels with them. `nvidia_smi` reads a GPU's state."""
 
 from __future__ import annotations
 
@@ -90,8 +91,9 @@ def ceilings(*, remeasure: bool = False) -> Ceilings:
 
 
 def _measure(device) -> Ceilings:
-    """Measures all ceilings of a jax.Device, which takes about ten seconds on a GPU, and returns them. FP8 is 0 on a
-    GPU of compute capability below 8.9. On a CPU, for tests, small sizes are measured."""
+    """Measures all ceilings of `device`, a jax.Device, which takes about ten seconds on a GPU, and returns them. FP8 is
+    0 on a GPU of compute capability below 8.9. On a CPU, for tests, small sizes are measured. The rates of the host
+    link are those while all local devices of this kind copy."""
     import jax
     import jax.numpy as jnp
     import jaxlib
@@ -169,8 +171,8 @@ def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tup
 
 
 def _copy_tbps(device, num_bytes: int) -> float:
-    """The bandwidth of a jax.Device's memory in TB/s, bytes read plus bytes written, measured with programs that read
-    an array of `num_bytes` bytes and write one of the same size."""
+    """The bandwidth of the memory of `device`, a jax.Device, in TB/s, bytes read plus bytes written, measured with
+    programs that read an array of `num_bytes` bytes and write one of the same size."""
     import jax
     import jax.numpy as jnp
 
@@ -203,9 +205,9 @@ def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
 
 
 def _launch_us(device) -> float:
-    """The microseconds from the start of one program to the start of the next on a jax.Device: the median wall time of
-    five runs of 500 programs, divided by 500. Each program needs the result of the one before, and is so small that
-    only its launch takes time."""
+    """The microseconds from the start of one program to the start of the next on `device`, a jax.Device: the median
+    wall time of five runs of 500 programs, divided by 500. Each program needs the result of the one before, and is so
+    small that only its launch takes time."""
     import jax
     import jax.numpy as jnp
 

@@ -1,6 +1,6 @@
 """The optimised HLO of a traced program: its instructions in launch order, with shapes, scopes, FLOPs and bytes.
 
-An XPlane file contains the HloProto of every module that ran; nothing else is needed.
+An XPlane file contains the HloProto of every module that ran; nothing else is needed. Their reader (xplane.py) uses it.
 """
 
 from __future__ import annotations
@@ -95,11 +95,12 @@ class Shape:
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
-    """One instruction of an optimised HLO module, with the fields of its HloInstructionProto that are used here."""
+    """One instruction of an optimised HLO module, with the fields of its HloInstructionProto that are used here. Its
+    Module makes it."""
 
-    name: str
-    opcode: str
-    shape: Shape
+    name: str  # unique within the module, such as "fusion.12"
+    opcode: str  # as HLO writes it, such as "dot" or "fusion"
+    shape: Shape  # of the result
     id: int  # unique within the module
     scope: str = ""  # the op_name of its metadata: named scopes, transformations and the JAX primitive
     operands: tuple[int, ...] = ()  # ids of the instructions whose results it takes
@@ -134,7 +135,7 @@ class Computation:
     """One computation of a module: the entry, a loop's body or a fusion's body."""
 
     name: str
-    id: int
+    id: int  # unique within the module, as Instruction.called refers to it
     instructions: list[Instruction]  # in schedule order where the module is scheduled
     module: Module | None = None  # the module that it is part of
 
@@ -152,13 +153,10 @@ class Computation:
 
 
 class Module:
-    """One optimised HLO program of a trace: an HloProto (messages.py), whose computations are converted to Computation
-    objects when they are asked for, because a program has hundreds of them and few are looked at.
-    `name` is the program's name, `entry_id` the id of the computation that it starts with.
-
-    Raises:
-      ValueError: the proto has no module.
-    """
+    """One optimised HLO program of a trace, made from an HloProto (messages.py): what it launches (`launches`), its
+    instructions by name, and the buffers at its memory peak. Its computations are converted to Computation objects when
+    they are asked for, because a program has hundreds of them and few are looked at. `name` is the program's name,
+    `entry_id` the id of the computation that it starts with. Raises ValueError if the proto has no module."""
 
     def __init__(self, proto: Any):
         if not proto.HasField("hlo_module"):
@@ -180,8 +178,8 @@ class Module:
         return self._made[id]
 
     def fingerprint(self, id: int) -> int:
-        """A hash of the computation with this id that is equal for computations that differ in names and metadata only.
-        It is computed from the proto, without converting the computation."""
+        """A hash of the computation with this id that is equal for computations that differ in names and metadata only,
+        for which XLA compiles one kernel. It is computed from the proto, without converting the computation."""
         place, rows = {}, []
         for proto in self._protos[id].instructions:
             called = tuple(self.fingerprint(inner) for inner in proto.called_computation_ids)
@@ -221,7 +219,7 @@ class Module:
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
         """{name: instruction} of every instruction that starts work on the device, in the entry, loop bodies and called
-        computations, but not inside fusions."""
+        computations, but not inside fusions. A trace names kernels' instructions so."""
         out, seen = {}, set()
         queue = [self.entry_id]
         while queue:
@@ -258,8 +256,9 @@ def trip_count(loop: Instruction) -> int:
 
 
 def _compiled(proto: Any) -> tuple:
-    """The values of an HloInstructionProto's fields that decide which kernel is compiled, hashable: without names,
-    metadata, operands and called computations. Equal instructions of two computations have equal values."""
+    """The values of those fields of an HloInstructionProto, `proto`, that decide which kernel is compiled, hashable:
+    without names, metadata, operands and called computations. Equal instructions of two computations have equal
+    values."""
     known = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
     parts = (proto.shape, proto.dot_dimension_numbers)
     others = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]
@@ -382,8 +381,8 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
 
 
 def moved_bytes(instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes in memory, each operand and result counted once. Of an operand that a
-    fusion only slices, the slice counts; of one that it updates in place, the update."""
+    """Bytes that an instruction reads and writes in memory, each operand and result once, cuBLAS's workspace not. Of an
+    operand that a fusion only slices, the slice counts; of one that it updates in place, the update."""
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0

@@ -1,4 +1,5 @@
-"""The join of a trace's kernels with the HLO instructions that launched them.
+"""The join of a trace's kernels with the HLO instructions that launched them (`join`), from which they get scopes and
+work.
 
 A trace names the instruction of a kernel, except inside CUDA graphs ("command buffers"), where every kernel has the
 graph's name. XLA also compiles one kernel for all equal fusions and names it after the first. The join therefore sorts
@@ -37,9 +38,9 @@ class Launch:
 
     name: str  # of the kernel or copy
     hlo_op: str  # the HLO instruction that the trace names, or a CUDA graph's name
-    is_copy: bool  # True: a copy (cudaMemcpy); False: a kernel
+    is_copy: bool  # True: a copy (cudaMemcpy); False: a kernel or a memset
     instruction: Instruction | None = None  # set by the join: the instruction that launched it; None if not found
-    execution: int = 0  # set by the join: the number of the program's execution in the trace
+    execution: int = 0  # set by the join: the number of the program's execution in the trace, from 0
     main: bool = True  # False for a helper kernel; FLOPs of the instruction are booked on its main kernel
 
 
@@ -107,9 +108,10 @@ class _Classes:
         return self._keys[id(instruction)]
 
     def _key(self, instruction: Instruction) -> Hashable:
-        """Computes the class of an instruction. It is ("fusion", fingerprint of its body) for a fusion, a name such as
-        "gemm", "attention forward", "mosaic" or "copy" for kernels of a library and copies, and (opcode, name) for all
-        others."""
+        """Computes the class of an instruction. It is ("fusion", fingerprint of its body) for a fusion; a name such as
+        "gemm", "attention forward", "mosaic" or "copy" for kernels of a library, also within a fusion, and for copies;
+        ("custom-call", target) for other custom calls; for an async-start the class of what it starts; and (opcode,
+        name) for all others."""
         if instruction.opcode in ("async-start", "fusion") and instruction.called:
             assert instruction.computation is not None and instruction.computation.module is not None
             called = instruction.computation.module.computation(instruction.called[0])
@@ -249,7 +251,8 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
 
 def _in_order(position: dict[int, int]) -> list[int]:
     """Finds a longest sequence of launches whose positions in the schedule increase, as they do if the launches ran in
-    its order; returns their indices, ascending. position: {index of a launch: its position in the schedule}."""
+    its order; returns their indices, ascending. The longer it is, the better a guess of the positions. position: {index
+    of a launch: its position in the schedule}."""
     tails: list[int] = []
     tail_index: list[int] = []
     before: dict[int, int] = {}

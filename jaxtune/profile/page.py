@@ -1,4 +1,5 @@
-"""HTML pages of a report and of a comparison. A page is one file that contains all numbers and loads nothing."""
+"""HTML pages of a report (`report_page`) and of a comparison (`comparison_page`), as text. A page is one file that
+contains all numbers and loads nothing; a script in it, page.js, draws bars, timelines and the kernel table."""
 
 from __future__ import annotations
 
@@ -62,9 +63,9 @@ def report_page(report: ReportData) -> str:
 
 
 def comparison_page(comparison: ComparisonData) -> str:
-    """Returns the HTML text of a page that compares the profiles of two runs, A and B. The page says in words what
-    changed from A to B. Its tables have the times of both by category, scope and kernel, and it draws both
-    timelines."""
+    """Returns the HTML text of a page that shows `comparison`, that of the profiles of two runs, A and B. The page says
+    in words what changed from A to B. Its tables have the times of both by category, scope and kernel, and it draws
+    both timelines."""
     kernels = {
         "sort": "diff",
         "sums": ["a", "b", "diff"],
@@ -230,8 +231,9 @@ def _shares(title: str, shares: Sequence[Share], id: str) -> str:
 
 
 def _changes(title: str, rows: Sequence[Change], id: str) -> str:
-    """The HTML table of a comparison's categories or scopes, coloured by verdict: "faster", "slower" or "same". title:
-    its heading. rows: the changes. id: the id of the HTML element."""
+    """The HTML table of a comparison's categories or scopes, coloured by verdict: "faster", "slower" or "same"; a row
+    that is only in A has the colour of "faster", one only in B that of "slower". title: its heading. rows: the changes.
+    id: the id of the HTML element."""
     head = ("", "", "A ms", "B ms", "B - A", "noise", "")
     table = _table(title, head, [], id)
     lines = []
@@ -247,8 +249,8 @@ def _changes(title: str, rows: Sequence[Change], id: str) -> str:
 
 
 def _transfers(report: ReportData) -> str:
-    """The HTML section on waits: a sentence on idle time, and if there are copies over the host link or collectives,
-    the table of these."""
+    """The HTML section on a report's waits: a sentence on idle time, and if there are copies over the host link or
+    collectives, the table of these."""
     idle = report.idle
     text = (
         f"<p>Idle {idle.ms:.2f} ms a step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, "
@@ -274,8 +276,8 @@ def _transfers(report: ReportData) -> str:
 
 
 def _memory(report: ReportData) -> str:
-    """The HTML table of the largest buffers that are live at the peak of the program that needs the most memory; ""
-    where they are unknown."""
+    """The HTML table of a report's largest buffers that are live at the peak of the program that needs the most memory;
+    "" where they are unknown."""
     if not report.buffers:
         return ""
     rows = [(r["what"], r["kind"], str(r["count"]), f"{r['bytes'] / 1e9:.3f}") for r in report.buffers]

@@ -1,4 +1,5 @@
-"""Finds the trace in a folder or file, whichever profiler wrote it, and reads it."""
+"""Finds the trace in a folder or file, whichever profiler wrote it, and reads it (`read`), with what `capture` recorded
+about it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _SMALL_BYTES = 16 << 20
 
 def read(path: str | Path) -> Trace:
     """Finds and reads the trace in a folder that `capture`, jax.profiler or PyTorch's profiler wrote, or in one file,
-    and adds what `capture` recorded beside it. Returns the Trace, from which a report is made.
+    and adds what `capture` recorded beside it. Returns the Trace, from which a report is made; its `path` is the one
+    given.
 
     Raises:
       TraceError: no trace can be read; the message says why and what would help.
@@ -87,7 +89,8 @@ def _bytes(file: Path) -> bytes:
     """The bytes of a file, unpacked if it is compressed by gzip.
 
     Raises:
-      TraceError: it is damaged, or it unpacks to much more than a trace of its size could, and might fill the memory.
+      TraceError: it is damaged, or it unpacks to more than 16 MiB and more than 200 times its size, which no trace
+        does, and which might fill the memory.
     """
     with file.open("rb") as source:
         packed = source.read(2) == b"\x1f\x8b"
@@ -108,8 +111,9 @@ def _bytes(file: Path) -> bytes:
 
 
 def _add_record(trace: Trace, file: Path) -> None:
-    """Adds to a trace, in place, what `capture` recorded about it: meta, versions, device and peak memory. The device
-    is taken only if the trace names none or the CPU, the peak memory only if the trace has none.
+    """Adds to a trace, in place, what `capture` recorded about it: meta (with the programs' memory analyses under
+    "memory"), versions, device and peak memory. The device is taken only if the trace names none or the CPU, the peak
+    memory only if the trace has none.
 
     `file` is the record, profile.json in the folder of the trace's file. If there is no such file, as with traces that
     another profiler wrote, the trace stays as it is.

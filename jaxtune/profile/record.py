@@ -1,4 +1,5 @@
-"""Captures a profile: records what the devices do inside a `with` block into a folder."""
+"""Captures a profile: `capture` records what the devices do inside a `with` block into a folder, which `show`
+(report.py) reads."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _FORMAT = 1
 def capture(
     folder: str | Path, meta: Mapping[str, Any] | None = None, programs: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Traces a `with` block: `with capture("profiles/a"): run_three_steps()`. `show` then reads the folder.
+    """Traces a `with` block: `with capture("profiles/a"): run_three_steps()`. It writes the trace and a record,
+    profile.json, with meta, versions, the device and its peak memory. `show` then reads the folder.
 
     The devices are waited for before and after the block, so that the trace contains the block's work only. Python
     frames are not traced, because tracing them would slow the block. An earlier capture in the folder is removed
@@ -96,7 +98,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _settle() -> None:
-    """Waits until the devices have finished all work that this process has dispatched."""
+    """Waits until the devices have finished all work that this process has dispatched, so that a trace has the work of
+    its block and no other."""
     import jax
 
     jax.effects_barrier()
@@ -127,9 +130,9 @@ def _environment() -> dict[str, Any]:
 
 
 def _write_program(folder: Path, name: str, program: Any) -> dict[str, int]:
-    """Writes the HLO text of a compiled program (jax.stages.Compiled) to hlo/NAME.txt.gz in the folder; returns the
-    compiler's memory analysis, {"argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "host_temp_bytes":
-    bytes}."""
+    """Writes the HLO text of a compiled program (jax.stages.Compiled) to hlo/NAME.txt.gz in the folder, where NAME is
+    `name`; returns the compiler's memory analysis, {"argument_bytes", "output_bytes", "temp_bytes", "alias_bytes",
+    "host_temp_bytes": bytes}."""
     (folder / HLO_FOLDER).mkdir(exist_ok=True)
     with gzip.open(folder / HLO_FOLDER / f"{name}.txt.gz", "wt", encoding="utf-8", compresslevel=6) as sink:
         sink.write(program.as_text())

@@ -1,4 +1,5 @@
-"""The report of one trace: where the step's time went, how well it was used, what it waited for."""
+"""The report of one trace: where the step's time went, how well it was used, what it waited for. `show` reads a profile
+and makes its Report; `make_report` makes it from a Trace."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _TOP_BUFFERS = 12
 @dataclasses.dataclass
 class Report(ReportData):
     """The report on one profile, as `show` returns it: where the step's time went, by category, scope and kernel. It
-    adds to the tables in ReportData their form as text and as an HTML page."""
+    adds to the tables in ReportData their form as text for a terminal (`to_text`, `str`) and as an HTML page."""
 
     def to_text(self, width: int = 120) -> str:
         """The report as plain text for a terminal: the largest losses, then the tables. width: columns of the terminal;
@@ -55,8 +56,9 @@ def show(path: str | Path) -> Report:
 
 
 def make_report(trace: Trace) -> Report:
-    """Makes the Report of a trace: all tables, and the losses against the device's known ceilings. It sets each event's
-    `self_ns`, the time that is booked on it alone, so that no moment counts twice."""
+    """Makes the Report of a trace: all tables, and the losses against the device's known ceilings, which it reads from
+    their cache file or the data sheet. It sets each event's `self_ns` in place, the time that is booked on it alone, so
+    that no moment counts twice. Raises ValueError if the cache file is damaged."""
     charge(trace.events)
     num_steps = len(trace.steps)
     inside = [event for event in trace.events if event.step >= 0]
@@ -96,7 +98,7 @@ def make_report(trace: Trace) -> Report:
 
 def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
     """Remarks that the report adds to those of the trace: that more than 2 % of the kernel time was not found in the
-    HLO, and that no ceilings are known for the device (`ceilings` is None)."""
+    HLO, and that no ceilings are known for the device (`ceilings` is None), unless it is the CPU."""
     notes = []
     busy = sum(e.duration_ns for e in trace.events) or 1.0
     if trace.unmatched_ns > 0.02 * busy:
@@ -160,7 +162,7 @@ def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[S
 def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRow]:
     """Makes a row for the calls of each kernel with the same scope, phase and shape, the largest first. events: those
     of all `num_steps` steps. ceilings: the device's rates, with which the kernels are compared; None: the rows' `bound`
-    and `of_ceiling` stay "" and 0."""
+    and `of_ceiling` stay "" and 0. So do those of transfers, of which only `tbps` is set, over their whole duration."""
     groups: dict[tuple, list[Event]] = collections.defaultdict(list)
     for event in events:
         groups[readable(event.name), event.category, event.scope, event.phase, event.shape].append(event)
@@ -187,7 +189,8 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
 
 def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
     """Makes a row for copies to the device, one for copies to the host and one for collectives, of those that occur:
-    their time, how much of it compute hid, and their bytes, per step. events: those of all `num_steps` steps."""
+    their time, how much of it other work hid, and their bytes, per step, and the five for which the step waited
+    longest. events: those of all `num_steps` steps."""
     rows = []
     busy = union([(e.start_ns, e.end_ns) for e in events if e.kind not in TRANSFERS])
     names = {"to_device": "copies to device", "to_host": "copies to host", "collective": "collectives"}
@@ -219,7 +222,8 @@ def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
 
 def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle:
     """Sums the time of the steps in which nothing ran on the device: launch gaps, shorter than 20 us, and longer waits,
-    as means per step. events: those of all steps. steps: (start_ns, end_ns) of each."""
+    as means per step, and lists the five longest waits with what ran before and after. events: those of all steps.
+    steps: (start_ns, end_ns) of each."""
     short = long = 0.0
     count = 0
     waits = []
@@ -256,8 +260,9 @@ def _wait_words(idle: Idle) -> str:
 
 
 def _buffers(trace: Trace) -> list[dict[str, Any]]:
-    """The 12 largest rows of buffers that are live at the peak, as dicts {"bytes", "count", "what", "kind"}. Buffers
-    whose parameter paths differ in a layer's index only are one row: "count" is their number, "bytes" their sum."""
+    """The 12 largest rows of a trace's buffers, which are live at the peak, as dicts {"bytes", "count", "what",
+    "kind"}. Buffers whose parameter paths differ in a layer's index only are one row, with "[*]" for the index: "count"
+    is their number, "bytes" their sum."""
     groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for buffer in trace.buffers:
         # An index in a parameter's path, "layers[3]['mlp']", and not one in a shape.

@@ -66,8 +66,9 @@ def losses(
     events: Sequence[Event], num_steps: int, idle_ms: float, ceilings: Ceilings, *, wait: str = ""
 ) -> list[Loss]:
     """Finds every loss of a step, the largest first, for the report's list of what could be saved. A moment of the step
-    counts in one loss only. Where the device's rates are unknown (0), matrix products, attention and experts are no
-    losses.
+    counts in one loss only. Matrix products, attention and experts lose the time beyond the ceiling's, copies and
+    collectives the time that the step waits for them, and all others their whole time. Where the device's rates are
+    unknown (0), matrix products, attention and experts are no losses.
 
     Args:
       events: those of the captured steps, with `self_ns` set.
@@ -115,8 +116,9 @@ _PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention t
 
 def _kind(event: Event, ceilings: Ceilings) -> str:
     """The name of the loss in which an event's time counts: "recompute", the event's category for transfers, attention
-    and experts, "GEMM" or "thin products" (products that are bound by memory), "the loss", "the optimizer" or
-    "dequantising". For all other events, which pass over memory, it is the first two parts of their scope."""
+    and experts, "GEMM" or "thin products" (products that memory limits by `ceilings`, the device's rates), "the loss",
+    "the optimizer" or "dequantising". For all other events, which pass over memory, it is the first two parts of their
+    scope."""
     if event.phase == "recompute":
         return "recompute"
     if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "MoE"):

@@ -1,4 +1,5 @@
-"""What names in a trace mean: the scope and phase of an op_name, and the category of a kernel."""
+"""What names in a trace mean: the scope and phase of an op_name (`scope_of`), the category of a kernel (`categorise`),
+and a kernel's name for a table (`readable`). The readers of traces and the reports use it."""
 
 from __future__ import annotations
 
@@ -138,8 +139,9 @@ def is_collective(name: str) -> bool:
 def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = None, target: str = "") -> str:
     """The category of an event, one of CATEGORIES, such as "GEMM", "attention" or "loss".
 
-    What a kernel computes comes first: a product is "GEMM" in the loss as in a layer, so that frameworks that divide
-    their work differently can be compared. The scope decides the rest.
+    The first that fits is taken: copies over the host link and collectives, attention, dequantising, experts, products,
+    the loss, the optimizer, copies within the device; the rest is "elementwise and norms". So a product is "GEMM" in
+    the loss as in a layer, and frameworks that divide their work differently can be compared.
 
     Args:
       kind: the event's kind, one of those in trace.py, such as "kernel" or "to_host".
@@ -173,18 +175,21 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
 
 
 def is_gemm_kernel(name: str) -> bool:
-    """Whether a kernel's name is that of a matrix product of a library (cuBLAS, CUTLASS and the like) or of XLA."""
+    """Whether a kernel's name is that of a matrix product of a library (cuBLAS, CUTLASS and the like) or of XLA. Such
+    kernels are joined with instructions that are products."""
     return bool(_GEMM_KERNEL.search(name))
 
 
 def is_attention_kernel(name: str) -> bool:
-    """Whether a kernel's name is that of an attention kernel, such as one of cuDNN or FlashAttention."""
+    """Whether a kernel's name is that of an attention kernel, such as one of cuDNN or FlashAttention. Such kernels are
+    joined with attention calls."""
     return bool(_ATTENTION_KERNEL.search(name))
 
 
 def readable(kernel: str) -> str:
     """Shortens a kernel's name for a table: C++ template arguments, the argument list and "void" are cut off. A name of
-    which at most 8 characters would be left keeps its first 100 characters instead."""
+    which at most 8 characters would be left keeps its first 100 characters instead; the name of a copy or memset is
+    kept."""
     if kernel.startswith("Mem"):  # "Memcpy HtoD (Pinned -> Device)"
         return kernel
     name = kernel.removeprefix("void ")

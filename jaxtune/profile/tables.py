@@ -13,7 +13,7 @@ from jaxtune.profile.roofline import Loss
 class Share:
     """The time of one category or scope, a row of the report's tables "By category" and "By scope"."""
 
-    name: str  # the category's or scope's, or "idle"
+    name: str  # the category's or scope's, "(no scope)", or "idle"
     ms: float  # mean over the steps
     share: float  # `ms` divided by the step's ms
     per_step_ms: list[float]  # its ms in each captured step
@@ -24,10 +24,10 @@ class Share:
 class KernelRow:
     """The calls of one kernel from one scope with one shape, a row of the report's table of kernels."""
 
-    name: str
-    category: str
-    scope: str
-    phase: str
+    name: str  # the kernel's, shortened by scopes.readable
+    category: str  # one of scopes.CATEGORIES, such as "GEMM"
+    scope: str  # the named scope, such as "layer/mlp"; "" if it has none
+    phase: str  # "forward", "recompute" or "backward"; "" where unknown
     shape: str  # operands and result in words, such as "bf16[8,64], bf16[64,32] -> bf16[8,32]"
     count: float  # calls per step
     ms: float  # mean per step, of the time booked on these calls alone
@@ -85,21 +85,21 @@ class ReportData:
     """The tables of the report on one profile, without functions that show them (Report adds these). Times are ms of
     device time per step, means over the captured steps."""
 
-    path: str  # the trace's file
+    path: str  # the folder or file that was read, as the user gave it
     framework: str  # "jax" or "torch"
     device: str  # its kind, as the framework names it
     num_devices: int  # devices in the trace, of which the busiest is shown
     versions: dict[str, str]  # {package: version}, as recorded
-    meta: dict[str, Any]  # what the program recorded about itself
+    meta: dict[str, Any]  # what the program recorded about itself, such as {"tokens_per_step": 16384}
     notes: list[str]  # remarks on the trace and how it was read
     steps_ms: list[float]  # ms of each captured step
     step_ms: float  # their mean
     tokens_per_step: int | None  # as the program recorded it in meta; None where unknown
-    categories: list[Share]
-    scopes: list[Share]
-    kernels: list[KernelRow]
-    transfers: list[Transfer]
-    idle: Idle
+    categories: list[Share]  # those that occur, in the order of scopes.CATEGORIES; idle time last
+    scopes: list[Share]  # one for each scope and phase, the largest first; idle time last
+    kernels: list[KernelRow]  # the largest first
+    transfers: list[Transfer]  # one for each of the three kinds that occurs
+    idle: Idle  # the time in which nothing ran
     peak_memory_bytes: int  # the allocator's; else the sum of the buffers at the peak
     buffers: list[dict[str, Any]]  # largest buffers at the peak: {"bytes", "count", "kind", "what"}
     flops_per_step: float  # FLOPs of all products in a step whose shapes are known
@@ -124,7 +124,8 @@ class Change:
     a_ms: float  # A's ms per step; 0 where A does not have it
     b_ms: float  # B's ms per step, scaled to A's tokens where the two differ in them
     diff_ms: float  # B minus A
-    noise_ms: float  # by how much the steps of the two runs differ among themselves
+    # the longest step's ms less the shortest's (1 % of the mean for a single step), of the run with the larger value
+    noise_ms: float
     verdict: str  # of B against A: "same", "faster", "slower", "only in A" or "only in B"
     detail: str = ""  # scope and shape of a kernel
 
@@ -135,13 +136,13 @@ class ComparisonData:
     these)."""
 
     a: ReportData  # the base
-    b: ReportData
+    b: ReportData  # its times are not scaled
     scale: float  # factor on B's times: A's tokens per step over B's; 1 where one of them is unknown
     step: Change  # of the whole step
-    categories: list[Change]
-    scopes: list[Change]
+    categories: list[Change]  # in the order of scopes.CATEGORIES
+    scopes: list[Change]  # by scope or region (see aligned_by) and phase, the largest first
     aligned_by: str  # "scope" where both programs use the same scope names, else "region"
-    kernels: list[Change]
+    kernels: list[Change]  # the largest difference first
     sentences: list[str]  # what changed, in words
     notes: list[str]  # remarks on both profiles and on how they were compared
 

@@ -1,4 +1,5 @@
-"""Reports and comparisons of profiles as tables of text for a terminal."""
+"""Reports and comparisons of profiles as tables of text for a terminal: `report_text` and `comparison_text`. The HTML
+pages (page.py) use `headline` and `percent` too."""
 
 from __future__ import annotations
 
@@ -46,12 +47,13 @@ def _text(console: Console) -> str:
 
 
 def percent(value: float) -> str:
-    """A fraction as text: 0.5 gives "50.0 %"."""
+    """A fraction (`value`) as text, with one decimal: 0.5 gives "50.0 %"."""
     return f"{100 * value:.1f} %"
 
 
 def bar(share: float, width: int = 24) -> str:
-    """A bar of block characters whose length is this share (0 to 1) of `width` characters."""
+    """A bar of block characters whose length is this share (0 to 1) of `width` characters, for the table of
+    categories."""
     return "█" * round(share * width)
 
 
@@ -65,8 +67,8 @@ def _short(shape: str) -> str:
 
 
 def headline(report: ReportData) -> list[str]:
-    """The lines above all tables: what was recorded on which device, what it ran (if its meta says so), and the step's
-    time."""
+    """The lines above all tables of a report, two or three: what was recorded on which device, what it ran (if its meta
+    says so), and the step's time, with tokens and FLOPs per second where they are known."""
     spread = (max(report.steps_ms) - min(report.steps_ms)) / 2
     line = f"step {report.step_ms:.2f} ms"
     if len(report.steps_ms) > 1:

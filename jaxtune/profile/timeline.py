@@ -12,8 +12,8 @@ TRANSFERS = (TO_HOST, TO_DEVICE, COLLECTIVE)
 
 
 def charge(events: Sequence[Event]) -> None:
-    """Sets every event's self_ns, in place: the ns that are booked on it alone. They sum to the busy time of the
-    device, because no moment counts twice.
+    """Sets every event's self_ns, in place: the ns that are booked on it alone. They sum to the busy time of the device
+    (`events` are those of one), because no moment counts twice.
 
     Kernels overlap when they are launched dependently or on several streams. A moment is booked on the kernel that
     started first among those running, because a dependent launch waits for it. It is booked on a copy over the host

@@ -1,4 +1,5 @@
-"""The form into which every trace is read: kernels and copies of one device, with scope, work and steps."""
+"""The form into which every trace is read: kernels and copies of one device, with scope, work and steps (`Trace`,
+`Event`, `Buffer`); and `TraceError`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class TraceError(ValueError):
 @dataclasses.dataclass(slots=True)
 class Event:
     """One piece of work on the device: a kernel, a memset, a copy or a collective. The readers of both formats of
-    traces make events, and the times in a report are sums over them."""
+    traces, XPlane and Chrome's, make events, and the times in a report are sums over them."""
 
     start_ns: float  # device clock, counted from the trace's first event
     end_ns: float  # on the same clock
@@ -45,7 +46,7 @@ class Event:
 class Buffer:
     """A part of the device's memory that is in use when a program needs the most memory, and what is in it."""
 
-    num_bytes: int
+    num_bytes: int  # its size
     what: str  # the argument or the instruction that it holds the value of
     kind: str  # "argument", "output", "temporary", "constant" or "fragmentation"
 
@@ -55,14 +56,15 @@ class Trace:
     """The work of one device over some steps, in the form into which every reader brings its file and from which the
     report is made."""
 
-    path: str  # the trace's file
+    path: str  # the folder or file that was read, as the user gave it
     framework: str  # "jax" or "torch"
     device: str  # its kind, as the framework names it
     events: list[Event]  # in order of their starts
-    steps: list[tuple[float, float]]  # (start_ns, end_ns) of each step
+    steps: list[tuple[float, float]]  # (start_ns, end_ns) of each step, in order, on the events' clock
     num_devices: int = 1  # devices in the trace, of which this is the busiest
     versions: dict[str, str] = dataclasses.field(default_factory=dict)  # {package: version}, as recorded
-    meta: dict[str, Any] = dataclasses.field(default_factory=dict)  # what the program recorded about itself
+    # what the program recorded about itself, such as {"tokens_per_step": 16384, "what": a text}
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)  # remarks for the reader of the report
     peak_memory_bytes: int = 0  # the allocator's; 0 where not recorded
     buffers: list[Buffer] = dataclasses.field(default_factory=list)  # those live at the peak of the largest program

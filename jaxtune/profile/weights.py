@@ -1,4 +1,5 @@
-"""The name of the linear that a product belongs to, found from the program's parameter that is one of its operands.
+"""The name of the linear that a product belongs to, found from the program's parameter that is one of its operands
+(`linear_of`).
 
 XLA keeps the path of every argument, such as "frozen['layers'][3]['mlp']['up_proj']['weight'].value". A product can
 therefore be identified by its weight in any program, whether or not the program names its parts.
@@ -38,8 +39,8 @@ _DEPTH = 5
 
 def linear_of(product: Instruction) -> str:
     """The name of the linear layer whose weight a matrix product multiplies by: "up_proj", or "q_proj+k_proj" for a
-    product with several, of which at most three are named; "" where no operand is known to be a weight. It is added to
-    the scope of the product's kernel."""
+    product with several, of which at most three are named; "" where no operand is known to be a weight. If several
+    operands are weights, the largest counts. The name is added to the scope of the product's kernel."""
     computation = product.computation
     if computation is None:
         return ""

@@ -34,16 +34,16 @@ _MINOR = (0.0002, 0.002, 0.02)
 class _Raw:
     """An event of the trace as jax.profiler.ProfileData gives it, before it is joined with the HLO."""
 
-    start_ns: float
-    end_ns: float
+    start_ns: float  # on the profile's clock
+    end_ns: float  # on the same clock
     name: str  # of the kernel, copy or operation
     stream: str  # the stream or thread that ran it
     stats: dict[str, Any]  # {name: value} of what the profiler recorded with it, such as "hlo_op"
 
 
 def read_xplane(data: bytes, path: str) -> Trace:
-    """Reads the bytes of an XPlane file and returns the Trace of the device with the most kernel time. path: the file's
-    path, for the Trace and for error messages.
+    """Reads `data`, the unpacked bytes of an XPlane file, and returns the Trace of the device with the most kernel
+    time; in one without devices, of the CPU. path: the file's path, for the Trace and for error messages.
 
     Raises:
       TraceError: the bytes are not an XPlane, or nothing ran on a device in it.
@@ -102,8 +102,9 @@ def read_xplane(data: bytes, path: str) -> Trace:
 
 
 def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]]:
-    """Reads from an XPlane file's bytes what it records about programs and versions: ({program id, or else name: the
-    program's HLO}, {package: version}). path: the file's, for messages. Raises TraceError if the bytes are damaged."""
+    """Reads from `data`, an XPlane file's bytes, what it records about programs and versions: ({program id, or else
+    name: the program's HLO}, {package: version}). path: the file's, for messages. Raises TraceError if the bytes are
+    damaged."""
     modules: dict[str, Module] = {}
     versions: dict[str, str] = {}
     try:
@@ -144,8 +145,8 @@ def _device_events(plane) -> list[_Raw]:
 
 def _cpu_events(plane) -> list[_Raw]:
     """The operations of programs that ran on the CPU: events of the host's plane (an XPlane of ProfileData) that name
-    an HLO instruction and its module. Those that contain others, such as loops, are left out, so that no time counts
-    twice."""
+    an HLO instruction and its module. Those that contain others on their thread, such as loops, are left out, so that
+    no time counts twice."""
     out = []
     for line in plane.lines:
         rows: list[_Raw] = []
@@ -190,8 +191,8 @@ def _peak_memory(plane) -> int:
 
 
 def _kind(raw: _Raw) -> str:
-    """The kind of an event, one of those in trace.py: "kernel", "memset", "copy" (within the device), "to_host",
-    "to_device" or "collective", by its name and its statistics."""
+    """The kind of an event (`raw`), one of those in trace.py: "kernel", "memset", "copy" (within the device),
+    "to_host", "to_device" or "collective", by its name and its statistics."""
     details = str(raw.stats.get("memcpy_details", ""))
     if raw.name in _COPY_KINDS or details:
         if "kind_src:device kind_dst:device" in details:
@@ -216,8 +217,9 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
       modules: {program id, or else name: its HLO}, which gives scopes and work.
       origin: the time in ns from which the resulting events count.
     Returns:
-      (the Events with scope, category and work (FLOPs and bytes); the runs of programs, each (start_ns, program id or
-        name, name of its HLO module, which is the jitted function's); the ns of kernels that were not found in the HLO)
+      (the Events with scope ("host link" for copies to and from the host that have none), category and work (FLOPs and
+        bytes); the runs of programs, each (start_ns, program id or name, name of its HLO module, which is the jitted
+        function's); the ns of kernels that were not found in the HLO)
     """
     # A function compiled for several shapes is several programs of one name, which differ in their numbers.
     programs = [
@@ -284,7 +286,7 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
 
 
 def _is_copy(raw: _Raw) -> bool:
-    """Whether an event is a copy (cudaMemcpy) and not a kernel, by its name."""
+    """Whether an event (`raw`) is a copy (cudaMemcpy) and not a kernel, by its name."""
     return raw.name.startswith(("Memcpy", "memcpy"))
 
 
@@ -411,7 +413,8 @@ def _whole(
 
 
 def _buffers(modules: list[Module]) -> list[Buffer]:
-    """The buffers that are live at the peak of the program that needs the most memory; none without programs."""
+    """The buffers that are live at the memory peak of that one of the programs (`modules`) which needs the most memory;
+    an empty list without programs."""
     best: list[Buffer] = []
     for module in modules:
         peak = module.peak_buffers()

@@ -1,5 +1,5 @@
-"""The ASGI application of the server. It checks who may ask (API key, Host and Origin), limits the size of a request
-and the time of an answer, and has a handler for each route, such as /v1/chat/completions.
+"""The ASGI application of the server (`make_app`). It checks who may ask (API key, Host and Origin), limits the size of
+a request and the time of an answer, and has a handler for each route, such as /v1/chat/completions.
 
 If a client closes its connection, the answers that are generated for it (rows of the batch) are cancelled, and their
 slots become free. A client that reads slowly delays nobody: generation does not wait for it, and what it has not read
@@ -86,27 +86,29 @@ def _error(error: ApiError) -> Json:
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    """The exception handler that starlette calls for an ApiError: returns a response with its status and message."""
+    """The exception handler that starlette calls for an ApiError (`error`): returns a response with its status and
+    message."""
     assert isinstance(error, ApiError)
     return _error(error)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    """The exception handler for starlette's HTTPException, which it raises for an unknown path (404) or a method that
-    the path does not have (405): returns a response with the same status, and a body in OpenAI's form of an error."""
+    """The exception handler for starlette's HTTPException (`error`), which it raises for an unknown path (404) or a
+    method that the path does not have (405): returns a response with the same status, and a body in OpenAI's form of an
+    error, whose message names the method and path of `request`."""
     assert isinstance(error, HTTPException)
     return _error(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
 async def _left(_: Request, error: Exception) -> Response:
-    """The handler of ClientDisconnect: the client closed the connection before its request had arrived whole. It
-    returns an empty response with status 499, which nobody reads."""
+    """The exception handler for starlette's ClientDisconnect: the client closed the connection before its request had
+    arrived whole. It returns an empty response with status 499, which nobody reads."""
     return Response(status_code=_CLIENT_LEFT)  # nobody reads it
 
 
 async def _fault(_: Request, error: Exception) -> Response:
-    """The exception handler for every other exception: prints the traceback on the server's stderr, and returns a
-    response with status 500 that has only the exception's type."""
+    """The exception handler for every other exception (`error`): prints the traceback on the server's stderr, and
+    returns a response with status 500 that has only the exception's type."""
     return _error(_reported(error))
 
 
@@ -181,7 +183,8 @@ class _Api:
         return Json({"object": "list", "data": [self._card(served) for served in self._models.values()]})
 
     async def one_model(self, request: Request) -> Response:
-        """GET /v1/models/NAME: one model; 404 if none has the name, which may contain slashes."""
+        """GET /v1/models/NAME: OpenAI's JSON object of one model. Raises ApiError (404) if none has the name, which may
+        contain slashes."""
         name = request.path_params["name"]
         if name not in self._models:
             raise ApiError(404, f"model {name!r}: there are {', '.join(self._models)}", "model", "model_not_found")
@@ -195,11 +198,11 @@ class _Api:
         return card | {"parent": served.base, "max_model_len": self._engine.plans[served.name].length}
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions: answers a conversation (messages), whole or as a stream."""
+        """POST /v1/chat/completions: answers a conversation (messages), whole or as a stream, as `_answer` says."""
         return await self._answer(request, read_chat)
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions: continues a prompt, or several, whole or as a stream."""
+        """POST /v1/completions: continues a prompt, or several, whole or as a stream, as `_answer` says."""
         return await self._answer(request, read_completion)
 
     async def _answer(self, request: Request, read: Reader) -> Response:
@@ -338,9 +341,9 @@ class _Stream(Response):
             await _unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        """Sends all events and then [DONE]. If the deadline passes or an error is raised, the last event is that error.
-        It has one second to be sent: if the client does not read, the body stays incomplete, and the server closes the
-        connection."""
+        """Sends all events and then [DONE], each by the ASGI function `send`. If the deadline passes or an error is
+        raised, the last event is that error. It has one second to be sent: if the client does not read, the body stays
+        incomplete, and the server closes the connection."""
 
         async def say_event(data: bytes) -> None:
             await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})

@@ -77,24 +77,25 @@ class _StreamOptions(BaseModel):
 
 class _Body(BaseModel):
     """The keys that the bodies of /v1/chat/completions and /v1/completions share, with OpenAI's meanings; pydantic
-    checks their types and ranges. None is a key that is not given, for which `_asked` and its callers fill in a
-    default: one answer (n), a random seed, temperature 1, no filters, no stream; max_tokens is then what the context
-    has room for, and in /v1/completions 16. `top_k` (0 and -1: no limit), `min_p` and `repetition_penalty` are not
-    OpenAI's, and mean what they do in vLLM."""
+    checks their types and ranges. Other keys, if `_checked` has not dropped them before, are refused. None is a key
+    that is not given, for which `_asked` and its callers fill in a default: one answer (n), a random seed, temperature
+    1, no filters, no stream; max_tokens is then what the context has room for, and in /v1/completions 16. `top_k` (0
+    and -1: no limit), `min_p` and `repetition_penalty` are not OpenAI's, and mean what they do in vLLM."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    model: str
-    max_tokens: Positive | None = None
-    n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] | None = None
+    model: str  # the name of a served model
+    max_tokens: Positive | None = None  # the most tokens of an answer
+    n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] | None = None  # answers to each prompt
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    stream: bool | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None  # strings that end an answer
+    stream: bool | None = None  # True: the answer is sent in chunks while it is made
     stream_options: _StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # 0: the most likely token is always taken
+    # tokens are drawn from the likeliest ones that have this much probability in sum
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # tokens are drawn from this many of the likeliest ones
+    min_p: Share | None = None  # tokens less likely than this times the likeliest one are not drawn
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None  # above 1: repetition is rarer
 
 
 class _Message(BaseModel):
@@ -115,7 +116,8 @@ class _Chat(_Body):
 
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
-    logprobs: bool | None = None
+    logprobs: bool | None = None  # True: the log-probability of each token of the answer is returned
+    # how many of the most likely tokens at the position of each one are returned too; needs logprobs
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
     tools: list[dict[str, object]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
@@ -251,7 +253,8 @@ def _short(value: object) -> str:
 
 
 def _model(name: str, models: Mapping[str, Served]) -> Served:
-    """The served model of this name; raises ApiError (404), which lists the names, if there is none."""
+    """The model of this name among `models`, {name: model}; raises ApiError (404), which lists the names, if there is
+    none."""
     if name not in models:
         raise ApiError(404, f"model = {_short(name)}: there are {', '.join(models)}", "model", "model_not_found")
     return models[name]

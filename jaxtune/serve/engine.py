@@ -1,5 +1,6 @@
 """The engine of the server: one thread drives the samplers of all models. A sampler decodes the answers of many clients
-at once, each answer in one of the sampler's slots.
+at once, each answer in one of the sampler's slots. Requests submit each answer as a `Row` to the `Engine` and read the
+tokens from their `Answers`.
 
 Each model (the base, and the base with each adapter) has a sampler of its own, because rows of one batch multiply by
 the same weights. Samplers take turns: while several have rows, each makes a round of tokens, one after another.
@@ -48,7 +49,7 @@ class _Failed:
     """Put into a request's queue in place of a Piece (the next tokens of a row): the row ends with this error and gets
     no further pieces."""
 
-    error: ApiError
+    error: ApiError  # which `Answers.next` raises
 
 
 class Answers:
@@ -93,8 +94,8 @@ class Answers:
         return index, made
 
     def put(self, index: int, made: Piece | _Failed) -> None:
-        """Queues the new tokens of a row, or the error that ends it, for `next`; called by the engine's thread. If the
-        event loop has ended, nothing happens. index: the row's index in its request."""
+        """Queues `made`, the new tokens of a row or the error that ends it, for `next`; called by the engine's thread.
+        If the event loop has ended, nothing happens. index: the row's index in its request."""
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._made.put_nowait, (index, made))
 

@@ -1,4 +1,5 @@
-"""Errors of the server in the form in which OpenAI's API reports them, and the JSON of its responses."""
+"""Errors of the server in the form in which OpenAI's API reports them (`ApiError`), and the JSON of its responses
+(`encoded`)."""
 
 from __future__ import annotations
 
@@ -31,6 +32,6 @@ class ApiError(Exception):
 
 
 def encoded(body: object) -> bytes:
-    """Returns a value as JSON in UTF-8. Lone surrogates, which a client's text may have and UTF-8 cannot encode, are
-    written as escapes (\\udXXX), so that no text makes a response fail."""
+    """Returns `body`, a JSON value, as text in UTF-8. Lone surrogates, which a client's text may have and UTF-8 cannot
+    encode, are written as escapes (\\udXXX), so that no text makes a response fail."""
     return json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")

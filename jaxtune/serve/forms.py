@@ -83,7 +83,8 @@ class _Choice:
     def _completion_logprobs(self, tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
         """Makes the `logprobs` object of /v1/completions, in which each key has a list with an entry for each token:
         its text, its log-probability, the position of its first character in the answer, and the most likely tokens at
-        its position, as {text: log-probability} (None for all if the request asked for none).
+        its position, as {text: log-probability} (None for all if the request asked for none). It counts the characters,
+        so that the next call continues the positions.
 
         Args:
           tokens: the tokens' texts.
@@ -99,7 +100,8 @@ class _Choice:
 
 
 def _token(tokenizer: Tokenizer, number: int) -> str:
-    """The text of the token with the id `number`. A special token has its own text, such as <|im_end|>."""
+    """The text that `tokenizer` gives for the token with the id `number`. A special token has its own text, such as
+    <|im_end|>."""
     return tokenizer.decode([number], skip_special_tokens=False)
 
 
@@ -154,7 +156,8 @@ class Answer:
         self._texts[index] += self._choices[index].add(piece, stream=False)
 
     def whole(self) -> dict[str, object]:
-        """The JSON object of the whole answer; called when all rows have ended."""
+        """The JSON object of the whole answer; called when all rows have ended. The `content` of a chat's message with
+        calls of tools and no text is null."""
         choices = []
         for choice, text in zip(self._choices, self._texts, strict=True):
             form: dict[str, object] = {"index": choice.index, "finish_reason": choice.reason}

@@ -1,4 +1,5 @@
-"""What a server offers under one name: a model, with an adapter or without, and how it reads and writes text."""
+"""What a server offers under one name (`Served`): a model, with an adapter or without, and how it reads and writes text
+(`Tokenizer`)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ...) -> str:
-        """The text of token ids. skip_special_tokens: True: special tokens, such as BOS, are left out of it; False:
+        """The text of `token_ids`. skip_special_tokens: True: special tokens, such as BOS, are left out of it; False:
         they have their own text."""
         ...
 

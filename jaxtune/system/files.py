@@ -2,8 +2,9 @@
 (`atomic_write`), and removal of what a killed process left. A lock (`hold`) tells that from what a living process
 writes.
 
-There are also checksums of files (`fingerprints`), reading where others may write (`read_plain`), and the check that a
-run can write its folder (`require_makeable`). The module imports nothing of jaxtune, so every package may use it.
+There are also flushing to the disk (`sync`), errors of writing that name the file (`writing`), checksums of files
+(`fingerprints`), reading where others may write (`read_plain`), and the check that a run can write its folder
+(`require_makeable`). The module imports nothing of jaxtune, so every package may use it.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def hold(descriptor: int) -> bool:
 def remove_left(path: Path) -> None:
     """Removes a temporary file or folder that a killed process left, unless a living process is writing it: such a
     process has locked it by `hold`. A symbolic link is removed itself, not what it points to. On a file system without
-    locks, everything is removed. Errors are ignored, because the path may be gone already."""
+    locks, everything is removed. Errors are ignored, because the path may be gone already. Callers clean folders with
+    it that earlier, killed runs may have left."""
     with contextlib.suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -160,17 +162,18 @@ def sync(path: str | os.PathLike) -> None:
 
 
 def fingerprints(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """Returns {path: {"bytes": size, "crc32": eight hexadecimal digits}} for the files, which eight threads read.
-    Checkpoints and results record the values when they are written, so that a later change of a file is noticed. CRC-32
-    detects accidental changes only, and runs at 4 GB/s per core where SHA-256 runs at 1.7. Raises OSError for a file
-    that cannot be read."""
+    """Returns {path: {"bytes": size, "crc32": eight hexadecimal digits}} for the files `paths`, in their order; eight
+    threads read them. Checkpoints and results record the values when they are written, so that a later change of a file
+    is noticed. CRC-32 detects accidental changes only, and runs at 4 GB/s per core where SHA-256 runs at 1.7. Raises
+    OSError for a file that cannot be read."""
     paths = list(paths)
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(paths, pool.map(_fingerprint, paths), strict=True))
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    """Returns {"bytes": size, "crc32": eight hexadecimal digits} of one file, which is read in blocks of 4 MiB."""
+    """Returns {"bytes": size, "crc32": eight hexadecimal digits} of the file `path`, which is read in blocks of 4
+    MiB."""
     checksum, count = 0, 0
     buffer = bytearray(2**22)
     view = memoryview(buffer)
@@ -181,8 +184,8 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def require_makeable(key: str, value: str) -> None:
-    """Checks, without creating anything, that the folder `value` exists or can be created, and can be written to. It is
-    called before a run begins, so that the run does not fail when it saves its result.
+    """Checks, without creating anything, that the folder `value` exists or can be created, and can be written to;
+    returns nothing. It is called before a run begins, so that the run does not fail when it saves its result.
 
     Args:
       key: the name of the setting that has this value, for the message.

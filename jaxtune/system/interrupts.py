@@ -12,7 +12,8 @@ _AGAIN_SECONDS = 0.05
 
 def raise_dropped_interrupts() -> None:
     """From now on, if Python drops a KeyboardInterrupt, this process gets SIGINT again 0.05 seconds later, so that the
-    interrupt is raised where Python does not drop it.
+    interrupt is raised where Python does not drop it. Other exceptions that Python drops are reported as before. The
+    command line calls it when it starts.
 
     Python drops what is raised while it runs a finaliser or a callback of the garbage collector, and prints it as
     ignored; JAX registers such a callback. A command that was interrupted there would continue.

@@ -1,4 +1,5 @@
-"""How the user started jaxtune, so that messages propose commands in the same form."""
+"""How the user started jaxtune, so that messages propose commands in the same form: `spelled` for a command,
+`prefix_of` for the words before its name."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def spelled(command: str) -> str:
 def prefix_of(original: list[str]) -> str:
     """Returns the words with which the user starts jaxtune, before the name of a command: "jaxtune"; the path of that
     script; "PYTHON -m jaxtune", where PYTHON is the interpreter; or "PYTHON -m jaxtune.train", if that started the
-    process. Messages that propose a command begin with them.
+    process. In a user's own script it is the script `jaxtune` of this environment, or else the interpreter with the
+    module. Messages that propose a command begin with them.
 
     Args:
       original: `sys.orig_argv`: the process's arguments, with those that the interpreter consumed.

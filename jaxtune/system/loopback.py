@@ -44,7 +44,8 @@ def refusal(host: str | None, origin: str | None) -> str | None:
 
 
 def _host_name(url: str) -> str | None:
-    """The host name in a URL; None if it has none or is not a URL."""
+    """The host name in `url`, such as "http://localhost:8000" or "//localhost:8000"; None if it has none or is not a
+    URL."""
     try:
         return urlsplit(url).hostname
     except ValueError:

@@ -56,8 +56,9 @@ class _Run:
 
 def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
     """Makes this process one of several, if the arguments or the environment say so, else does nothing; must be called
-    before JAX starts its devices. All but the first process print only on stderr from then on (be_silent), and a thread
-    ends this process if another one fails (`_watch`).
+    before JAX starts its devices. All but the first process print only on stderr from then on (be_silent), stdout is
+    flushed after each line, XLA times algorithms in each process alone, and a thread ends this process if another one
+    fails (`_watch`).
 
     With a loopback address, as `jaxtune launch` gives it, or where SLURM or Open MPI started all processes on one host,
     the first process listens on that address only. Otherwise anybody who reaches its port can take part in the run, and
@@ -66,12 +67,12 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
     Args:
       coordinator: "host:port" of the first process, which listens there.
       processes: their number.
-      process: the index of this one, from 0. Either all three are given or none; without them SLURM's or Open MPI's
-        environment is used, if it started several processes. Open MPI 5 and later do not tell the address, so
+      process: the index of this one, from 0. Either all three are given or none (None); without them SLURM's or Open
+        MPI's environment is used, if it started several processes. Open MPI 5 and later do not tell the address, so
         `coordinator` is needed in addition.
     Raises:
-      ValueError: the arguments do not fit each other, the first process's address is unknown, or not all processes
-        came within five minutes.
+      ValueError: the arguments do not fit each other, the first process's address is unknown, or not all processes came
+        within five minutes.
     """
     place = _place(coordinator, processes, process)
     if place is None or place.count == 1:
@@ -126,9 +127,9 @@ class Place:
 
 
 def _is_loopback(coordinator: str) -> bool:
-    """Whether "host:port" is an address that only this host can reach, such as that of localhost. All processes are on
-    this host then, and the first one listens on that address only; otherwise it listens on all addresses of the host.
-    """
+    """Whether `coordinator`, "host:port", is an address that only this host can reach, such as that of localhost. All
+    processes are on this host then, and the first one listens on that address only; otherwise it listens on all
+    addresses of the host."""
     host = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -137,8 +138,10 @@ def _is_loopback(coordinator: str) -> bool:
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
     """Returns the Place of this process, from the arguments of `join` or else from the environment variables of SLURM
-    or Open MPI; None if neither speaks of several processes. The arguments are those of `join`; `processes` = 1 gives
-    a Place with count 1.
+    or Open MPI; None if neither speaks of several processes. The arguments are those of `join`; `processes` = 1 gives a
+    Place with count 1. From the environment, if all are on one host, a loopback address is taken unless `coordinator`
+    is given. A process uses one GPU, by its index on its host, unless it is alone there or the scheduler has given it
+    one.
 
     Raises:
       ValueError: the arguments contradict each other, or the first process's address is unknown.
@@ -241,9 +244,9 @@ _points = itertools.count()
 
 
 def all_of(value: Any) -> list[Any]:
-    """Returns a list of the values that all processes passed, by the index of the process. They are sent as JSON, so a
-    tuple comes back as a list. It is a collective call: every process must make it, in the same order as its other
-    collective calls and in its main thread, or the others wait forever."""
+    """Returns a list of the values that all processes passed as `value`, by the index of the process. They are sent as
+    JSON, so a tuple comes back as a list. It is a collective call: every process must make it, in the same order as its
+    other collective calls and in its main thread, or the others wait forever."""
     client, number = _client(), next(_calls)
     if client is None:
         return [value]
@@ -295,9 +298,9 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
 
 
 def smallest(value: float | None) -> float | None:
-    """Returns the smallest of all processes' numbers, for example of their free memory. A process without a number
-    passes None; the result is None if all do. Collective: every process must call it, in the same order as its other
-    collective calls and in its main thread."""
+    """Returns the smallest of all processes' numbers (`value`), for example of their free memory. A process without a
+    number passes None; the result is None if all do. Collective: every process must call it, in the same order as its
+    other collective calls and in its main thread."""
     found = [number for number in all_of(value) if number is not None]
     return min(found, default=None)
 
@@ -353,9 +356,9 @@ def one_a_host() -> Iterator[None]:
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
     """A context for writing what all processes have to compute but only one may write: it yields `path` in the first
-    process, and in the others a temporary path that is removed at the end. Its end waits until all processes have
-    reached it, so that the first has written. Collective: every process must enter it, in the same order as its other
-    collective calls and in its main thread."""
+    process, and in the others a path of the same name in a temporary folder that is removed at the end. Its end waits
+    until all processes have reached it, so that the first has written. Collective: every process must enter it, in the
+    same order as its other collective calls and in its main thread."""
     with tempfile.TemporaryDirectory() as folder:
         yield path if first() else Path(folder) / path.name
     all_of(None)
@@ -408,8 +411,8 @@ def _get(client: Any, key: str) -> str:
 
 
 def last_words(text: str) -> None:
-    """Stores the message that the other processes print if this one fails; `leave` sends it to them. Without it they
-    print this process's exit code."""
+    """Stores `text`, the message that the other processes print if this one fails; `leave` sends it to them. Without it
+    they print this process's exit code."""
     _Run.last_words = text
 
 

@@ -4,8 +4,9 @@ programs.
 Such text may contain rich's markup ("OUT[/b]"), escape sequences that move the cursor or retitle the window, characters
 that reverse the order of a line, and lone surrogates that no encoding accepts. Therefore jaxtune prints only through
 `say`, through a console that `console` made, or through logging with `PrintableFormatter`; a test checks this rule. The
-reader of a terminal or a pipe may disappear at any time, and a run must not end with it (`outlive`, `outliving`). The
-module imports nothing of jaxtune, so every package may use it.
+reader of a terminal or a pipe may disappear at any time, and a run must not end with it (`outlive`, `outliving`).
+`progress` and `counted` show progress bars, and `be_silent` stops what a process of a larger run shows. The module
+imports nothing of jaxtune, so every package may use it.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ def be_silent() -> None:
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
     """Prints text made safe for a terminal (`printable`) and `end`. The arguments are those of Python's print; `file`
-    None is stdout, on which a silent process (`be_silent`) prints nothing."""
+    None is stdout, on which a silent process (`be_silent`) prints nothing. flush: True: it is written at once, not
+    buffered."""
     if _silent and file is None:
         return
     print(printable(text), file=file or sys.stdout, end=end, flush=flush)
@@ -206,8 +208,8 @@ def _console_class() -> type[Console]:
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """A context with a progress bar on stderr for work on bytes, such as a download. It yields a function that is
-    called with the number of bytes done since its last call, by any thread. Without a terminal, or if this process is
-    silent (`be_silent`), nothing is shown.
+    called with the number of bytes done since its last call, by any thread. The bar disappears at the end of the
+    context. Without a terminal, or if this process is silent (`be_silent`), nothing is shown.
 
     Args:
       what: the work in words, printed before the bar.
@@ -233,8 +235,8 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 @contextlib.contextmanager
 def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
     """A context with a progress bar on stderr for work that is counted, such as prompts to answer. It yields a function
-    that is called with the number of items done since its last call. Without a terminal, or if this process is silent
-    (`be_silent`), nothing is shown.
+    that is called with the number of items done since its last call. The bar stays on the screen at the end. Without a
+    terminal, or if this process is silent (`be_silent`), nothing is shown.
 
     Args:
       what: the items in words, printed before the bar.
@@ -268,8 +270,9 @@ def plain(text: object, style: str = "") -> Text:
 
 
 class PrintableFormatter(logging.Formatter):
-    """A log formatter whose lines cannot act on the terminal, because `printable` escapes their characters. The
-    commands use it for log records that have no other handler, such as those of libraries."""
+    """A log formatter whose lines cannot act on the terminal, because `printable` escapes their characters. Its
+    arguments are those of logging.Formatter. The commands use it for log records that have no other handler, such as
+    those of libraries."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the record as logging.Formatter formats it, made printable."""
