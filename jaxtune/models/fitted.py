@@ -175,8 +175,8 @@ STEP_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeviceShares:
-    """The shares of a data sheet's rates that a device sustains, by which the planner lowers them: numbers from 0 to 1.
-    """
+    """The shares of a rate that a device sustains, numbers from 0 to 1. The planner multiplies the rates of a device's
+    data sheet by them, or by `sustained` the measured rate of products."""
 
     products: float  # of matrix products
     copies: float  # of copies within the device

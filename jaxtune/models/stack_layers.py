@@ -90,6 +90,8 @@ def described(
       tile: tokens of each row in a tile of tokenwise segments, such as those of an MLP (ResidualPlan.tile_tokens);
         ignored, so that these run whole, unless the plan recomputes every value inside them. None: they run whole.
       given: names of what the decoder gives it; the others that it takes come from earlier layers.
+    Raises:
+      ValueError: the plan names a residual for a placement that it cannot have (LayerPlan.of).
     """
     residuals, gives = block.residuals(), block.gives
     inside = tiled_residuals(block.segments())
