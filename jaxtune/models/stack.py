@@ -196,18 +196,16 @@ def layer_backward(
     tile=None,
     dothers=None,
 ):
-    """Runs the backward of a layer, which recomputes what `saved` lacks: {name: value} of residuals and of values taken
-    from outside the layer. Copies and collectives of the neighbouring layers run at the same time.
+    """Runs the backward of a layer, which recomputes what `saved` lacks: {name: value} of residuals and values taken.
 
     Args:
       graph, spec, trainable, frozen, layout, key, tile: the arguments that the layer's forward had (layer_forward).
       doutput, dothers: layer_output's gradient; {name: gradient} of auxiliary values and of what later layers took.
       to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer below.
-      scatters: (Shard, gradient of the whole tensor) of tensors of the layer above; the gradients are summed over
-        devices.
+      scatters: (Shard, gradient of the whole tensor) of the layer above's tensors, which are summed over devices.
     Returns:
-      (gradients of trainable tensors, None if no segment has any; of layer_input; of values taken; copies; whole
-        `gathers`; parts of `scatters`)
+      (gradients of trainable tensors or None; of layer_input; of values taken; copies; whole `gathers`; summed
+        `scatters`)
     """
     values, block = dict(saved), nnx.merge(graph, trainable, frozen)
     segments = block.segments(tile, aux=tuple(dothers or {}))

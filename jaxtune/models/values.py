@@ -90,8 +90,9 @@ def texts(key: str, value: Any) -> None:
 
 
 def token_ids(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a token id (an integer of at least 0), or a list or tuple of token ids; an
-    upper bound, the vocabulary, is not checked. key: the name by which the error mentions the value."""
+    """Raises ValueError unless the value is a token id (an integer of at least 0), or a list or tuple of token ids,
+    which may be nested; an upper bound, the vocabulary, is not checked. key: the name by which the error mentions the
+    value."""
     if isinstance(value, list | tuple):
         items(key, value, token_ids)
     else:

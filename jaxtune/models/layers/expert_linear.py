@@ -89,8 +89,8 @@ class ExpertLinear(nnx.Module):
     Attributes:
       compute: the dtype's name in which the experts multiply, where a precision map names one (models/precision.py):
         what they multiply is cast to it, and the output back; None: in that dtype itself.
-      fp8: whether a weight that is stored in FP8 is multiplied as it is, without decoding; False until the loader sets
-        it.
+      fp8: whether a weight that is stored in FP8 is multiplied as it is, without decoding; False until compute_in_fp8
+        sets it.
       fake_quant: for quantisation-aware training: the grid to which the weights, with their adapters merged in, are
         rounded before they multiply; None: they are not rounded.
       lora: the adapters (ExpertLora), or None.
