@@ -204,8 +204,7 @@ def layer_backward(
       to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer below.
       scatters: (Shard, gradient of the whole tensor) of the layer above's tensors, which are summed over devices.
     Returns:
-      (gradients of trainable tensors or None; of layer_input; of values taken; copies; whole `gathers`; summed
-        `scatters`)
+      (gradients of trainable tensors or None; of layer_input; of values taken; copies; whole `gathers`; parts of sums)
     """
     values, block = dict(saved), nnx.merge(graph, trainable, frozen)
     segments = block.segments(tile, aux=tuple(dothers or {}))
