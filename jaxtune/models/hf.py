@@ -157,8 +157,8 @@ class Pretrained:
     def device_bytes(self, load_in: str | None = None) -> int:
         """The bytes of the model on a device that has all of it, computed from the headers of the files.
 
-        load_in: a format; the bytes are then those of a model whose linears are all in this format, which tells how
-        much smaller it would be. None: the bytes of the model that `load` returns."""
+        load_in: a format; the bytes are then those of a model whose linears and experts are all in this format, which
+        tells how much smaller it would be. None: the bytes of the model that `load` returns."""
         shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._decoded, self._dtypes)
