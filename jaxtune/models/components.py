@@ -64,8 +64,9 @@ def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) 
 
 
 def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
-    """Sets the dtype in which each module of `model` multiplies, in place. found: {name: word} from `resolved`; a
-    module that it does not name, or names with a format or the model's own dtype, multiplies in the model's dtype."""
+    """Sets the dtype in which each module of `model` multiplies (its attribute `compute`), in place; weights stay as
+    they are. found: {name: word} from `resolved`; a module that it does not name, or names with a format or the model's
+    own dtype, multiplies in the model's dtype."""
     for each, _, module in components(model):
         compute = DTYPES.get(found.get(each.name, ""))
         compute = None if compute == model.dtype else compute

@@ -331,12 +331,12 @@ class DecoderConfig:
 
     @property
     def query_size(self) -> int:
-        """Numbers of a token's queries over all heads."""
+        """num_heads * head_dim: how many numbers a token's queries have over all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Numbers of a token's keys, and of its values, over all heads."""
+        """num_kv_heads * head_dim: how many numbers a token's keys have over all heads, and its values as many."""
         return self.num_kv_heads * self.head_dim
 
 

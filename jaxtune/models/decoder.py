@@ -183,7 +183,8 @@ class Decoder(nnx.Module):
 
     @property
     def head_compute(self) -> str | None:
-        """The name of the dtype that a precision map gives the head for its product; None: the model's dtype."""
+        """The name of the dtype that a precision map gives the head for its product; None: the dtype of the hidden
+        states, which is the model's."""
         return (self.embedding if self.head is None else self.head).compute
 
     @property
@@ -200,7 +201,7 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """tokens int32[B, T] -> their embeddings [B, T, hidden] in the compute dtype, multiplied by
-        config.embedding_scale."""
+        config.embedding_scale. Ids outside the vocabulary raise no error here."""
         with jax.named_scope("embed"):
             # Ids outside the vocabulary are refused where data is prepared; XLA would clamp them without an error.
             x = gathers.rows_of(self.embedding.weight, tokens, _rows).astype(self.dtype)

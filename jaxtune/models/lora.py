@@ -56,15 +56,15 @@ def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
 
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-    """Yields (Hugging Face name, Linear or ExpertLinear) of everything in `model` that can have an adapter or be
-    quantised: all that `linears` yields, then all that `experts` yields."""
+    """Yields (Hugging Face name, Linear or ExpertLinear) of everything in `model` that can have an adapter or, if its
+    attribute `quantizable` is True, be quantised: all that `linears` yields, then all that `experts` yields."""
     yield from linears(model)
     yield from experts(model)
 
 
 def has_adapter(model: Decoder) -> bool:
     """Whether any linear or expert matrix of the model has a LoRA adapter; matrices that are trained whole do not
-    count."""
+    count. Functions that need a base, such as get_peft_model, refuse a model by it."""
     return any(matrix.lora is not None for _, matrix in matrices(model))
 
 
@@ -77,8 +77,9 @@ def copy_structure(model):
 
 
 def name_matches(name: str, target: str) -> bool:
-    """Whether `target`, an entry of target_modules, target_parameters or a similar list, selects the module of this
-    dotted name by PEFT's rule: it is the whole name, or the end of it after a dot ("q_proj" or "self_attn.q_proj")."""
+    """Whether `target`, an entry of target_modules, target_parameters or a similar list, selects the module of the
+    dotted name `name` by PEFT's rule: it is the whole name, or the end of it after a dot ("q_proj" or
+    "self_attn.q_proj")."""
     return name == target or name.endswith("." + target)
 
 
@@ -410,6 +411,5 @@ def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _number(value: float) -> int | float:
-    """A rank or alpha as PEFT writes it to JSON: `value` as an int if it is a whole number, otherwise unchanged, as a
-    float."""
+    """A rank or alpha as PEFT writes it to JSON: `value` as an int if it is a whole number, otherwise unchanged."""
     return int(value) if float(value).is_integer() else value

@@ -67,8 +67,8 @@ class StackProgram:
 
 
 def require_given(layers: Sequence[StackLayer]) -> None:
-    """Raises ValueError if a layer takes a value that no earlier layer gives. layers: the descriptions of all layers,
-    in order."""
+    """Raises ValueError if a layer takes a value that no earlier layer gives. run_stack checks it before anything runs.
+    layers: the descriptions of all layers, in order."""
     there: set[str] = set()
     for index, layer in enumerate(layers):
         if missing := set(layer.shared) - there:

@@ -100,6 +100,7 @@ def token_ids(key: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """The value as an error message shows it: its repr, cut to 80 characters."""
+    """The value as an error message shows it: its repr, or if that has more than 80 characters its first 77 and "...".
+    """
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

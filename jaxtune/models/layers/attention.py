@@ -156,7 +156,7 @@ class Attention(nnx.Module):
     @property
     def in_matrices(self) -> tuple[str, ...]:
         """Names of the linears that read the layer's input: the projections of queries, keys and values that this
-        attention has, or its fused qkv_proj."""
+        attention has, or its fused qkv_proj; in this order, in which adapters' keys are drawn."""
         if self.config.fused_qkv:
             return ("qkv_proj",)
         if self.takes:

@@ -192,8 +192,9 @@ class DeltaNet(nnx.Module):
         )
 
     def _project(self, context: Context, x: jax.Array):
-        """The function `run` of the segment `project`: (queries, keys and values; gates; rates) from the layer's normed
-        input x [B, T, hidden], with the shapes that the method `project` states. context: has the dropout key."""
+        """The function `run` of the segment `project`, from the layer's normed input x [B, T, hidden]: (queries, keys
+        and values [B, T, 2 key_size + value_size]; gates [B, T, heads, value_dim]; rates [B, T, 2 heads]). context: has
+        the dropout key."""
         return self.project(x, context.key)
 
     def project(self, x: jax.Array, key: jax.Array | None = None):
