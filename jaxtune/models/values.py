@@ -100,7 +100,7 @@ def token_ids(key: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """The value as an error message shows it: its repr, or if that has more than 80 characters its first 77 and "...".
-    """
+    """The value as an error message shows it: its repr, of which, if it is longer than 80 characters, only the first 77
+    are shown, followed by three dots."""
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."
