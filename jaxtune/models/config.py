@@ -1,4 +1,6 @@
-"""The configuration of a decoder: one frozen dataclass that can describe every supported model family."""
+"""The configuration of a decoder: DecoderConfig, a frozen dataclass that can describe every supported model family, and
+its parts (rotary embeddings, the kinds of layers and what they consist of, experts). A family makes it from a
+config.json, and the decoder is built from it. `Source` records where a model's weights came from."""
 
 from __future__ import annotations
 

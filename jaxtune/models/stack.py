@@ -275,8 +275,8 @@ def _layer_key(keys, index):
 
 
 def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums auxiliary values over the layers: {name: sum} for every name that any layer has. values: for each layer
-    {name: auxiliary value}."""
+    """Sums auxiliary values, from which losses such as load balancing are computed, over the layers: {name: sum} for
+    every name that any layer has. values: for each layer {name: auxiliary value}."""
     total: dict[str, Any] = {}
     for name in dict.fromkeys(name for one in values for name in one):
         total[name] = functools.reduce(operator.add, [one[name] for one in values if name in one])

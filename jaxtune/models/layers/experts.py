@@ -203,7 +203,8 @@ class MoE(nnx.Module):
         """Its segments, in the order in which they run: `score` (a scaled router's logits), `route` (computes
         `choice`), `balance` (the sums for the router's losses), `expand` (gate and up), `expand_shared` (gate and up of
         a shared expert) and `contract` (activation and down projection). `score` and `expand_shared` are left out where
-        the model has no such router or expert."""
+        the model has no such router or expert. They tell the stack how to run the experts and the planner what they
+        cost."""
         active, hidden = self.moe.experts_per_token, self.config.hidden_size
         choice = Residual("choice", recomputable=False, small=True)
 

@@ -27,9 +27,9 @@ INPUT, STREAM, OUTPUT = "input", "stream", "output"
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """A residual: an intermediate value of a layer's forward that its backward may read. Segments declare theirs
-    (Segment.makes). A plan says whether it is kept in device memory, kept in FP8, offloaded to host memory, or
-    recomputed."""
+    """A residual: an intermediate value of a layer's forward that its backward may read. A segment declares those that
+    it computes (Segment.makes). A plan says whether it is kept in device memory, kept in FP8, offloaded to host memory,
+    or recomputed."""
 
     name: str  # the name that plans, configs and reports use
     # the name of another residual of the layer that always has the same placement, because treating the two differently
