@@ -1,4 +1,6 @@
-"""Applies a precision map (precision.py) to a model, and reads from a model the map that it follows."""
+"""Applies a precision map ({pattern of module names: dtype or format}, precision.py) to a model, and reads from a model
+the map that it follows. Loading, training runs and the planner apply maps to models; runs and adapters record the map
+that was read."""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
     """Yields (Component, path, module) for every module of `model` that a precision map can name: linears, experts,
     routers, norms, the embedding and the head, but none of a teacher. The Component is what patterns are compared with:
     the module's name in checkpoints, its kind and aliases, and whether it can be quantised. The path of attributes and
-    indices leads to the module. The arrays of `model` may be abstract."""
+    indices leads to the module, which is the model's own, not a copy. The arrays of `model` may be abstract."""
     norms, config = family(model.config.family).norms, model.config
     for path, module in nnx.iter_modules(model):
         if path[:1] == ("teacher",) or not isinstance(
@@ -47,9 +49,14 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
 
 
 def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) -> dict[str, str]:
-    """The precision of modules of `model`: {name: word}, as `precision.resolve` decides it from the map `words` and
-    from `rest`, the format of linears and experts that no pattern matches (None: none).
+    """Decides the precision of the modules of `model`, as `precision.resolve` does it: {module's name in checkpoints:
+    word}, where a word is a dtype such as "bf16" or a format such as "nf4". Modules that keep the model's dtype because
+    neither argument concerns them are not in it. `model` is not changed.
 
+    Args:
+      model: its arrays may be abstract.
+      words: the precision map, {pattern: word}.
+      rest: the format of the linears and experts in the layers that no pattern matches; None: none.
     Raises:
       ValueError: a pattern or word that does not fit the model.
     """
@@ -57,8 +64,9 @@ def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) 
 
 
 def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
-    """Sets the dtype in which each module of `model` multiplies, in place. found: {name: word} from `resolved`; a
-    module that it does not name, or names with a format or the model's own dtype, multiplies in the model's dtype."""
+    """Sets the dtype in which each module of `model` multiplies (its attribute `compute`), in place; weights stay as
+    they are. found: {name: word} from `resolved`; a module that it does not name, or names with a format or the model's
+    own dtype, multiplies in the model's dtype."""
     for each, _, module in components(model):
         compute = DTYPES.get(found.get(each.name, ""))
         compute = None if compute == model.dtype else compute
@@ -67,11 +75,13 @@ def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
 
 
 def follow(model: Decoder, words: Mapping[str, str]) -> None:
-    """Makes the modules of `model` multiply as the precision map `words` says, in place. How weights are stored is not
-    changed: an array in another dtype is cast when it multiplies.
+    """Makes the modules of `model` multiply as the precision map `words` ({pattern: dtype or format}) says, in place.
+    Runs call it on models that are loaded already, so it changes no stored weight: an array in another dtype is cast
+    when it multiplies. Modules that the map does not name multiply in the model's dtype.
 
     Raises:
-      ValueError: a pattern that does not fit the model, or a weight that is not in the map's format.
+      ValueError: a pattern that does not fit the model; a weight that is not quantised in the format that the map says,
+        or is quantised although the map says a dtype.
     """
     found = resolved(model, words)
     for each, _, module in components(model):
@@ -86,12 +96,14 @@ def follow(model: Decoder, words: Mapping[str, str]) -> None:
 
 
 def of_tensors(model: Decoder, words: Mapping[str, str], paths: Mapping[str, tuple]) -> dict[str, str]:
-    """The word of each tensor that is stored in another way than the model's dtype: {tensor's name: dtype or format}.
+    """Says how the tensors are stored that a precision map concerns: {tensor's name: dtype or format}. The loader
+    stores tensors by it; those that are not in it are stored in the model's dtype.
 
     Args:
-      model: the model.
-      words: {module's name: dtype or format}, from `resolved`. A format is that of the module's weight alone.
-      paths: {tensor's name: the path of attributes and indices that leads to it}.
+      model: its arrays may be abstract.
+      words: {module's name: dtype or format}, from `resolved`. A dtype is that of all tensors of the module, a format
+        that of its weight alone.
+      paths: {tensor's name: the path of attributes and indices that leads to it in `model`}.
     """
     own = {path: words[each.name] for each, path, _ in components(model) if each.name in words}
     found = {name: (own[path[:-1]], path[-1]) for name, path in paths.items() if path[:-1] in own}
@@ -99,14 +111,16 @@ def of_tensors(model: Decoder, words: Mapping[str, str], paths: Mapping[str, tup
 
 
 def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None) -> Decoder:
-    """A new model whose modules are stored and computed as a precision map says.
+    """Makes a new model whose modules are stored and computed as a precision map says. The planner calls it, traced
+    without data, for models that are not loaded.
 
     Args:
-      model: without adapters and without quantised weights; its arrays may be abstract.
-      words: the map, {pattern: word}; see precision.py.
+      model: without adapters; it is not changed. Weights that are quantised already stay as they are.
+      words: the map, {pattern: dtype or format}; see precision.py.
       rest: the format of linears and experts that no pattern matches; None: they keep their dtype.
     Returns:
-      the new model. If a weight is quantised, all its tensors are frozen.
+      the new model. If the map or `rest` quantises a weight, all its tensors are frozen, and it is no longer marked as
+        rounded by quantisation-aware training (`qat` is None).
     Raises:
       ValueError: a pattern or word that does not fit the model; a model with adapters.
     """
@@ -134,14 +148,15 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
 
 def common_format(model: Decoder) -> str | None:
     """The name of the format in which most of the quantised weights of `model` are, such as "nf4", of equally many the
-    first by name; None where no weight is quantised."""
+    first by name; None where no weight is quantised. Runs and adapters record it as load_in."""
     names = Counter(word for word in _words(model).values() if word in FORMATS)
     return min(names, key=lambda name: (-names[name], name), default=None)
 
 
 def _words(model: Decoder) -> dict[str, str]:
-    """{name: word} of all modules of `model`: the format of a quantised weight; else the dtype in which the module
-    computes if a map names one, and if not the model's dtype."""
+    """{module's name: word} of all modules of `model`, as a precision map would say it: the format of a quantised
+    weight, such as "nf4"; else the word ("bf16", "fp16" or "fp32") of the dtype in which the module computes, which is
+    the model's dtype unless a map has set another."""
     found = {}
     for each, _, module in components(model):
         weight = module.weight.get_value()
@@ -151,11 +166,12 @@ def _words(model: Decoder) -> dict[str, str]:
 
 
 def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
-    """The precision map that `model` follows, by whole names: {name: word} of the modules that differ from what
-    model.load_in = common_format(model) and the model's dtype alone would give.
+    """The precision map that `model` follows, by whole names: {module's name: word} of the modules that differ from
+    what model.load_in = common_format(model) and the model's dtype alone would give; {} if none does. Runs and adapters
+    record it, so that the model can be loaded again as it was.
 
-    plain: whether linears and experts that are in 16 or 32 bits beside quantised ones are listed. False where the
-    model's own files store them so."""
+    plain: whether linears and experts of the layers that are in the model's own dtype beside quantised ones are listed.
+    False where the model's own files store them so."""
     own, usual = WORDS[jnp.dtype(model.dtype).name], common_format(model)
     words, found = _words(model), {}
     for each, *_ in components(model):

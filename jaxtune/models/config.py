@@ -1,4 +1,6 @@
-"""The configuration of a decoder: one frozen dataclass that can describe every supported model family."""
+"""The configuration of a decoder: DecoderConfig, a frozen dataclass that can describe every supported model family, and
+its parts (rotary embeddings, the kinds of layers and what they consist of, experts). A family makes it from a
+config.json, and the decoder is built from it. `Source` records where a model's weights came from."""
 
 from __future__ import annotations
 
@@ -14,13 +16,14 @@ from jaxtune.models.heads import TEXT, Head
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """A rotary base and its extension to long contexts; the fields are named as in Hugging Face's rope_scaling. Raises
-    ValueError for a value out of its range."""
+    """The settings of one rotary position embedding: the base of its frequencies, and how it is extended to long
+    contexts. The fields are named as in Hugging Face's rope_scaling. A decoder has one or more (DecoderConfig.rotary),
+    to which its layers refer by index. Raises ValueError for a value out of its range."""
 
     theta: float = 10000.0  # the base of the frequencies
-    # "linear" divides positions by `factor`; "longrope" has a factor per dimension; "llama3" and "yarn" scale
-    # frequencies by wavelength; "proportional" spreads the frequencies of the rotated share over the whole head, whose
-    # halves are the pairs
+    # "default" does not extend the context; "linear" divides positions by `factor`; "longrope" has a factor per
+    # dimension; "llama3" and "yarn" scale frequencies by wavelength; "proportional" spreads the frequencies of the
+    # rotated share over the whole head, whose halves are the pairs
     kind: Literal["default", "linear", "llama3", "longrope", "proportional", "yarn"] = "default"
     partial_rotary_factor: float = 1.0  # the share of a head's dimensions that is rotated
     factor: float = 1.0  # by which the context is extended
@@ -82,7 +85,8 @@ class PartConfig(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a layer: a mixer (such as attention) or a feed-forward (MLP or experts), and the norms around it."""
+    """A part of a layer: a mixer (such as attention) or a feed-forward (MLP or experts), and the norms around it. A
+    LayerSpec lists the parts of a layer in stages, and the Block is built from them."""
 
     name: str  # the attribute of the Block that is the module; plans and residuals use it too
     # builds the module; None: "mixer" is attention of the decoder's shape, "mlp" the decoder's experts or else its MLP
@@ -110,7 +114,8 @@ class Stage:
 
 
 def in_sequence(*parts: Part) -> tuple[Stage, ...]:
-    """Stages of one part each, so that every part reads the residual stream after the parts before it."""
+    """Makes one stage of each part, in this order, so that every part reads the residual stream after the parts before
+    it: the usual layer, as LayerSpec.stages takes it."""
     return tuple(Stage((part,)) for part in parts)
 
 
@@ -154,19 +159,20 @@ class LayerSpec:
         return tuple(part for stage in self.stages for part in stage.parts)
 
     def config_of(self, name: str) -> PartConfig | None:
-        """The config of the part of that name; None if it is built from the decoder's config, or there is no such
-        part."""
+        """The config of the part of that name; None if it is built from the decoder's config, or there is no such part.
+        Exporters read by it in which sizes a layer differs."""
         return next((part.config for part in self.parts if part.name == name), None)
 
     @property
     def hf_names(self) -> dict[str, str]:
-        """{name of a part: its name within a layer in Hugging Face's tensor names, such as self_attn}"""
+        """{name of a part: its name within a layer in Hugging Face's tensor names, such as self_attn, or "" if its
+        tensors have no prefix}. Names of tensors and of adapters' targets are built from it."""
         usual = {"mixer": "self_attn", "mlp": "mlp"}
         return {part.name: part.config.hf_name if part.config else usual[part.name] for part in self.parts}
 
     def replaced(self, **configs: PartConfig | None) -> LayerSpec:
-        """The same layer with other configs of parts, given by the parts' names; None leaves a part's config as
-        it is."""
+        """A new spec of the same layer with other configs of parts, given as keyword arguments by the parts' names.
+        None leaves a part's config as it is, and a name that no part has is ignored."""
 
         def one(part: Part) -> Part:
             return dataclasses.replace(part, config=configs.get(part.name) or part.config)
@@ -223,7 +229,7 @@ class DecoderConfig:
     `kv_size` are the numbers that all heads' queries, or keys, of one token have. Raises ValueError for a value out of
     its range, or features that exclude each other."""
 
-    family: str  # key of models/registry.py
+    family: str  # the model_type of its family, a key of FAMILIES in models/registry.py, such as "llama"
     vocab_size: int  # rows of the embedding
     hidden_size: int  # size of the residual stream
     intermediate_size: int  # width of the MLP
@@ -310,8 +316,9 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int:
-        """Positions that the model supports: max_position_embeddings, or `factor` times the original context of a
-        rotary base of kind yarn, if that is more."""
+        """The number of positions that the model supports, which longer rows are checked against:
+        max_position_embeddings, or `factor` times the original context of a rotary base of kind yarn, if that is more.
+        """
         stretched = (
             int(rope.factor * (rope.original_max_position_embeddings or self.max_position_embeddings))
             for rope in self.rotary
@@ -326,12 +333,12 @@ class DecoderConfig:
 
     @property
     def query_size(self) -> int:
-        """Numbers of a token's queries over all heads."""
+        """num_heads * head_dim: how many numbers a token's queries have over all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Numbers of a token's keys, and of its values, over all heads."""
+        """num_kv_heads * head_dim: how many numbers a token's keys have over all heads, and its values as many."""
         return self.num_kv_heads * self.head_dim
 
 
@@ -354,10 +361,11 @@ class Source:
     """Where a model's weights came from. It is kept with the model so that the model can be saved in the same form:
     with the same config keys, and with the files that jaxtune does not need itself (`companions`)."""
 
-    path: str  # a folder, also of the local Hugging Face cache, as the caller named it
-    config: str  # text of config.json of the text model
-    generation_config: str | None = None  # text of generation_config.json, or None
-    passthrough: Passthrough | None = None  # the parts of the checkpoint that are not loaded, or None
+    # the folder or hub name, as the caller named it; for random weights the path of the config, or "a config"
+    path: str
+    config: str  # JSON text of config.json of the text model
+    generation_config: str | None = None  # text of generation_config.json; None: the folder has none
+    passthrough: Passthrough | None = None  # the parts of the checkpoint that are not loaded; None: there are none
     # whether the text model is `model.language_model` in the class that transformers builds for the folder
     nested: bool = False
 

@@ -1,4 +1,5 @@
-"""The decoder, a plain nnx.Module: embedding, layers, final norm and head."""
+"""The decoder, a plain nnx.Module: embedding, layers, final norm and head. `Decoder` is what loading returns, and what
+training, generation and saving take; layers themselves are in models/layers, and models/stack.py runs them."""
 
 from __future__ import annotations
 
@@ -26,11 +27,17 @@ from jaxtune.pallas.meshes import on_any_mesh
 
 
 class Embedding(nnx.Module):
-    """The token embedding: weight [vocab, hidden], which Decoder.embed reads, and a tied head too.
+    """The token embedding: weight [vocab, hidden], which Decoder.embed reads, and a tied head too. It holds the weight
+    and computes nothing itself.
 
-    With adapters and modules_to_save the embedding may be trained; `original` is then its weight before training.
-    `compute` is the dtype's name in which a tied head computes logits, where a precision map names one
-    (models/precision.py); None: that of the hidden states.
+    Args:
+      config: of the decoder; gives the sizes and the range of initial weights.
+      key: draws the initial weight.
+      dtype: of the weight.
+    Attributes:
+      original: the weight before training if the embedding is trained beside adapters (modules_to_save); else None.
+      compute: the dtype's name in which a tied head computes logits, where a precision map names one
+        (models/precision.py); None: that of the hidden states.
     """
 
     original: nnx.Variable | None = None
@@ -46,9 +53,10 @@ class Embedding(nnx.Module):
 
 @jax.custom_vjp
 def _rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The rows weight[tokens] of an embedding: [B, T, hidden] for weight [vocab, hidden] and tokens int32[B, T]. In the
-    backward, the gradients of a token's occurrences are added up in float32; the gradient of plain indexing would be
-    added up in the weight's dtype, and in bfloat16 small gradients would be lost."""
+    """Looks up the rows weight[tokens] of an embedding: [B, T, hidden] in the weight's dtype for weight [vocab, hidden]
+    and tokens int32[B, T]. In the backward, the gradients of a token's occurrences are added up in float32; the
+    gradient of plain indexing would be added up in the weight's dtype, and in bfloat16 small gradients would be lost.
+    """
     return weight[tokens]
 
 
@@ -65,7 +73,8 @@ _rows.defvjp(lambda weight, tokens: (weight[tokens], (weight, tokens)), _rows_bw
 
 
 def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> jax.Array:
-    """x [B, T, hidden] plus uniform noise of at most alpha / sqrt(tokens of the document * hidden) (NEFTune,
+    """Adds to each number of x [B, T, hidden], the embeddings, its own uniform noise of at most alpha / sqrt(tokens of
+    the document * hidden), plus or minus; the result has x's dtype. Training does so as regularisation (NEFTune,
     arXiv:2310.05914).
 
     The noise depends neither on how documents are packed nor on how rows are divided over devices.
@@ -84,7 +93,8 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
 
 def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
     """A decorator for a method of Decoder whose first argument after `self` is an array. It lets the method run with
-    arrays on a mesh of several devices; the result is divided over the devices as that first argument is.
+    arrays on a mesh of several devices with axes of any type (pallas/meshes.py); the result is divided over the devices
+    as that first argument is.
 
     meshes.on_any_mesh does this for functions, and goes by the first array among all arguments. For a method that would
     be one of the weights in `self`, so this decorator moves the array before `self`."""
@@ -118,6 +128,14 @@ class Decoder(nnx.Module):
       config: shape and features.
       key: draws the initial weights, which are normal with config.initializer_range (norms one, biases zero).
       dtype: of weights and compute: bfloat16, float16 or float32.
+    Attributes:
+      embedding, layers, norm: the Embedding, the list of Blocks, and the final norm.
+      head: the Linear that gives logits or scores; None if the embedding is the head (tied).
+      per_layer: computes the per-layer embeddings (Gemma 4); None for other models.
+      source, base_digest, base_fingerprint: where the weights came from, and digests of them (64 hexadecimal digits of
+        config.json and all bytes, by which runs and adapters refuse another base; or of a sample); loading sets them,
+        else None.
+      qat: the grid to which quantisation-aware training rounded the weights; None: they are on none.
     """
 
     # A frozen model that this one is trained to imitate (train/objectives/teachers.py); it is no part of this model's
@@ -151,36 +169,39 @@ class Decoder(nnx.Module):
 
     @property
     def head_variable(self) -> nnx.Variable:
-        """The weight that gives the logits, [vocab, hidden], the embedding's if tied; of another head [outputs,
-        hidden]."""
+        """The variable with the head's weight, which is the embedding's if the head is tied: [vocab, hidden] of a
+        language model, [outputs, hidden] of another head. It is an nnx.Param if the head is trained."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def head_operands(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The two factors of the logits: (the head's whole weight [vocab, hidden] as it is stored, the hidden states
-        [..., hidden] in the dtype in which the logits are computed). That is the hidden states' own dtype, or the one
-        that a precision map gives the head (models/precision.py)."""
+        """The two factors of the logits, which the loss multiplies itself, a part of the vocabulary at a time: (the
+        head's whole weight [vocab, hidden] as it is stored, gathered if it is divided over devices; the argument
+        `hidden`, the hidden states [..., hidden], cast to the dtype in which the logits are computed). That is the
+        hidden states' own dtype, or the one that a precision map gives the head (models/precision.py)."""
         head, hidden = gathers.whole_beside(self.head_variable, hidden)
         return head, hidden.astype(self.head_compute or hidden.dtype)
 
     @property
     def head_compute(self) -> str | None:
-        """The name of the dtype that a precision map gives the head for its product; None: the model's dtype."""
+        """The name of the dtype that a precision map gives the head for its product; None: the dtype of the hidden
+        states, which is the model's."""
         return (self.embedding if self.head is None else self.head).compute
 
     @property
     def weight_dtype(self) -> jnp.dtype:
         """The dtype of the weights that are not quantised and that no precision map names: that of the final norm,
-        which is never trained whole beside adapters."""
+        which is never trained whole beside adapters. A new head gets it."""
         return jnp.dtype(self.dtype) if self.norm.compute else self.norm.weight.get_value().dtype
 
     @property
     def name_or_path(self) -> str | None:
-        """The folder or hub name that the weights were loaded from, as the caller named it; None for random weights."""
+        """The folder or hub name that the weights were loaded from, as the caller named it; for random weights of
+        model_from_config the config's path; None if the Decoder was made directly."""
         return None if self.source is None else self.source.path
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """tokens int32[B, T] -> their embeddings [B, T, hidden] in the compute dtype, multiplied by
-        config.embedding_scale."""
+        config.embedding_scale. Ids outside the vocabulary raise no error here."""
         with jax.named_scope("embed"):
             # Ids outside the vocabulary are refused where data is prepared; XLA would clamp them without an error.
             x = gathers.rows_of(self.embedding.weight, tokens, _rows).astype(self.dtype)
@@ -212,14 +233,15 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         max_documents: int | None = None,
     ) -> PackedLayout:
-        """Returns the document boundaries and rotary tables of a batch, which are computed once for all layers.
+        """Computes what all layers need of a batch beside its values, once for all of them: a PackedLayout with the
+        document boundaries and the rotary tables.
 
         Args:
           shape: (rows, length) of the batch.
           segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document per
             row.
           positions: int32[B, T]; None: they restart with each document.
-          max_documents: an upper bound on the documents of a row; None: not known.
+          max_documents: an upper bound on the documents of a row, which allows faster attention; None: not known.
         """
         with jax.named_scope("layout"):
             layout = packed_layout(shape, segment_ids, max_documents)
@@ -245,7 +267,8 @@ class Decoder(nnx.Module):
         aux: tuple[str, ...] = (),
         noise: tuple[jax.Array, float] | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """tokens int32[B, T] -> (hidden states, auxiliary values).
+        """Runs the model without its head: tokens int32[B, T] -> (hidden states, auxiliary values). Training calls it,
+        and computes the loss from the hidden states.
 
         Args:
           segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document per
@@ -259,7 +282,7 @@ class Decoder(nnx.Module):
             gradients are returned as usual.
           aux: names of values that layers compute beside their outputs and that are returned too, such as
             "router_sums", the sums for the experts' load-balancing loss.
-          noise: (key, alpha) of NEFTune's noise on the embeddings in training.
+          noise: (key, alpha) of NEFTune's noise on the embeddings in training (noised); None: no noise.
         Returns:
           ([B, T, hidden] after the final norm, in the compute dtype; {name: sum over the layers} of the values `aux`
             names)
@@ -288,10 +311,10 @@ class Decoder(nnx.Module):
     @_on_any_mesh
     def logits(self, hidden: jax.Array, rows: slice | None = None) -> jax.Array:
         """Hidden states [..., hidden] -> logits float32[..., vocab], scaled and soft-capped where the config says so.
+        The product is computed in the hidden states' dtype, or in the one that a precision map gives the head.
 
         A score head gives float32[..., 1], which transformers neither scales nor caps. rows: the part of the vocabulary
-        for which logits are computed, so that fewer are in memory at a time; None: all of it.
-        """
+        for which logits are computed, so that fewer are in memory at a time; None: all of it."""
         head, hidden = self.head_operands(hidden)
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         head = (head if rows is None else head[rows]).astype(hidden.dtype)

@@ -1,9 +1,9 @@
-"""Matches regular expressions from adapter files and recipes, with a time limit.
+"""Matches regular expressions from adapter files and recipes, with a time limit, so that a file from elsewhere cannot
+make a program hang.
 
 An expression can backtrack for longer than anybody waits, and nothing in its process can stop it meanwhile. An
 expression that may do so is therefore matched in a process of its own, which has limits of time and memory. Nearly all
-expressions cannot, and are matched here.
-"""
+expressions cannot, and are matched here."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ else:
 
 
 def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
-    """The names that a regular expression matches as a whole.
+    """The names that a regular expression matches as a whole, in the order of `names`. An expression that may backtrack
+    for long is matched in another Python process, with limits of time and memory.
 
     Args:
-      key: of the file or config, for errors.
+      key: the config key that has the expression, often after a file's name, for errors.
       pattern: the regular expression, from an adapter's config or a recipe.
       names: of modules or tensors.
     Raises:
-      ValueError: an expression that is not valid, or that backtracks for longer than LIMIT_SECONDS.
+      ValueError: an expression that is not valid, or that needs more than LIMIT_SECONDS or 1 GiB because it backtracks.
     """
     try:
         if _is_quick(pattern):

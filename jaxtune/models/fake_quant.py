@@ -4,8 +4,8 @@ that a low-bit format can represent.
 The forward uses the rounded numbers; in the backward the gradient passes unchanged to what was rounded
 (straight-through, arXiv 1308.3432, 1712.05877). With an adapter the merged weight is rounded, as it is in a deployed
 model. The adapter's gradients are then those of the adapter without rounding, for which no dense gradient of the merged
-weight is needed. `ROUNDINGS` declares the formats: how each rounds weights and activations.
-"""
+weight is needed. `ROUNDINGS` declares the formats: how each rounds weights and activations. `FakeQuant` is the grid of
+one run or model; linears and experts round by it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to symmetric int4: each group of a row is a scale times integers from -8 to 7.
 
     The scale is max(max(w) / 7, -min(w) / 8), the smallest one that clips nothing, rounded to `dtype`; codes are
-    rounded to nearest even. These are the values of W4A16 formats (GPTQ and compressed-tensors, symmetric; torchao's
-    SYMMETRIC_NO_CLIPPING_ERR): a kernel that multiplies code and scale in `dtype` computes with exactly them.
+    rounded to nearest even. The result has the weight's shape. These are the values of W4A16 formats (GPTQ and
+    compressed-tensors, symmetric; torchao's SYMMETRIC_NO_CLIPPING_ERR): a kernel that multiplies code and scale in
+    `dtype` computes with exactly them.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
       group_size: how many consecutive weights of a row share a scale; it must divide `in`, and is not None.
-      dtype: of the scales and of the result.
+      dtype: the name of the dtype of the scales and of the result, such as "bfloat16".
     """
     assert group_size is not None
     groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
@@ -43,8 +44,10 @@ def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 
 
 def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
-    """The scales with which a weight is rounded to int4, [..., out, n, 1] in `dtype`, one for each group of a row.
-    groups: float32[..., out, n, group], the weight, each row of which is divided into n groups."""
+    """The scales with which a weight is rounded to int4, [..., out, n, 1] in `dtype`, one for each group of a row; 0
+    for a group of zeros. The export of int4 weights calls it too, so that it writes what training computed with.
+    groups: float32[..., out, n, group], the weight, each row of which is divided into n groups. dtype: the name of the
+    scales' dtype."""
     # XLA may or may not turn a division by a constant into a product; a product is the same in every program.
     seventh = np.float32(1 / 7)
     scale = jnp.maximum(groups.max(-1, keepdims=True) * seventh, -groups.min(-1, keepdims=True) / 8)
@@ -53,13 +56,15 @@ def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
 
 def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
     """The codes of a weight that is rounded to int4: whole numbers from -8 to 7, as float32[..., out, n, group], of
-    which code * scale is the rounded weight. groups: the weight in n groups a row, of the same shape. scale:
-    float32[..., out, n, 1], the scales of the groups, from int4_scales."""
+    which code * scale is the rounded weight; the export of int4 weights stores them. groups: the weight in n groups a
+    row, of the same shape. scale: float32[..., out, n, 1], the scales of the groups, from int4_scales; a scale of 0
+    gives codes of 0 for a group of zeros."""
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -8, 7)
 
 
 def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Rounds a weight [..., out, in] to symmetric int8, integers from -127 to 127 times a scale.
+    """Rounds a weight [..., out, in] to symmetric int8, integers from -127 to 127 times a scale; the result has its
+    shape.
 
     Without groups, these are the values of the declared format int8, which has a scale for each row. With groups, the
     scale is the group's largest magnitude / 127, rounded to `dtype`, and codes are rounded to nearest even; blocks of
@@ -68,7 +73,7 @@ def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     Args:
       weight: [..., out, in], of any floating-point dtype.
       group_size: how many consecutive weights of a row share a scale, which must divide `in`; None: all of the row.
-      dtype: of the result, and of the scales of groups.
+      dtype: the name of the dtype of the result, and of the scales of groups.
     """
     if group_size is None:
         return _as_declared("int8", weight, None, dtype)
@@ -78,30 +83,31 @@ def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 
 
 def int8_scales(groups: jax.Array, dtype: str) -> jax.Array:
-    """The scales with which a weight is rounded to int8 in groups, [..., out, n, 1] in `dtype`, one for each group.
-    groups: float32[..., out, n, group], the weight in n groups a row."""
+    """The scales with which a weight is rounded to int8 in groups, [..., out, n, 1] in `dtype`, one for each group: its
+    largest magnitude / 127, so 0 for a group of zeros. groups: float32[..., out, n, group], the weight in n groups a
+    row. dtype: the name of the scales' dtype."""
     return (jnp.abs(groups).max(-1, keepdims=True) * np.float32(1 / 127)).astype(dtype)
 
 
 def int8_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
     """The codes of a weight that is rounded to int8 in groups: whole numbers from -127 to 127, as float32[..., out, n,
     group], of which code * scale is the rounded weight. groups: the weight, of the same shape. scale: float32[..., out,
-    n, 1], from int8_scales."""
+    n, 1], from int8_scales; where it is 0, the codes are 0."""
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -127, 127)
 
 
 def _as_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to the values of a declared format of quantised weights (a key of
-    formats.FORMATS): encodes it from float32 and decodes it to `dtype`. group_size: None, because these formats have
-    blocks of their own."""
+    formats.FORMATS): encodes it from float32 and decodes it to `dtype`, in the weight's shape. So training rounds as a
+    checkpoint in the format does. group_size: None, because these formats have blocks of their own."""
     del group_size
     return formats.FORMATS[format].encode(weight.astype(jnp.float32)).decode(dtype)
 
 
 def int8_by_token(x: jax.Array) -> jax.Array:
-    """Rounds activations [..., in] to symmetric int8 with one scale for each token: integers from -128 to 127 times its
-    largest magnitude / 127.5, computed in float32. This is compressed-tensors' definition for W4A8 (dynamic, by
-    token). The result has x's dtype."""
+    """Rounds activations [..., in] to symmetric int8 with one scale for each token (each vector of the last axis):
+    integers from -128 to 127 times its largest magnitude / 127.5, computed in float32. This is compressed-tensors'
+    definition for W4A8 (dynamic, by token). The result has x's dtype."""
     wide = x.astype(jnp.float32)
     largest = jnp.abs(wide).max(-1, keepdims=True)
     scale = divide(largest, jnp.full_like(largest, 127.5))
@@ -111,9 +117,10 @@ def int8_by_token(x: jax.Array) -> jax.Array:
 
 
 def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
-    """Rounds activations [..., in] to int8 with one scale and one zero point for each token, as torchao's
-    Int8DynamicActivationInt4WeightConfig does: the scale is (max - min) / 255, where min is at most 0 and max at least
-    0, and the zero point -128 - round(min / scale). Computed in float32; the result has x's dtype."""
+    """Rounds activations [..., in] to int8 with one scale and one zero point for each token (each vector of the last
+    axis), as torchao's Int8DynamicActivationInt4WeightConfig does: the scale is (max - min) / 255, where min is at most
+    0 and max at least 0, and the zero point -128 - round(min / scale). Computed in float32; the result has x's dtype.
+    """
     wide = x.astype(jnp.float32)
     low = jnp.minimum(wide.min(-1, keepdims=True), 0)
     high = jnp.maximum(wide.max(-1, keepdims=True), 0)
@@ -126,21 +133,24 @@ def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
 
 
 def fp8_by_token(x: jax.Array) -> jax.Array:
-    """Rounds activations [..., in] to e4m3 with one float32 scale for each token, its largest magnitude / 448, as
-    servers do with FP8 checkpoints whose activation scales are dynamic. The result has x's dtype."""
+    """Rounds activations [..., in] to e4m3 with one float32 scale for each token (each vector of the last axis), its
+    largest magnitude / 448, as servers do with FP8 checkpoints whose activation scales are dynamic. The result has x's
+    dtype."""
     return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """How quantisation-aware training rounds the numbers of a format."""
+    """How quantisation-aware training rounds the numbers of a format. ROUNDINGS has one for each format; their
+    functions have no straight-through gradient, which callers add."""
 
-    # (weight [..., out, in], group_size, dtype) -> rounded weight of the same shape in dtype
+    # (weight [..., out, in], group_size or None, the dtype's name) -> rounded weight of the same shape in that dtype
     weights: Callable[[jax.Array, int | None, str], jax.Array]
     block: int = 1  # without groups, how many consecutive weights of a row the format has in a block
     # activations [..., in] -> the same rounded, in their dtype; None: activations are not rounded
     activations: Callable[[jax.Array], jax.Array] | None = None
-    exports: tuple[str, ...] = ()  # the values of `jaxtune export --to` that store the rounded weights exactly
+    # the values of `jaxtune export --to`, beside 16-bit ones, whose formats store the rounded weights exactly
+    exports: tuple[str, ...] = ()
 
 
 ROUNDINGS = {
@@ -164,7 +174,7 @@ class FakeQuant:
 
     format: str  # key of ROUNDINGS
     group_size: int | None  # how many consecutive weights of a row share a scale; None: as many as the format says
-    dtype: str  # of the rounded values and of scales of groups, whatever dtype computes with them
+    dtype: str  # its name, of the rounded values and of scales of groups, whatever dtype computes with them
     inputs: bool = True  # False: activations are not rounded, also where the format rounds them
 
     def __post_init__(self):
@@ -176,12 +186,14 @@ class FakeQuant:
     @classmethod
     def of_record(cls, where: str, record: Any) -> FakeQuant:
         """Returns the grid that a file records as an object with format, group_size and dtype, as `record` writes it.
-        The loaders of model folders and of adapters call it. record: that object, as JSON has it.
+        The loaders of model folders and of adapters call it. Its `inputs` is True, because that is not recorded.
 
-        where: the file and key, for errors.
+        Args:
+          where: the file and key, for errors.
+          record: that object, as JSON has it; group_size may be missing or null.
 
         Raises:
-          ValueError: a grid that is not supported, or a dtype that models do not have.
+          ValueError: no such object, a grid that is not supported, or a dtype that models do not have.
         """
         if not isinstance(record, Mapping) or not all(isinstance(record.get(key), str) for key in ("format", "dtype")):
             raise ValueError(f"{where} = {record!r}: must be an object with format, group_size and dtype")
@@ -193,7 +205,8 @@ class FakeQuant:
             raise ValueError(f"{where}: {error}") from None
 
     def record(self) -> dict[str, str | int | None]:
-        """What files record of the grid, of which `of_record` makes it again: format, group_size and dtype."""
+        """What files record of the grid, of which `of_record` makes it again: format, group_size and dtype, without
+        `inputs`."""
         return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype}
 
     def __str__(self) -> str:
@@ -202,32 +215,36 @@ class FakeQuant:
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether activations are rounded before they are multiplied by rounded weights."""
+        """Whether activations are rounded before they are multiplied by rounded weights: if the format rounds them and
+        `inputs` is True."""
         return self.inputs and ROUNDINGS[self.format].activations is not None
 
     @property
     def exports(self) -> tuple[str, ...]:
-        """The values of `jaxtune export --to` whose formats store the grid's numbers exactly, beside 16-bit ones."""
+        """The values of `jaxtune export --to` whose formats store the grid's numbers exactly, beside 16-bit ones, such
+        as ("w4a16",); () for int8 in groups. Exports of such a model to other quantised formats are refused."""
         grouped = self.group_size is not None and self.format == "int8"  # in blocks of GGUF's q8_0 alone
         return () if grouped else ROUNDINGS[self.format].exports
 
     def represented_by(self, dtype: str) -> bool:
-        """Whether a dtype (its name) represents every value of the grid exactly, so that weights can be saved in it."""
+        """Whether a dtype (its name) represents every value of the grid exactly, so that rounded weights can be stored
+        in it. Saving, exporting and training refuse another."""
         return jnp.promote_types(self.dtype, dtype) == dtype
 
     def fits(self, in_size: int) -> bool:
-        """Whether in_size, the input size of a linear, is a multiple of the numbers that share a scale. QAT does not
-        round a linear for which it is not."""
+        """Whether in_size, the input size of a linear, is a multiple of the numbers that share a scale: the group size,
+        or else the format's block. QAT does not round a linear for which it is not."""
         return in_size % (self.group_size or ROUNDINGS[self.format].block) == 0
 
     def round(self, weight: jax.Array) -> jax.Array:
-        """Rounds a weight [..., out, in] to the grid; the result has the grid's dtype."""
+        """Rounds a weight [..., out, in] to the grid; the result has its shape and the grid's dtype. It adds no
+        straight-through gradient; `straight_through` does."""
         with jax.named_scope("fake_quantise"):
             return ROUNDINGS[self.format].weights(weight, self.group_size, self.dtype)
 
     def round_inputs(self, x: jax.Array) -> jax.Array:
-        """Rounds activations [..., in] as the format does before a product; the gradient passes unchanged. In a format
-        that does not round activations, x itself is returned."""
+        """Rounds activations [..., in] as the format does before a product, in their dtype; the gradient passes
+        unchanged. If `rounds_inputs` is False, x itself is returned."""
         return _rounded_inputs(self, x) if self.rounds_inputs else x
 
 
@@ -247,12 +264,12 @@ _rounded_inputs.defvjp(lambda spec, x: (_rounded_inputs(spec, x), None), lambda 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Array:
     """A weight [..., out, in] rounded to the grid `spec`, in the weight's own dtype. In the backward, the gradient of
-    the result is passed unchanged to the weight.
+    the result is passed unchanged to the weight, and x gets none. Linears whose weights are trained whole round them so
+    in quantisation-aware training.
 
     x: the activations that the rounded weight will multiply. An optimization barrier makes the rounding depend on them,
     so that forward and backward each round. Otherwise XLA would round once for both, and keep the rounded weight in
-    memory in between.
-    """
+    memory in between."""
     weight, _ = optimization_barrier((weight, x))
     return spec.round(weight).astype(weight.dtype)
 
@@ -293,9 +310,9 @@ adapter_gradients.defvjp(lambda out, x, a, b, scale: (out, (x, a, b)), _adapter_
 
 @jax.custom_vjp
 def gradients_of(out: jax.Array, term: jax.Array) -> jax.Array:
-    """Returns `out` unchanged. In the backward its gradient is also that of `term`, an array of the same shape, whose
-    value is not used. So the adapters of experts get the gradients of the term that they would add, although `out` was
-    computed from their rounded merged weights."""
+    """Returns the array `out` unchanged. In the backward its gradient is also that of `term`, an array of the same
+    shape, whose value is not used. So the adapters of experts get the gradients of the term that they would add,
+    although `out` was computed from their rounded merged weights."""
     del term
     return out
 
@@ -325,11 +342,10 @@ magnitude_gradients.defvjp(lambda out, magnitude: (out, (out, magnitude)), _magn
 
 def adapter_noise(x: jax.Array, dropped: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """What dropout adds to a product with a rounded merged weight: the adapter's term `scale b a x` with dropout minus
-    the term without it, whose mean over masks is zero. [..., out] in x's dtype. The adapter's gradients are those of
-    the term with dropout.
+    the term without it, whose mean over masks is zero. [..., out] in x's dtype. The gradients of a and b are those of
+    the term with dropout; both x and `dropped` get gradients too.
 
-    x: [..., in], the linear's input. dropped: the same after dropout. a: [r, in]. b: [out, r]. scale: the adapter's.
-    """
+    x: [..., in], the linear's input. dropped: the same after dropout. a: [r, in]. b: [out, r]. scale: the adapter's."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
     def term(x, a, b):

@@ -1,14 +1,14 @@
 """Numbers of the planner and the stack that were fitted to measurements instead of derived from shapes.
 
 Each table has the numbers of one operation, by device and implementation (a name that `pallas/dispatch.py` uses), with
-their source (jaxtune/pallas/fitted.py). Numbers that belong to one format of weights are in that format's declaration.
+their source (jaxtune/pallas/fitted.py). A device or implementation without numbers gets those of another. Numbers that
+belong to one format of weights are in that format's declaration.
 
     ATTENTION_TIME.of("cudnn", "NVIDIA H200").backward
 
 Times are relative to large matrix products on the same device, whose rates are in `train/planning/devices.py`. Bytes
 are multiples of the bytes of a layer's values. tests/gpu/aot/test_memory.py checks the bytes against compiled programs,
-and benchmarks/train records times and bytes on the device.
-"""
+and benchmarks/train records times and bytes on the device."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ ATTENTION_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionStage:
-    """The duration of attention over whole rows, relative to products. The stack (stack.py) needs it to distribute
-    copies of residuals to and from the host over a layer's segments in proportion to how long each segment computes."""
+    """The duration of attention over whole rows, relative to large matrix products on the same device. The stack
+    (stack.py) needs it to distribute copies of residuals to and from the host over a layer's segments in proportion to
+    how long each segment computes."""
 
-    slower: float  # its duration for long rows over that of products with as many multiplications
-    half_tokens: float  # tokens of a row at which it takes twice as long per multiplication as for long rows
+    slower: float  # its forward's duration for long rows over that of products with as many multiplications
+    half_tokens: float  # length of a row, in tokens, at which it takes twice as long per multiplication as in long ones
     backward: float  # duration of the backward over that of the forward
 
 
@@ -109,13 +110,14 @@ DELTA_RULE_TIME = Fitted(
 class ProductTime:
     """The duration of matrix products and of what accompanies them, from which the planner forecasts steps."""
 
-    half_tokens: float  # tokens at which a product reaches half of its speed
-    # how many times a segment's inputs and outputs are moved by everything that is not a product, in the forward
+    half_tokens: float  # how many tokens a product needs to reach half of its speed for many tokens
+    # how many times the inputs and outputs of a layer's segments are moved by everything that is not a product, in the
+    # forward
     passes_forward: float
     passes_backward: float  # the same in the backward
     decoded_bytes: float  # bytes that are moved to decode one number of a quantised weight
-    decoded_share: float  # the speed at which these bytes move over that of a copy within the device
-    experts: float  # the speed of experts' products, with the sorting of rows, over that of dense products
+    decoded_share: float  # the speed at which these bytes move, divided by that of a copy within the device
+    experts: float  # the speed of experts' products, with the sorting of rows, divided by that of dense products
 
 
 PRODUCT_TIME = Fitted(
@@ -173,7 +175,8 @@ STEP_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeviceShares:
-    """The shares of a data sheet's rates that a device sustains, by which the planner lowers them."""
+    """The shares of a rate that a device sustains, numbers from 0 to 1. The planner multiplies the rates of a device's
+    data sheet by them, or by `sustained` the measured rate of products."""
 
     products: float  # of matrix products
     copies: float  # of copies within the device
@@ -281,7 +284,8 @@ EXPERTS_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AllocatorBytes:
-    """Memory that XLA's allocator takes beyond the sum of the values that exist at a time, for the planner."""
+    """Memory that XLA's allocator takes beyond the sum of the values that exist at a time, for the planner. Each number
+    is a multiple of bytes."""
 
     # of the bytes of values that are being copied to the host: those values with the gaps that they leave in memory
     leaving: float

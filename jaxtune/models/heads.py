@@ -13,13 +13,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The declaration of a head, a linear map of the hidden states after the final norm. `is_text` says whether it is a
-    language model's; `hf_config` and `architecture_of` give what config.json says about it."""
+    """The declaration of a head, a linear map of the hidden states after the final norm. A model's config has one
+    (DecoderConfig.head). `is_text` says whether it is a language model's; `hf_config` and `architecture_of` give what
+    config.json says about it."""
 
     name: str  # the name of the head's module in a checkpoint, such as "lm_head"
     outputs: int | None  # how many numbers it computes for each token; None: one logit for each token of the vocabulary
     architecture: str  # how the names of Hugging Face's classes with this head end, such as "ForCausalLM"
-    task_type: str  # PEFT's name of it in adapter_config.json
+    task_type: str  # PEFT's name of it in adapter_config.json, such as "CAUSAL_LM"
     # a clause that describes a model with this head, used in error messages, such as "this is a language model"
     what: str
 
@@ -31,7 +32,8 @@ class Head:
 
     def hf_config(self) -> dict[str, Any]:
         """The entries id2label and label2id of config.json, which name the outputs of a head that has a fixed number of
-        them; {} for a language model's head. The entry `architectures` is not among them (`architecture_of`)."""
+        them; {} for a language model's head. They are {"0": "LABEL_0", ...} and its inverse. The entry `architectures`
+        is not among them (`architecture_of`)."""
         labels = {} if self.outputs is None else {str(index): f"LABEL_{index}" for index in range(self.outputs)}
         return labels and {"id2label": labels, "label2id": {label: int(index) for index, label in labels.items()}}
 
@@ -49,11 +51,13 @@ HEADS = [TEXT, SCORE]
 
 def head_of_class(architecture: str) -> Head:
     """Looks up the Head of a model class of the transformers library by the class's name, `architecture`, such as
-    "LlamaForSequenceClassification"; the language model's head (TEXT) if the name ends like no other head's classes."""
+    "LlamaForSequenceClassification", which config.json names (`architectures`); the language model's head (TEXT) if the
+    name ends like no other head's classes."""
     return next((head for head in HEADS if architecture.endswith(head.architecture)), TEXT)
 
 
 def head_of_task(task_type: object) -> Head:
     """Looks up the Head by the task_type of an adapter_config.json, such as "SEQ_CLS"; the language model's head (TEXT)
-    if it is none of PEFT's names that a Head has."""
+    if it is none of PEFT's names that a Head has, also if it is no string. Loading an adapter gives the base this head.
+    """
     return next((head for head in HEADS if head.task_type == task_type), TEXT)

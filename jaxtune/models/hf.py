@@ -66,7 +66,7 @@ class Pretrained:
 
     Args:
       path: a folder with config.json and safetensors, or a hub name.
-      dtype: of weights and compute.
+      dtype: of weights and compute: "bfloat16", "float16" or "float32".
       load_in: the format, such as "nf4", to which linears are quantised on loading; None: none is quantised then. It
         has no effect on a checkpoint whose own weights are quantised.
       max_length: tokens of the longest row that will be used, which must not exceed the model's positions; None: not
@@ -157,14 +157,15 @@ class Pretrained:
     def device_bytes(self, load_in: str | None = None) -> int:
         """The bytes of the model on a device that has all of it, computed from the headers of the files.
 
-        load_in: a format; the bytes are then those of a model whose linears are all in this format, which tells how
-        much smaller it would be. None: the bytes of the model that `load` returns."""
+        load_in: a format; the bytes are then those of a model whose linears and experts are all in this format, which
+        tells how much smaller it would be. None: the bytes of the model that `load` returns."""
         shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._decoded, self._dtypes)
 
     def load(self, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None) -> Decoder:
-        """Reads the weights and returns the model.
+        """Reads the weights and returns the model, whose weights are all trainable, or all frozen if any is quantised.
+        It sets the model's source, digests and QAT grid.
 
         Args:
           cancelled: once another thread sets it, the load ends early with a CancelledError; None: it cannot be
@@ -245,7 +246,7 @@ def load_base(
     precision: Mapping[str, str] | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads the base model of an adapter, without the adapter, in the dtype and format over which the adapter was
-    trained.
+    trained if its folder records them. Its linears compute in FP8 if the adapter was trained so.
 
     Args:
       adapter: a PEFT folder, whose config names the base.
@@ -294,7 +295,8 @@ def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder
 
 
 def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Array, dtype="float32") -> Decoder:
-    """Builds a model with random weights, for training from scratch.
+    """Builds a model with random weights, all trainable, for training from scratch. It records config and key (source,
+    base_digest), so that runs and adapters recognise the same model.
 
     Args:
       config: a config.json (its path, or a folder that contains it), or its parsed content.
@@ -322,7 +324,7 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     """The content of config.json for a model that is saved. It is the one that the model was loaded with, or a new one
     if the model's config was changed since. dtype, quantisation and the grid of quantisation-aware training (QAT) are
-    always those of the model now.
+    always those of the model now. With a vision tower that is saved too, it is the whole model's config.
 
     tokenizer: gives the ids of special tokens that the config lacks; None: they stay missing."""
     own = family(model.config.family).to_hf(model.config)
@@ -396,7 +398,7 @@ def save_pretrained(
 
     Args:
       path: a folder that does not exist or is empty.
-      tokenizer: saved with the model, if given.
+      tokenizer: saved with the model; None: no tokenizer files are written.
       max_shard_bytes: larger weights are divided into several files with an index.
     Raises:
       ValueError: adapters that are not merged; quantised experts that no checkpoint could store; weights in several
@@ -414,7 +416,7 @@ def save_weights(
     Args:
       weights: the model and how its tensors are computed, such as merged_weights returns it.
       path: a folder that does not exist or is empty.
-      tokenizer: saved with the model, if given.
+      tokenizer: saved with the model; None: no tokenizer files are written.
       max_shard_bytes: larger weights are divided into several files with an index.
     Raises:
       ValueError: the errors of save_pretrained.

@@ -31,20 +31,21 @@ class Frozen(nnx.Variable):
 
 
 def frozen(variable: nnx.Variable) -> Frozen:
-    """Makes a `Frozen` variable, which is not trained, with the value and metadata (logical axes) of `variable`."""
+    """Makes a `Frozen` variable, which is not trained, with the value (an array or a quantised weight) and the metadata
+    (logical axes) of `variable`, which stays as it is."""
     return Frozen(variable.get_value(), **variable.get_metadata())
 
 
 def trained(variable: nnx.Variable, value: jax.Array | jax.ShapeDtypeStruct) -> nnx.Param:
-    """Makes an `nnx.Param`, which is trained, with this value and the metadata (logical axes) of another variable,
-    whose place it takes in a module."""
+    """Makes an `nnx.Param`, which is trained, with this value, or only its shape and dtype, and the metadata (logical
+    axes) of another variable. The caller puts it in that variable's place in a module; `variable` stays as it is."""
     return nnx.Param(value, **variable.get_metadata())
 
 
 @jax.custom_vjp
 def not_differentiated(frozens):
-    """Returns `frozens`, a pytree with the frozen tensors of a model's layers, unchanged. Whoever asks for a gradient
-    with respect to them gets a TypeError instead of misleading zeros."""
+    """Returns `frozens`, a pytree with the frozen tensors of a model's layers, unchanged. The stack passes them through
+    it, so that whoever asks for a gradient with respect to them gets a TypeError instead of misleading zeros."""
     return frozens
 
 
@@ -63,11 +64,12 @@ not_differentiated.defvjp(_differentiated, lambda _, cotangents: (cotangents,), 
 
 
 class Lora(nnx.Module):
-    """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32, and with DoRA a magnitude
-    [out].
+    """The LoRA adapter of one linear, its attribute `lora`: a [r, in] and b [out, r] (zero at the start), float32, and
+    with DoRA a magnitude [out].
 
     The linear's output gets scale * b a x added, where the scale follows from alpha and rslora, as in PEFT. With DoRA
-    the rows of the sum are scaled to the magnitude. `weights` gives the adapter to the kernels.
+    the rows of the sum are scaled to the magnitude. `weights` gives the adapter to the kernels. `magnitude` is None
+    without DoRA.
 
     Args:
       in_size, out_size, rank: in, out and r of these shapes.
@@ -102,7 +104,7 @@ class Lora(nnx.Module):
 
     @property
     def rank(self) -> int:
-        """The rank r of the adapter."""
+        """The rank r of the adapter, read from the shape of a."""
         return self.a.shape[0]
 
     @property
@@ -112,10 +114,11 @@ class Lora(nnx.Module):
 
     def weights(self, base: jax.Array | Stored) -> LoraWeights:
         """The adapter as the argument of quant_matmul: a, b, the scale, and with DoRA the factor on each row of the
-        result.
+        result (row_scale, float32[out]; None without DoRA).
 
         base: the weight [out, in] that it adapts, an array or quantised. Only DoRA reads it, because its factor on a
-        row is the magnitude divided by the norm of that row of the merged weight."""
+        row is the magnitude divided by the norm of that row of the merged weight. No gradient passes through the norm,
+        as in PEFT."""
         a, b = self.a[...], self.b[...]
         row_scale = None
         if self.magnitude is not None:
@@ -129,7 +132,8 @@ def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax
 
         |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b        (arXiv 2402.09353)
 
-    weight: [out, in]. a: [r, in]. b: [out, r]. scale: the adapter's factor (Lora.scale)."""
+    weight: [out, in], an array that is not quantised. a: [r, in]. b: [out, r]. scale: the adapter's factor
+    (Lora.scale)."""
     precision = jax.lax.Precision.HIGHEST
     square = jnp.einsum("oi,oi->o", weight, weight, preferred_element_type=jnp.float32, precision=precision)
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -140,9 +144,10 @@ def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax
 
 
 def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
-    """Merges an adapter into the weight [out, in]: row_scale * (weight + scale b a), float32[out, in]. lora: the
-    adapter's a, b, scale and row_scale; the last is DoRA's factor on each row, and None (no factor) for other adapters.
-    """
+    """Merges an adapter into the weight [out, in], an array that is not quantised: row_scale * (weight + scale b a),
+    computed in float32 and returned as float32[out, in]. Saving merged models and quantisation-aware training need it.
+    lora: the adapter's a, b, scale and row_scale; the last is DoRA's factor on each row, and None (no factor) for other
+    adapters."""
     update = jnp.einsum(
         "or,ri->oi", lora.b.astype(jnp.float32), lora.a.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
@@ -162,7 +167,8 @@ class Linear(nnx.Module):
       dtype: of weight and bias.
     Attributes:
       lora: the adapter (Lora), or None.
-      fp8: True: a weight that is stored in FP8 is multiplied as it is, without decoding; False: it is decoded first.
+      fp8: True: a weight that is stored in FP8 is multiplied as it is, by inputs rounded to FP8; False (the default):
+        it is decoded first.
       compute: the dtype's name in which the linear multiplies, where a precision map names one (models/precision.py): x
         is cast to it, and the output back to x's dtype; None: in x's dtype.
       fake_quant: for quantisation-aware training: the grid to which the weight, with its adapter merged in, is rounded
@@ -198,7 +204,7 @@ class Linear(nnx.Module):
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:
         """For quantisation-aware training: the weight [out, in] rounded to the grid of `fake_quant`, with the adapter
-        merged in first if there is one.
+        merged in first if there is one. It has the weight's dtype if the weight is trained, otherwise the grid's.
 
         x: the activations that it multiplies. The rounding is tied to them; otherwise XLA would keep the rounded weight
         from the forward to the backward. The gradient passes the rounding unchanged to a trained weight; a frozen one
@@ -223,9 +229,10 @@ def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None
     [..., out] for each, in x's dtype, adapters and biases included. Projections that share an input, such as query, key
     and value, are computed so.
 
-    key: draws the dropout mask, which the adapters of all these linears share; None: no dropout. Weights with a
-    `fake_quant` are rounded with their adapters merged in, and x is rounded before it multiplies them if the format
-    rounds activations. Linears that multiply in another dtype than x's (`compute`) are an operation of their own."""
+    key: draws the dropout mask, which the adapters of all these linears share, with the largest of their rates; None:
+    no dropout. Weights with a `fake_quant` are rounded with their adapters merged in, and x is rounded before it
+    multiplies them if the format rounds activations. Linears that multiply in another dtype than x's (`compute`) are an
+    operation of their own."""
     kinds = dict.fromkeys(linear.compute for linear in linears)
     if any(kinds):
         found: dict[int, jax.Array] = {}
@@ -241,7 +248,7 @@ def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None
 def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> tuple[jax.Array, ...]:
     """Applies `linears`, which all multiply in x's dtype, to the same x [..., in] in one operation: a tuple with one
     output [..., out] for each, adapters and biases included. If only some of them round x, each is an operation of its
-    own. key: draws the dropout mask that their adapters share; None: no dropout."""
+    own. key: draws the dropout mask that their adapters share, with the largest of their rates; None: no dropout."""
     specs = {linear.fake_quant for linear in linears}
     if len(specs) > 1 and any(spec is not None and spec.rounds_inputs for spec in specs):
         return tuple(_fused(x, (linear,), key)[0] for linear in linears)  # some multiply x as it is

@@ -41,7 +41,8 @@ def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
 
 def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
     """Yields (Hugging Face parameter name, ExpertLinear) in order, such as model.layers.0.mlp.experts.gate_up_proj;
-    each has one matrix of all experts of a layer. Nothing in a model without experts."""
+    each has one matrix (gate_up_proj or down_proj) of all experts of a layer. It yields nothing in a model without
+    experts."""
     yield from ((name, matrix) for name, matrix in _in_layers(model) if matrix.num_experts)
 
 
@@ -55,34 +56,36 @@ def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
 
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-    """Yields (Hugging Face name, Linear or ExpertLinear) of everything in `model` that can have an adapter or be
-    quantised: all that `linears` yields, then all that `experts` yields."""
+    """Yields (Hugging Face name, Linear or ExpertLinear) of everything in `model` that can have an adapter or, if its
+    attribute `quantizable` is True, be quantised: all that `linears` yields, then all that `experts` yields."""
     yield from linears(model)
     yield from experts(model)
 
 
 def has_adapter(model: Decoder) -> bool:
     """Whether any linear or expert matrix of the model has a LoRA adapter; matrices that are trained whole do not
-    count."""
+    count. Functions that need a base, such as get_peft_model, refuse a model by it."""
     return any(matrix.lora is not None for _, matrix in matrices(model))
 
 
 def copy_structure(model):
-    """Returns a copy of `model` (an nnx.Module) that shares its arrays and so takes no memory. The copy's structure,
-    types of variables and values can be changed without an effect on `model`."""
+    """Returns a copy of `model` (an nnx.Module) that shares its arrays and so takes no memory. The copy's modules and
+    variables are new objects, so its structure, types of variables and values can be changed without an effect on
+    `model`."""
     graph, state = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(lambda array: array, state))  # new variables: split returns the model's own
 
 
 def name_matches(name: str, target: str) -> bool:
-    """Whether `target`, an entry of target_modules, target_parameters or a similar list, selects the module of this
-    dotted name by PEFT's rule: it is the whole name, or the end of it after a dot ("q_proj" or "self_attn.q_proj")."""
+    """Whether `target`, an entry of target_modules, target_parameters or a similar list, selects the module of the
+    dotted name `name` by PEFT's rule: it is the whole name, or the end of it after a dot ("q_proj" or
+    "self_attn.q_proj")."""
     return name == target or name.endswith("." + target)
 
 
 def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
     """Looks up the settings of modules by patterns: {name: value} for the names that a pattern matches; the first
-    pattern that matches a name decides.
+    pattern that matches a name decides. Other names are left out.
 
     This is PEFT's rule for rank_pattern and alpha_pattern, whose patterns are regular expressions over the end of a
     name, after a dot, or the whole name.
@@ -91,6 +94,8 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
       key: the config's key that has the patterns, such as "rank_pattern", for error messages.
       patterns: {regular expression: value}.
       names: the modules' names.
+    Raises:
+      ValueError: a pattern that is not a regular expression, or that backtracks for too long.
     """
     found: dict[str, float] = {}
     for pattern, value in patterns.items():
@@ -112,10 +117,12 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
 
     Args:
       names: of all linears.
-      target_modules: "all-linear"; a regular expression over the whole name; or a list of names or last parts of names.
+      target_modules: "all-linear"; a regular expression over the whole name; or a list of names or ends of names after
+        a dot ("q_proj").
       experts: names of expert matrices, which target_parameters selects; only the error message names them.
     Raises:
-      ValueError: target_modules is empty, or a target matches no linear; the message has the names that exist.
+      ValueError: target_modules is empty or no regular expression, or a target matches no linear; the message has the
+        names that exist.
     """
     known = sorted({name.rsplit(".", 1)[1] for name in names})
     if target_modules == "all-linear":
@@ -166,8 +173,9 @@ def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) ->
 
 
 def freeze(model: Decoder) -> Decoder:
-    """Makes a new model over the same arrays whose tensors are all `Frozen`, so that none of them is trained; adapters
-    are added to such a model. `model` is not changed."""
+    """Makes a new model over the same arrays whose tensors are all `Frozen`, also those of adapters, so that none of
+    them is trained. Adapters are added to such a model, and reference models and teachers are such. `model` is not
+    changed."""
     model = copy_structure(model)
     for _, module in nnx.iter_modules(model):
         for name, value in list(vars(module).items()):
@@ -179,8 +187,8 @@ def freeze(model: Decoder) -> Decoder:
 def _chosen(
     model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
 ) -> dict[str, tuple[int, float]]:
-    """Finds the matrices of `model` that get_peft_model would adapt: {matrix's name: (rank, alpha)}. The other
-    arguments are those of get_peft_model: r and lora_alpha, the default rank and alpha; target_modules and
+    """Finds the matrices of `model` that get_peft_model would adapt: {matrix's name: (rank, alpha)}, linears first. The
+    other arguments are those of get_peft_model: r and lora_alpha, the default rank and alpha; target_modules and
     target_parameters, which select matrices; rank_pattern and alpha_pattern, the exceptions.
 
     Raises:
@@ -228,7 +236,8 @@ def get_peft_model(
         list of names or last parts of names. It may be empty if target_parameters is given.
       target_parameters: expert matrices, such as ["experts.gate_up_proj", "experts.down_proj"]; each expert gets rank
         r. Without dropout or DoRA, as in PEFT.
-      lora_dropout: rate of dropout on the adapters' input; linears with the same input share one mask.
+      lora_dropout: rate of dropout on the adapters' input, at least 0 and below 1; linears with the same input share
+        one mask.
       use_rslora: True: the scale is alpha / sqrt(r) (arXiv 2312.03732); False: alpha / r.
       use_dora: True: weight-decomposed adapters, which also train the norms of the rows (arXiv 2402.09353).
       modules_to_save: "embed_tokens" and "lm_head" are trained whole in float32 if named; tied heads stay tied. A head
@@ -236,7 +245,7 @@ def get_peft_model(
       rank_pattern, alpha_pattern: {regular expression over the end of a module's name: value} for modules that differ.
       seed: draws the initial A; B starts at zero.
     Returns:
-      a new model that shares every array of the base with `model`.
+      a new model that shares every array of the base with `model`. Only adapters and modules_to_save are trained in it.
     Raises:
       ValueError: a target, pattern or module that matches nothing; a rank or rate out of range; a model with adapters.
     """
@@ -350,8 +359,12 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
     """Whether get_peft_model(base, **settings) would give adapters like those of `model`, apart from their values. A
     run checks by it that the model that it was given has the adapters of its config.
 
-    settings: every argument of get_peft_model but the seed. False too if the model has no adapters, or if a setting
-    matches nothing in it."""
+    settings: every argument of get_peft_model but the seed. The result is False too if the model has no adapters, or if
+    a setting matches nothing in it.
+
+    Raises:
+      ValueError: the model's adapters cannot be described as settings (adapter_settings).
+    """
     actual = adapter_settings(model)
     if actual is None:
         return False
@@ -372,7 +385,7 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
 
 def _saved(model: Decoder) -> list[str]:
     """The value of modules_to_save for the model: those of the names ("embed_tokens", the head's name) whose weight is
-    trained whole. If the head is tied to a trained embedding, both names are in it."""
+    trained whole. If the head is tied to a trained embedding, both names are in it; [] if neither is trained."""
     holders = zip(savable(model), (model.embedding.weight, model.head_variable), strict=True)
     return [name for name, variable in holders if isinstance(variable, nnx.Param)]
 
@@ -396,6 +409,5 @@ def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _number(value: float) -> int | float:
-    """A rank or alpha as PEFT writes it to JSON: `value` as an int if it is a whole number, otherwise unchanged, as a
-    float."""
+    """A rank or alpha as PEFT writes it to JSON: `value` as an int if it is a whole number, otherwise unchanged."""
     return int(value) if float(value).is_integer() else value

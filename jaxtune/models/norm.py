@@ -1,5 +1,5 @@
 """RMSNorm and LayerNorm. Each casts to the compute dtype at the same point of its computation as the families do that
-use it, so that results agree with transformers'."""
+use it, so that results agree with transformers'. `norm_of` makes the one that a decoder's config asks for."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ class LayerNorm(nnx.Module):
 
 def norm_of(config: DecoderConfig, size: int, dtype) -> RMSNorm | LayerNorm:
     """Makes the norm over `size` numbers that the decoder's config asks for: a LayerNorm if it says `centred_norm`,
-    otherwise an RMSNorm with the config's offset and rounding. dtype: of its weight."""
+    otherwise an RMSNorm with the config's offset and rounding. Both have the config's norm_eps. dtype: of its weight.
+    """
     if config.centred_norm:
         return LayerNorm(size, config.norm_eps, dtype)
     return RMSNorm(size, config.norm_eps, config.norm_offset, dtype, config.float32_norm)

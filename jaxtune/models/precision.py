@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from jaxtune.pallas.format_names import LOADED
 
-# {word of a configuration: the dtype's name in JAX}
+# {word of a precision map: the dtype's name in JAX}, and the inverse
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 # Names by which a pattern selects all modules of a kind, whatever a family's checkpoints call them.
@@ -25,17 +25,18 @@ ROUTER, NORMS = "router", "norms"
 
 @dataclass(frozen=True)
 class Component:
-    """A module that a precision map can name."""
+    """A module that a precision map can name, as patterns are compared with it. models/components.py makes one for each
+    such module of a model."""
 
     name: str  # its name in checkpoints, such as "model.layers.0.mlp.down_proj"
-    kind: str = ""  # ROUTER or NORMS for such a module
+    kind: str = ""  # "router" or "norms" for such a module, which this pattern selects; "" for others
     aliases: tuple[str, ...] = ()  # further names: "lm_head" of an embedding that is the head too
-    quantizable: bool = False  # whether it can be stored in a format
+    quantizable: bool = False  # whether it can be stored in a format, as linears and experts of the layers can
 
     def matches(self, pattern: str) -> bool:
         """Whether `pattern`, a key of a precision map, selects this module: it is the module's kind; or, with *, ? and
         [...] as in names of files, its whole name or what follows a dot in it ("layers.0.*", "*.down_proj",
-        "down_proj")."""
+        "down_proj"). An alias counts as a name."""
         if pattern == self.kind:
             return True
         parts = (name.split(".") for name in (self.name, *self.aliases))
@@ -44,8 +45,8 @@ class Component:
 
 
 def check_words(key: str, words: Mapping[str, str]) -> None:
-    """Raises ValueError unless every value of `words`, a precision map, is a dtype or a format. key: what the map is
-    called in the error, such as "precision"."""
+    """Raises ValueError unless every value of `words`, a precision map, is the word of a dtype (DTYPES) or of a format,
+    such as "nf4". key: what the map is called in the error, such as "precision"."""
     for pattern, word in words.items():
         if word not in DTYPES and word not in LOADED:
             known = ", ".join((*DTYPES, *LOADED))
@@ -53,15 +54,15 @@ def check_words(key: str, words: Mapping[str, str]) -> None:
 
 
 def resolve(components: Sequence[Component], words: Mapping[str, str], rest: str | None = None) -> dict[str, str]:
-    """Decides the precision of modules: {name: word}, for the modules that `words` names or that `rest` quantises; the
-    others are stored and computed in the model's dtype.
+    """Decides the precision of modules: {module's name: word}, for the modules that `words` names or that `rest`
+    quantises; the others are stored and computed in the model's dtype.
 
     The first pattern that matches a module decides. Of the modules that a pattern with a format matches, those that
-    cannot be quantised (norms, routers, biases) are left out.
+    cannot be quantised (norms, routers, embedding and head) are left out, and a later pattern can name them.
 
     Args:
       components: the model's modules that have a weight.
-      words: the precision map, {pattern: word}.
+      words: the precision map, {pattern: word}, whose order counts.
       rest: the format of the modules that no pattern matches and that can be quantised (model.load_in); None: none.
     Raises:
       ValueError: an unknown word; a pattern that matches no module, only modules that earlier patterns matched, or,

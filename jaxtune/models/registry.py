@@ -1,6 +1,6 @@
-"""The supported model families: finds the family of a config.json's model_type, and converts config.json to a
-DecoderConfig. For models with a vision tower, of which only the text part is loaded, it finds that part's config and
-the names of its tensors."""
+"""The supported model families: finds the family of a config.json's model_type, converts config.json to a
+DecoderConfig, and says in which format a checkpoint is quantised. For models with a vision tower, of which only the
+text part is loaded, it finds that part's config and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -129,16 +129,16 @@ def text_tensor_name(name: str) -> str | None:
 
 def is_passthrough(name: str, model_type: str) -> bool:
     """Whether the tensor of this name in a checkpoint is a passthrough tensor, such as a vision tower's: it is not
-    loaded, but copied when the model is saved. model_type: that of the text part."""
+    loaded, but copied when the model is saved. model_type: that of the text part; ValueError if it is not supported."""
     return name.startswith(family(model_type).passthrough_tensors)
 
 
 def tower_modules(model_type: str) -> tuple[str, ...]:
     """The names of the modules that a model has beside its text model: those of the family's passthrough tensors, or
-    ("vision_tower", "multi_modal_projector") if it declares none. model_type: that of the text part.
+    ("vision_tower", "multi_modal_projector") if it declares none. model_type: that of the text part; ValueError if it
+    is not supported.
 
-    An adapter's config excludes them, because their linears can have the same names as the text model's.
-    """
+    An adapter's config excludes them, because their linears can have the same names as the text model's."""
     declared = tuple(prefix.removeprefix("model.").rstrip(".") for prefix in family(model_type).passthrough_tensors)
     return declared or ("vision_tower", "multi_modal_projector")
 
@@ -148,7 +148,8 @@ def is_nested(hf: dict) -> bool:
     the text model is nested in it and its tensors have longer names.
 
     It does so for Gemma 3 and 4 and Mistral 3, but builds the text model alone for Qwen3.5. An adapter's names must be
-    those of the class that transformers builds. hf: the folder's parsed config.json."""
+    those of the class that transformers builds. hf: the folder's parsed config.json; ValueError if its text part is
+    missing or not supported."""
     if hf.get("model_type") not in tuple(text_parts()):
         return False
     return not family(text_config(hf)["model_type"]).text_alone
@@ -156,13 +157,14 @@ def is_nested(hf: dict) -> bool:
 
 def whole_tensor_name(name: str) -> str:
     """Converts the name of a text model's tensor or module to its name in a checkpoint that also has a vision tower
-    ("model.language_model." in place of "model."), as transformers 5 writes it. It is the inverse of text_tensor_name.
-    """
+    ("model.language_model." in place of "model."), as transformers 5 writes it; a name without "model.", such as
+    lm_head.weight, is returned unchanged. It is the inverse of text_tensor_name."""
     return name if not name.startswith("model.") else _LANGUAGE + name.removeprefix("model.")
 
 
 def family(model_type: str | None) -> Family:
-    """Looks up the Family of a text model's model_type, which reads and writes its config.json and names its tensors.
+    """Looks up the Family of a text model's model_type, such as "llama": the declaration that reads and writes its
+    config.json and names its tensors.
 
     Raises:
       ValueError: an unknown model_type, or None; the message has the known ones.
@@ -179,7 +181,8 @@ def weights_stored_in(hf: dict) -> str | None:
     """The name of the format, such as "nf4", in which a checkpoint stores its linears, by its parsed config.json
     (`hf`).
 
-    None: weights of 16 bits or more, or gpt-oss's MXFP4, which is decoded on loading.
+    It reads the key quantization_config. None: weights of 16 bits or more, or a format that is decoded on loading, such
+    as gpt-oss's MXFP4.
 
     Raises:
       ValueError: a quantisation that cannot be read.
@@ -205,7 +208,8 @@ def weights_stored_in(hf: dict) -> str | None:
 
 def config_from_hf(hf: dict) -> DecoderConfig:
     """Converts a parsed config.json (`hf`) to the DecoderConfig by which a model is built; for a model with a vision
-    tower, to that of its text part.
+    tower, to that of its text part. The head follows from `architectures`: a ...ForSequenceClassification with one
+    label is a reward model.
 
     Raises:
       ValueError: a feature that is not supported or a value that cannot be right, with its key and value.

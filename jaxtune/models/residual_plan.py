@@ -1,6 +1,6 @@
 """Plans that say for every residual (a value of the forward that the backward reads) where it is until then: kept in
 device memory, kept there in FP8, copied to the host and back, or dropped and recomputed. LayerPlan has this for one
-layer, ResidualPlan for all."""
+layer, ResidualPlan for all. The planner or a config makes plans, and the stack (stack.py) runs a model by one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class LayerPlan(Mapping[str, Placement]):
     again) or "fp8" (kept, rounded to e4m3).
 
     Residuals that are not named have the placement `rest`. If that is recompute, residuals that cannot be recomputed
-    are kept; if it is fp8, residuals that may not be rounded are kept. As a mapping it contains only the residuals
-    whose placement differs from `rest`; `of` gives the placement of any residual. It is immutable and hashable, because
-    programs are compiled for it.
+    are kept; if it is fp8, residuals that may not be rounded are kept. As a mapping {name: placement} it contains only
+    the residuals whose placement differs from `rest`; `of` gives the placement of any residual. It is immutable and
+    hashable, because programs are compiled for it.
 
     Raises:
-      ValueError: a placement that does not exist.
+      ValueError: a placement that does not exist. Names are not checked: run_stack refuses those that no layer has.
     """
 
     __slots__ = ("_named", "rest")
@@ -82,14 +82,14 @@ class LayerPlan(Mapping[str, Placement]):
 
     def named(self, placement: Placement, residuals: Iterable[Residual]) -> tuple[str, ...]:
         """The names of those residuals to which the plan gives this placement, in the order of `residuals`. residuals:
-        all of the layer."""
+        all of the layer. Raises ValueError as `of` does."""
         return tuple(residual.name for residual in residuals if self.of(residual) == placement)
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:
-        """The shortest plan that gives these residuals the same placements. So plans with equal placements become equal
-        values, for which a program is compiled only once.
+        """The plan with the fewest named residuals that gives these residuals the same placements. So plans with equal
+        placements become equal values, for which a program is compiled only once.
 
-        residuals: all residuals of the layer."""
+        residuals: all residuals of the layer. Raises ValueError as `of` does."""
         forms = []
         for word in (KEEP, IN_FP8, RECOMPUTE):
             other: dict[str, Placement] = {r.name: self.of(r) for r in residuals if self.of(r) != word.of(r)}
@@ -127,8 +127,8 @@ class ResidualPlan:
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
-        """The plan in which each of num_layers layers has the plan `layer`. tile_tokens: tokens of each row in a tile
-        of tokenwise segments; None: there are no tiles."""
+        """The plan in which each of num_layers layers has the plan `layer`. tile_tokens: the field of that name, tokens
+        of each row in a tile; None: there are no tiles."""
         return cls((layer,) * num_layers, tile_tokens)
 
 
@@ -143,8 +143,8 @@ def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
 
 
 def unknown_residual(name: str, known: Iterable[str]) -> str:
-    """Writes the error message for `name`, a residual that a plan names and no layer has. It mentions the most similar
-    of the `known` names, and all of them."""
+    """Returns the text of the error for `name`, a residual that a plan names and no layer has; the caller raises it. It
+    mentions the most similar of the `known` names, and all of them."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
     hint = f" (nearest: {near[0]})" if near else ""

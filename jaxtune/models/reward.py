@@ -1,5 +1,5 @@
 """Replaces the head of a causal language model by another, for example by one that gives a text a score, which makes it
-a reward model."""
+a reward model. Training whose objective needs another head, and the loading of such adapters, build on `with_head`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from jaxtune.models.lora import copy_structure, has_adapter
 
 def reward_model(model: Decoder, seed: int = 0) -> Decoder:
     """Makes a reward model of a causal language model: the same model with a head that scores texts, `score` [1,
-    hidden], which is Hugging Face's ForSequenceClassification with one label. `Decoder.logits` then gives the scores.
+    hidden], which is Hugging Face's ForSequenceClassification with one label. `Decoder.logits` then gives the scores,
+    which mean nothing until the head is trained.
 
     Args:
       model: without adapters; a reward model is returned unchanged.
@@ -32,12 +33,13 @@ def reward_model(model: Decoder, seed: int = 0) -> Decoder:
 
 def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     """Makes a copy of the model with a new head in place of its own; a model that has that head already is returned
-    unchanged.
+    unchanged. The copy's config, and the config.json that it is saved with, name the new head.
 
     Args:
       model: without adapters; get_peft_model then adds them, and the head is trained with them.
       head: the declaration of the new head, whose weight is [outputs, hidden]; not that of a language model.
-      seed: draws the weight from a normal distribution with the config's initializer_range, as transformers does.
+      seed: draws the weight from a normal distribution with the config's initializer_range as standard deviation, as
+        transformers does, in the dtype of the model's weights.
     Returns:
       a new model that shares every other array with `model`. It is saved as a text model, without passthrough tensors.
     Raises:

@@ -1,5 +1,6 @@
 """Rotary position embedding: tables of cos and sin, which are computed once for a batch, and the rotation of queries
-and keys by them, which is computed in fp32.
+and keys by them, which is computed in fp32. `rotary_tables` makes the tables of all of a decoder's rotary bases
+(RopeConfig); attention calls `rotate`.
 
 Number i of the first half of a head and number i of the second half are rotated as a pair (GPT-NeoX order, as in most
 Hugging Face checkpoints), or neighbouring numbers if a family interleaves them."""
@@ -36,12 +37,13 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
 
     Args:
       rope: the configuration of the rotary embedding: its kind, theta and scaling factors.
-      head_dim: the size of a head.
+      head_dim: the size of a head; rotary_dim, the dimensions that are rotated, is partial_rotary_factor of it (all of
+        it for "proportional").
       max_positions: the model's max_position_embeddings, which is the original context if `rope` names none.
     Returns:
       RotaryFrequencies (short, long, scale). `short` has the angle of each pair, float32[rotary_dim / 2]. `long` has
-        the angles for documents that are longer than the original context; it is None for every kind but longrope.
-        cos and sin are to be multiplied by `scale`, which is 1 for most kinds.
+        the angles for documents that are longer than the original context; it is None for every kind but longrope. cos
+        and sin are to be multiplied by `scale`, which is 1 for most kinds.
     Raises:
       ValueError: the kind is unknown.
     """
@@ -92,8 +94,8 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
 def rotary_table(
     rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, lengths: jax.Array | None = None
 ):
-    """Computes the table by which queries and keys are rotated: (cos, sin), each float32[B, T, rotary_dim / 2]. With
-    llama_4_scaling_beta a third array follows, the factor on queries by position, float32[B, T, 1].
+    """Computes the table by which queries and keys of a batch are rotated: (cos, sin), each float32[B, T, rotary_dim /
+    2]. With llama_4_scaling_beta a third array follows, the factor on queries by position, float32[B, T, 1].
 
     Args:
       rope: the rotary base: its kind, theta and scaling factors.
@@ -102,7 +104,8 @@ def rotary_table(
       positions: int32[B, T], each token's position in its document.
       lengths: int32 that broadcasts to [B, T], the length of each token's document. longrope uses its long factors for
         documents past the original context, whatever they are packed with. (transformers decides for a whole batch,
-        which is the same for a batch of one document.) None: each row is one document.
+        which is the same for a batch of one document.) None: each row is one document, whose length is its largest
+        position + 1.
     """
     short, long, scale = rotary_frequencies(rope, head_dim, max_positions)
     frequencies = jnp.asarray(short, jnp.float32)
@@ -120,12 +123,12 @@ def rotary_table(
 
 
 def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
-    """Rotates queries or keys x [B, T, heads, D] by their positions, in x's dtype. Dimensions of a head beyond the
-    table's rotary_dim stay unchanged.
+    """Rotates queries or keys x [B, T, heads, D] by their positions, computed in float32 and returned in x's dtype.
+    Dimensions of a head beyond the table's rotary_dim stay unchanged.
 
     Args:
       x: queries or keys.
-      table: (cos, sin) from rotary_table; None: x is returned unchanged.
+      table: from rotary_table, of which cos and sin are read; None: x is returned unchanged.
       interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2.
     """
     return x if table is None else _rotated(interleaved, x, *table[:2])
@@ -134,7 +137,7 @@ def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
 def scaled_by_position(query: jax.Array, table) -> jax.Array:
     """Multiplies the query [B, T, heads, D] by the third array of its rotary table, the factor on queries by position
     (llama_4_scaling_beta), which is first cast to the query's dtype as in transformers. The query is returned unchanged
-    if the table is None or has no third array."""
+    if the table is None or has no third array. table: from rotary_table."""
     if table is None or len(table) < 3:
         return query
     return query * table[2][:, :, None, :].astype(query.dtype)
@@ -142,8 +145,9 @@ def scaled_by_position(query: jax.Array, table) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(interleaved, x, cos, sin):
-    """x [B, T, heads, D] rotated by cos and sin [B, T, rotary_dim / 2], with a derivative of its own (_rotated_bwd says
-    why).
+    """Rotates x [B, T, heads, D] by cos and sin, float32[B, T, rotary_dim / 2]: computed in float32, returned in x's
+    dtype, with dimensions beyond rotary_dim unchanged. It has a derivative of its own (_rotated_bwd says why); cos and
+    sin get no gradient.
 
     interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2."""
     half = cos.shape[-1]
@@ -180,8 +184,8 @@ _rotated.defvjp(_rotated_fwd, _rotated_bwd)
 
 
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
-    """Computes the rotary tables of a batch: a tuple with one table (rotary_table) for each of the decoder's rotary
-    bases. LayerSpec.rotary is the index of a layer's table in it.
+    """Computes the rotary tables of a batch, once for all layers: a tuple with one table (rotary_table) for each of the
+    decoder's rotary bases. LayerSpec.rotary is the index of a layer's table in it.
 
     config: of the decoder. positions: int32[B, T], each token's position in its document. lengths: int32 that
     broadcasts to [B, T], the length of each token's document; None: each row is one document."""

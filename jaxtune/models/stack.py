@@ -93,8 +93,8 @@ def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[
     """The durations of the segments, by which the schedules distribute copies and collectives, each as the number of
     multiplications that large products do in that time.
 
-    segments: of the block. x: [B, T, hidden], the layer's input; only its shape is read. backward: True: the durations
-    of their derivatives; False: of their forwards."""
+    segments: of the block. x: [B, T, hidden], the layer's input; only its rows and length are read. backward: True: the
+    durations of their derivatives; False: of their forwards."""
     rows, length = x.shape[:2]
     return [multiplications(segment, block, rows * length, length, backward) for segment in segments]
 
@@ -145,11 +145,13 @@ def layer_forward(
     Args:
       graph, trainable, frozen: the layer's Block, as nnx.merge takes it.
       spec: the layer's LayerSpec.
-      wanted: names of the residuals, and of the auxiliary values, that are returned.
+      wanted: names of the residuals, and of the auxiliary values, that are returned; names that the layer does not have
+        are ignored.
       layer_input: [B, T, hidden].
       layout, key: the batch's document boundaries and rotary tables, and the layer's dropout key or None.
-      to_host: Pieces of the previous layer's residuals, which are copied to the host meanwhile.
-      gathers: Shards of weights that the next layer needs whole.
+      to_host: Pieces (arrays cut into slices) of the previous layer's residuals, which are copied to the host
+        meanwhile.
+      gathers: Shards (this device's parts) of weights that the next layer needs whole.
       tile: tokens of each row that tokenwise segments process at a time; None: whole rows.
       in_fp8: those of the wanted names that are rounded to e4m3.
       taken: {name: value} of what the layer takes from outside (Block.takes); None: nothing.
@@ -200,9 +202,9 @@ def layer_backward(
       graph, spec, trainable, frozen, layout, key, tile: the arguments that the layer's forward had (layer_forward).
       doutput, dothers: layer_output's gradient; {name: gradient} of auxiliary values and of what later layers took.
       to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer below.
-      scatters: (Shard, gradient of the whole tensor) of tensors of the layer above.
+      scatters: (Shard, gradient of the whole tensor) of the layer above's tensors, which are summed over devices.
     Returns:
-      (gradients of trainable tensors; of layer_input; of values taken; copies; whole `gathers`; parts of `scatters`)
+      (gradients of trainable tensors or None; of layer_input; of values taken; copies; whole `gathers`; parts of sums)
     """
     values, block = dict(saved), nnx.merge(graph, trainable, frozen)
     segments = block.segments(tile, aux=tuple(dothers or {}))
@@ -263,7 +265,7 @@ def layer_backward(
 
 def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
     """Builds the Block of a layer: nnx.merge(graph, trainable, frozen). Its argument `trainable` is last, so that
-    functools.partial can bind the others for differentiation by it."""
+    functools.partial can bind the others for differentiation by it. frozen: the other tensors."""
     return nnx.merge(graph, trainable, frozen)
 
 
@@ -273,8 +275,8 @@ def _layer_key(keys, index):
 
 
 def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums auxiliary values over the layers: {name: sum} for every name that any layer has. values: for each layer
-    {name: auxiliary value}."""
+    """Sums auxiliary values, from which losses such as load balancing are computed, over the layers: {name: sum} for
+    every name that any layer has. values: for each layer {name: auxiliary value}."""
     total: dict[str, Any] = {}
     for name in dict.fromkeys(name for one in values for name in one):
         total[name] = functools.reduce(operator.add, [one[name] for one in values if name in one])
@@ -293,7 +295,7 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
       trainables, frozens: for each layer its trained tensors, and its other tensors.
       keys: for each layer its dropout key; None: no dropout.
       sums: for each layer the sums to which its gradients are added (run_stack's gradient_sums); None: there are none.
-      given: for each layer {name: value} of what the decoder gives it.
+      given: for each layer {name: value} of what the decoder gives it, {} for most models.
     """
     aux, shared = [], {}
     gathered = first_gathered(trainables, frozens)
@@ -312,7 +314,7 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
     """The forward rule of `_stack`, with its arguments (static, trainables, frozens, x, layout, keys, sums, given):
     (its results, the residuals for `_stack_bwd`). It keeps the layers' residuals by plan, and copies the offloaded ones
-    of a layer to the host while the next layer runs."""
+    of a layer to the host while the next layer runs; the last layer's stay on the device."""
     kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
@@ -436,6 +438,7 @@ def run_stack(
     given: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """Runs all layers of a decoder on x [B, T, hidden], with residuals placed by `plan` when it is differentiated.
+    Decoder.run calls it.
 
     It is differentiable with respect to x, `given` and the layers' `nnx.Param`s, but not to `Frozen` tensors.
 

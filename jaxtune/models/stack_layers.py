@@ -67,8 +67,8 @@ class StackProgram:
 
 
 def require_given(layers: Sequence[StackLayer]) -> None:
-    """Raises ValueError if a layer takes a value that no earlier layer gives. layers: the descriptions of all layers,
-    in order."""
+    """Raises ValueError if a layer takes a value that no earlier layer gives. run_stack checks it before anything runs.
+    layers: the descriptions of all layers, in order."""
     there: set[str] = set()
     for index, layer in enumerate(layers):
         if missing := set(layer.shared) - there:
@@ -90,6 +90,8 @@ def described(
       tile: tokens of each row in a tile of tokenwise segments, such as those of an MLP (ResidualPlan.tile_tokens);
         ignored, so that these run whole, unless the plan recomputes every value inside them. None: they run whole.
       given: names of what the decoder gives it; the others that it takes come from earlier layers.
+    Raises:
+      ValueError: the plan names a residual for a placement that it cannot have (LayerPlan.of).
     """
     residuals, gives = block.residuals(), block.gives
     inside = tiled_residuals(block.segments())

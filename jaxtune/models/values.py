@@ -1,8 +1,8 @@
-"""Checks of values that come from files or callers. Errors name the key, the value and what the value must be.
+"""Checks of values that come from files or callers, such as config.json, adapter files and arguments. Errors name the
+key, the value and what the value must be.
 
 Every check takes `key`, by which errors name the value (a config key, often after a file's name), and the value. It
-returns None, or raises ValueError.
-"""
+returns None, or raises ValueError."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def text(key: str, value: Any) -> None:
 
 def mapping(key: str, value: Any) -> None:
     """Raises ValueError unless the value is a mapping (an object in JSON). key: the name by which the error mentions
-    it."""
+    it; keys and values are not checked."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{key} = {_shown(value)}: must be an object with keys of its own")
 
@@ -90,8 +90,9 @@ def texts(key: str, value: Any) -> None:
 
 
 def token_ids(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a token id (an integer of at least 0), or a list or tuple of token ids.
-    key: the name by which the error mentions the value."""
+    """Raises ValueError unless the value is a token id (an integer of at least 0), or a list or tuple of token ids,
+    which may be nested; an upper bound, the vocabulary, is not checked. key: the name by which the error mentions the
+    value."""
     if isinstance(value, list | tuple):
         items(key, value, token_ids)
     else:
@@ -99,6 +100,7 @@ def token_ids(key: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """The value as an error message shows it: its repr, cut to 80 characters."""
+    """The value as an error message shows it: its repr, of which, if it is longer than 80 characters, only the first 77
+    are shown, followed by three dots."""
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -35,7 +35,8 @@ class AttentionShape:
     """The settings of an attention that differ from the decoder's, given as Part.config; a field that is None takes the
     decoder's setting (DecoderConfig's field of the same name). So layers of one model can have different attentions.
 
-    Sliding window and rotary base are not set here: the LayerSpec has them. `make` builds the module."""
+    Sliding window and rotary base are not set here: the LayerSpec has them. `make` builds the module. A family's layers
+    have such settings where attentions of one model differ."""
 
     num_heads: int | None = None  # number of query heads
     num_kv_heads: int | None = None  # number of key and value heads
@@ -93,6 +94,8 @@ class Attention(nnx.Module):
       dtype: of the weights.
       gives_keys, takes_keys: the name under which it gives its keys and values to later layers, and the name under
         which it takes an earlier layer's in place of its own; None: it does not. It cannot do both.
+    Raises:
+      ValueError: takes_keys with gives_keys, or with a fused qkv_proj.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class Attention(nnx.Module):
     @property
     def in_matrices(self) -> tuple[str, ...]:
         """Names of the linears that read the layer's input: the projections of queries, keys and values that this
-        attention has, or its fused qkv_proj."""
+        attention has, or its fused qkv_proj; in this order, in which adapters' keys are drawn."""
         if self.config.fused_qkv:
             return ("qkv_proj",)
         if self.takes:
@@ -170,7 +173,9 @@ class Attention(nnx.Module):
 
     def segments(self) -> tuple[Segment, ...]:
         """Its three segments in the order in which they run: `project` (query, key, value), `attend` (attention) and
-        `mix` (output projection). They tell the stack how to run the attention and the planner what it costs."""
+        `mix` (output projection). They tell the stack how to run the attention and the planner what it costs. An
+        attention that takes an earlier layer's keys and values makes the query alone in `project`, and reads those in
+        `attend`."""
         width = self.config.query_size
         gates = (Residual("output_gate"),) if self.config.attention_gate else ()
         given = bool(self.gives)
@@ -221,7 +226,7 @@ class Attention(nnx.Module):
 
     def options(self, window: int | None) -> dict[str, Any]:
         """The keyword arguments of the attention functions (scale, window, soft_cap, sinks), which are the same for
-        training and generation.
+        training and generation; sinks and soft_cap are None if the config has none.
 
         window: the layer's sliding window in tokens (LayerSpec.window); None: full attention."""
         sinks = None if self.sinks is None else self.sinks[...]
@@ -229,8 +234,9 @@ class Attention(nnx.Module):
         return dict(scale=config.attention_scale, window=window, soft_cap=config.attention_soft_cap, sinks=sinks)
 
     def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
-        """Computes queries, keys and values that are ready for attention, normed and rotated: (query [B, T, heads, D],
-        key and value [B, T, kv_heads, D]); with attention_gate, the gates [B, T, heads, D] follow.
+        """Computes queries, keys and values of an attention that has its own, ready for the kernels, normed and
+        rotated: (query [B, T, heads, D], key and value [B, T, kv_heads, D]); with attention_gate, the gates [B, T,
+        heads, D] follow.
 
         Args:
           x: [B, T, hidden], the layer's normed input.
@@ -280,8 +286,8 @@ class Attention(nnx.Module):
         return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.config.norm_eps)).astype(x.dtype)
 
     def _normed(self, norm: str, x: jax.Array) -> jax.Array:
-        """x [B, T, heads, D] after the norm of queries or keys; unchanged if there is none. norm: the attribute,
-        "q_norm" or "k_norm". The norm is over each head, or over all heads as one vector (qk_norm)."""
+        """Applies the norm of queries or keys to x [B, T, heads, D]; returns x unchanged if there is none. norm: the
+        attribute, "q_norm" or "k_norm". The norm is over each head, or over all heads as one vector (qk_norm)."""
         if self.config.qk_norm is None:
             return x
         shape = x.shape if self.config.qk_norm == "head" else (*x.shape[:2], -1)
@@ -308,7 +314,7 @@ class Attention(nnx.Module):
 
     def attended(self, context: Context, query: jax.Array, key: jax.Array, *value: jax.Array) -> tuple[jax.Array, ...]:
         """(query, key, value) in the form in which the attention kernels read them, normed and rotated. Queries, keys
-        and values that are already so are returned unchanged.
+        and values that are already so are returned unchanged. Forward and backward of the segment `attend` call it.
 
         Args:
           context: has the rotary tables.
@@ -325,7 +331,8 @@ class Attention(nnx.Module):
 
     def _attend(self, context: Context, *residuals: jax.Array):
         """The function `run` of the segment `attend`: (output [B, T, heads, D], the log-sum-exp of each query's scores,
-        which the backward reads). context: has the document boundaries and the window.
+        which the backward reads). Tokens attend within their document, to themselves and earlier ones. context: has the
+        document boundaries and the window.
 
         residuals: query, key and, unless values are keys, value. The segment `project` makes them, except a key and
         value that an earlier layer gives."""
@@ -340,8 +347,8 @@ class Attention(nnx.Module):
     # ---- generation
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
-        """The caches (keys, values) for generation, each [B, kv_heads, capacity, D], filled with the prompts; () where
-        keys and values are another layer's.
+        """The caches (keys, values) for generation, each [B, kv_heads, capacity, D], filled with the prompts, normed
+        and rotated; () where keys and values are another layer's.
 
         Args:
           values: {name: value} of the residuals that state_reads names, computed from the prompts.
@@ -359,11 +366,12 @@ class Attention(nnx.Module):
         return cache_of(key, lengths, capacity), cache_of(value, lengths, capacity)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
-        """Runs the next N tokens of each row in generation: (output [B, N, hidden], the state after them).
+        """Runs the next N tokens of each row in generation: (output [B, N, hidden], the state after them, with their
+        keys and values).
 
         Args:
           x: [B, N, hidden], the layer's normed input.
-          state: (keys, values), from `first_state` or the previous step.
+          state: (keys, values), from `first_state` or the previous step; () where keys and values are another layer's.
           at: int32[B], the position of the first of the N tokens, which is also the number of tokens in the state;
             negative for a row that does not decode.
           context: its layout has the rotary tables of these positions; where keys and values are another layer's, its

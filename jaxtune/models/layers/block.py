@@ -129,7 +129,7 @@ class Block(nnx.Module):
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
         """{name: its shape for one token} of the values that the layer's parts read from outside the layer: keys and
-        values of an earlier layer, or what the decoder computes for each layer."""
+        values of an earlier layer, or what the decoder computes for each layer; {} for most."""
         taken: dict[str, tuple[int, ...]] = {}
         for module in self.parts.values():
             taken |= getattr(module, "takes", {})
@@ -201,8 +201,8 @@ class Block(nnx.Module):
         return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
     def part_segments(self, part: str) -> tuple[Segment, ...]:
-        """The segments of the part named `part` as segments of the block: they include the norms around the part and
-        the addition to the residual stream, and their `run` takes the block as its module."""
+        """The segments of the part named `part`, auxiliary ones too, as segments of the block: they include the norms
+        around the part and the addition to the residual stream, and their `run` takes the block as its module."""
         (segments, names), (places, norms) = self._own_segments()[part], _layout(self.stages)
         place = places[part]
         made = tuple(new for s in segments for new in _in_block(s, part, place, names))
@@ -247,8 +247,9 @@ class Block(nnx.Module):
 
     @property
     def order(self) -> BackwardOrder:
-        """The order in which the stack computes the layer's backward, combined from the orders that its feed-forwards
-        declare: a condition that any of them needs holds for the whole layer. Residuals have the block's names."""
+        """The order in which the stack computes the layer's backward, combined from those that its feed-forwards
+        declare: derivatives_at_once if any has it, weights_first only if all have it, and all their `shared` and
+        `free`, by the block's names."""
         orders, shared, free = [], [], []
         for part, module in self.parts.items():
             if part not in self.mixers:

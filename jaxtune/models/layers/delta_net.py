@@ -192,8 +192,9 @@ class DeltaNet(nnx.Module):
         )
 
     def _project(self, context: Context, x: jax.Array):
-        """The function `run` of the segment `project`: (queries, keys and values; gates; rates) from the layer's normed
-        input x [B, T, hidden], with the shapes that the method `project` states. context: has the dropout key."""
+        """The function `run` of the segment `project`, from the layer's normed input x [B, T, hidden]: (queries, keys
+        and values [B, T, 2 key_size + value_size]; gates [B, T, heads, value_dim]; rates [B, T, 2 heads]). context: has
+        the dropout key."""
         return self.project(x, context.key)
 
     def project(self, x: jax.Array, key: jax.Array | None = None):
@@ -231,7 +232,7 @@ class DeltaNet(nnx.Module):
         gated_delta_rule takes them, with the shapes that `_split` states. The convolution is applied to qkv here.
 
         qkv, rates: from `project`, for all tokens of each row. layout: the document boundaries of the batch, which the
-        convolution does not cross."""
+        convolution does not cross. Training and `first_state` call it."""
         return self._split(short_convolution(qkv, self._taps(), layout), rates)
 
     def _taps(self) -> jax.Array:
@@ -267,10 +268,10 @@ class DeltaNet(nnx.Module):
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
         """The state for generation after prompts: (inputs of the convolution, the recurrence's state).
 
-        The first is [B, taps - 1, 2 key_size + value_size], the qkv of each prompt's last tokens; the second is
-        float32[B, heads, key_dim, value_dim]. The state does not grow, so `new_tokens` is not used, and neither is
-        `context`; every mixer is called with them. values: {name: value} of the residuals qkv and rates of the prompts.
-        lengths: int32[B], tokens of each prompt."""
+        The first is [B, taps - 1, 2 key_size + value_size], the qkv of each prompt's last tokens, with zeros where the
+        prompt is shorter; the second is float32[B, heads, key_dim, value_dim]. The state does not grow, so `new_tokens`
+        is not used, and neither is `context`; every mixer is called with them. values: {name: value} of the residuals
+        qkv and rates of the prompts. lengths: int32[B], tokens of each prompt."""
         qkv, rates = values["qkv"], values["rates"]
         rows, length = rates.shape[:2]
         _, key, value, decay, beta = self.tokens(qkv, rates, packed_layout((rows, length)))

@@ -57,7 +57,7 @@ class ExpertLora(nnx.Module):
 
     @property
     def rank(self) -> int:
-        """The rank r of the adapters."""
+        """The rank r of the adapters, read from the shape of a."""
         return self.a.shape[1]
 
     @property
@@ -89,8 +89,8 @@ class ExpertLinear(nnx.Module):
     Attributes:
       compute: the dtype's name in which the experts multiply, where a precision map names one (models/precision.py):
         what they multiply is cast to it, and the output back; None: in that dtype itself.
-      fp8: whether a weight that is stored in FP8 is multiplied as it is, without decoding; False until the loader sets
-        it.
+      fp8: whether a weight that is stored in FP8 is multiplied as it is, without decoding; False until compute_in_fp8
+        sets it.
       fake_quant: for quantisation-aware training: the grid to which the weights, with their adapters merged in, are
         rounded before they multiply; None: they are not rounded.
       lora: the adapters (ExpertLora), or None.
@@ -133,7 +133,8 @@ class ExpertLinear(nnx.Module):
     def rounded_weight(self, x: jax.Array) -> jax.Array:
         """For quantisation-aware training: the weights in the shape of the stored ones, rounded to the grid of
         `fake_quant`, with the adapters merged in first if there are any. A frozen weight is rounded one expert at a
-        time, so that one merged matrix is in float32.
+        time, so that one merged matrix is in float32, and the result has the grid's dtype; a trained one keeps its
+        dtype.
 
         x: the activations that they multiply. As in Linear, the rounding is tied to them, so that forward and backward
         each round; the gradient passes the rounding unchanged to trained weights, and frozen ones get none."""
@@ -179,7 +180,8 @@ class ExpertLinear(nnx.Module):
 
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
         """Multiplies each token of x [T, in] by the matrices of its experts: [rows, out], one row for each pair of
-        token and expert, sorted by expert.
+        token and expert, sorted by expert, in x's dtype, adapters and biases included. Empty rows pad each expert's to
+        whole tiles.
 
         If a quantised weight must be decoded, the decoded weight is kept for the derivative, which is expected to be
         computed right after (`derivative_follows` of grouped_matmul). routing: which token and expert each row belongs
@@ -205,7 +207,7 @@ class ExpertLinear(nnx.Module):
         self, rows: jax.Array, lora: GroupedLora | None, routing: Routing, choice: jax.Array, weights: jax.Array
     ) -> jax.Array:
         """Multiplies rows [rows, in], one for each pair of token and expert and sorted by expert, by the experts'
-        matrices, and sums the results of each token: [T, out].
+        matrices, and sums the results of each token: [T, out] in the rows' dtype, adapters and biases included.
 
         Args:
           rows: they have been multiplied by the router's weights already.

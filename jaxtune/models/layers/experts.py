@@ -66,8 +66,8 @@ class Experts(nnx.Module):
 
 @jax.custom_vjp
 def _gradients_at_once(values):
-    """Returns `values`, any pytree, unchanged. In the backward, whatever reads the gradient of one of its arrays waits
-    until the gradients of all have been computed.
+    """Returns `values`, any pytree of arrays, unchanged. In the backward, whatever reads the gradient of one of its
+    arrays waits until the gradients of all have been computed.
 
     The large operands from which the other gradients are computed can be freed by then, which lowers the peak memory.
     """
@@ -95,12 +95,13 @@ class MoE(nnx.Module):
     """A mixture of experts: a router, the experts, and a shared expert, which every token passes, if the config has
     one.
 
-    In its methods x is [B, T, hidden], and choice is int32[B * T, k], the numbers of each token's k experts, as from
-    `choose`. Norm and router run in each segment that reads them, because they are cheap; `choice` is computed only
-    once, because it must be the same everywhere. A scaled router, which may have an adapter with dropout, is a segment
-    of its own. Then x stands for its logits [B, T, E] in the methods that read x for the router's sake. `segments`
-    divides the computation into the steps that the stack runs forward and backward, `order` has settings of that
-    backward (BackwardOrder), and `forward_bytes` and `backward_bytes` are the planner's estimates of its memory.
+    In its methods x is [B, T, hidden], E is the number of experts, and choice is int32[B * T, k], the numbers of each
+    token's k experts (E for none), as from `choose`. Norm and router run in each segment that reads them, because they
+    are cheap; `choice` is computed only once, because it must be the same everywhere. A scaled router, which may have
+    an adapter with dropout, is a segment of its own. Then x stands for its logits [B, T, E] in the methods that read x
+    for the router's sake. `segments` divides the computation into the steps that the stack runs forward and backward,
+    `order` has settings of that backward (BackwardOrder), and `forward_bytes` and `backward_bytes` are the planner's
+    estimates of its memory.
 
     Args:
       config: of the decoder, whose `moe` describes the experts.
@@ -127,38 +128,38 @@ class MoE(nnx.Module):
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, std=std, key=keys[1], dtype=dtype)
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        """The router's logits [B * T, E]. x: the router's input [B, T, hidden], which it multiplies; or, with a scaled
-        router, which is a segment of its own, the logits [B, T, E] that it has computed."""
+        """The router's logits [B * T, E] over the E experts. x: the router's input [B, T, hidden], which it multiplies;
+        or, with a scaled router, which is a segment of its own, the logits [B, T, E] that it has computed."""
         x = x.reshape(-1, x.shape[-1])
         return self.router(x) if isinstance(self.router, Router) else x
 
     @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Chooses each token's k experts, those with the largest logits of the router, the largest first: their numbers
-        int32[B * T, k].
+        """Chooses each token's k of E experts, those with the largest logits of the router, the largest first: their
+        numbers int32[B * T, k], without a gradient.
 
         x: [B, T, hidden], the input of this feed-forward, after the block's norm; the router computes the logits from
         it. If the router is a ScaledRouter, whose logits are computed in a segment of their own, x is these logits, [B,
         T, E]. real: bool[B, T], False for padding, whose k choices are all E, which is no expert, so that it is routed
-        nowhere; None: all tokens are real.
-        """
+        nowhere; None: all tokens are real."""
         return choose_experts(self._logits(x), self.moe.experts_per_token, None if real is None else real.reshape(-1))
 
     @jax.named_scope("router")
     def router_sums(self, x: jax.Array, choice: jax.Array) -> RouterSums:
         """The sums over tokens from which the router's losses (load balancing and z-loss) are computed; padding is left
-        out.
+        out. They are a RouterSums, which can be added over layers and devices.
 
         x: [B, T, hidden], the part's input (a scaled router's logits [B, T, E]). choice: int32[B * T, k], each token's
-        experts."""
+        experts; E for padding."""
         return router_sums(self._logits(x), choice)
 
     @jax.named_scope("experts")
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
         """Multiplies each token of x [B, T, hidden] by the gate and up matrices of its experts: [rows, 2 *
-        expert_size], one row for each pair of token and expert, sorted by expert.
+        expert_size], one row for each pair of token and expert, sorted by expert; empty rows pad each expert's to whole
+        tiles.
 
-        choice: int32[B * T, k], each token's experts."""
+        choice: int32[B * T, k], each token's experts; the number of experts stands for none, and gets no row."""
         routing = route(choice, self.moe.num_experts)
         return self.experts.gate_up_proj.of_tokens(x.reshape(-1, x.shape[-1]), routing)
 
@@ -199,10 +200,11 @@ class MoE(nnx.Module):
         return (up + 1) * gate * jax.nn.sigmoid(self.moe.swiglu_alpha * gate)
 
     def segments(self) -> tuple[Segment, ...]:
-        """Its segments: `score` (a scaled router's logits), `route` (computes `choice`), `balance` (the sums for the
-        router's losses), `expand` (gate and up), `expand_shared` (gate and up of a shared expert) and `contract`
-        (activation and down projection). `score` and `expand_shared` are left out where the model has no such router or
-        expert."""
+        """Its segments, in the order in which they run: `score` (a scaled router's logits), `route` (computes
+        `choice`), `balance` (the sums for the router's losses), `expand` (gate and up), `expand_shared` (gate and up of
+        a shared expert) and `contract` (activation and down projection). `score` and `expand_shared` are left out where
+        the model has no such router or expert. They tell the stack how to run the experts and the planner what they
+        cost."""
         active, hidden = self.moe.experts_per_token, self.config.hidden_size
         choice = Residual("choice", recomputable=False, small=True)
 

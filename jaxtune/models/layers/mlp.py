@@ -18,7 +18,8 @@ from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
 
 @dataclasses.dataclass(frozen=True)
 class MLPShape:
-    """The settings of an MLP whose width differs from the decoder's, given as Part.config; `make` builds the module."""
+    """The settings of an MLP whose width differs from the decoder's, given as Part.config; `make` builds the module.
+    Families use it where the layers of a model have MLPs of several widths."""
 
     intermediate_size: int  # how many numbers gate and up have for each token
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
@@ -80,7 +81,8 @@ class MLP(nnx.Module):
 
     def segments(self) -> tuple[Segment, ...]:
         """Its two segments in the order in which they run: `expand` (gate and up) and `contract` (activation and down
-        projection). They tell the stack how to run the MLP and the planner what it costs."""
+        projection); both are tokenwise, so that they can run over tiles. They tell the stack how to run the MLP and the
+        planner what it costs."""
         in_fp8 = self.down_proj.fp8  # then the product reads gate and up through e4m3, and their gradients too
         return (
             Segment(
@@ -156,7 +158,7 @@ class MLP(nnx.Module):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _down(activation: str, graph, trainable, frozen, gate, up, key):
     """activation(gate) * up, multiplied by the linear (down_proj) that nnx.merge builds from graph, trainable and
-    frozen.
+    frozen: [B, T, hidden].
 
     Its backward never has more than three arrays of gate's size: gate, up and one gradient, which are overwritten in
     place.

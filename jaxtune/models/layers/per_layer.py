@@ -63,7 +63,7 @@ class PerLayerGate(nnx.Module):
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
         """{name: shape for one token} of the value that the part reads from outside the layer: the layer's embedding of
-        the token, which the decoder gives."""
+        the token, which the decoder gives; the block passes it in."""
         return {PER_LAYER: (self.size,)}
 
     def segments(self) -> tuple[Segment, ...]:

@@ -45,11 +45,11 @@ class Router(nnx.Module):
 
     def weights(self, logits: jax.Array, choice: jax.Array) -> jax.Array:
         """The factors by which the outputs of each token's experts are multiplied before they are summed: float32[T,
-        k]; 0 where the token has no expert.
+        k]; 0 where the token has no expert. They are the softmax over the chosen logits if the config renormalises,
+        else the softmax over all E; gradients pass to the logits.
 
         logits: float32[T, E], the router's. choice: int32[T, k], the numbers of each token's experts; E where it has
-        none.
-        """
+        none."""
         return expert_weights(logits, choice, renormalize=self.renormalize)
 
 
@@ -87,7 +87,8 @@ class ScaledRouter(nnx.Module):
 
     def weights(self, logits: jax.Array, choice: jax.Array) -> jax.Array:
         """The factors by which the outputs of each token's experts are multiplied before they are summed: float32[T,
-        k]; 0 where the token has no expert.
+        k]; 0 where the token has no expert. They are the softmax over the chosen logits times the experts'
+        per_expert_scale.
 
         logits: [T, E], the router's. choice: int32[T, k], the numbers of each token's experts; E where it has none."""
         scale = self.per_expert_scale[...].astype(jnp.float32).at[choice].get(mode="clip")

@@ -27,8 +27,9 @@ INPUT, STREAM, OUTPUT = "input", "stream", "output"
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """A residual: an intermediate value of a layer's forward that its backward may read. A plan says whether it is kept
-    in device memory, kept in FP8, offloaded to host memory, or recomputed."""
+    """A residual: an intermediate value of a layer's forward that its backward may read. A segment declares those that
+    it computes (Segment.makes). A plan says whether it is kept in device memory, kept in FP8, offloaded to host memory,
+    or recomputed."""
 
     name: str  # the name that plans, configs and reports use
     # the name of another residual of the layer that always has the same placement, because treating the two differently
@@ -44,7 +45,8 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a segment receives beside its values: its layer's spec, the batch's layout and a dropout key."""
+    """What a segment, or a mixer's step in generation, receives beside its values: its layer's spec, the batch's layout
+    and a dropout key."""
 
     spec: LayerSpec  # the layer's kind: its parts, attention window and rotary base
     layout: PackedLayout  # document boundaries and rotary tables (by rotary base) of the batch
@@ -107,7 +109,7 @@ class Segment:
     Only the first four fields are needed to run a segment; the others tell the stack how it may be run and tell the
     planner what it costs."""
 
-    name: str  # its name in profiles and among the dropout keys
+    name: str  # its name in profiles and among the dropout keys, unique within a part
     # names of the values it takes: residuals of earlier segments; INPUT and STREAM are the residual stream with and
     # without the block's norm
     reads: tuple[str, ...]
@@ -231,7 +233,8 @@ class LayerPart(Protocol):
 
     def segments(self) -> tuple[Segment, ...]:
         """The chain of segments that computes OUTPUT, the part's result, from INPUT (the normed residual stream) or
-        STREAM (without the norm), in the order in which they run."""
+        STREAM (without the norm), in the order in which they run; the last one makes OUTPUT. The block connects them to
+        the residual stream."""
         ...
 
 
@@ -297,7 +300,8 @@ class GivingMixer(Mixer, Protocol):
         self, x: jax.Array, state, at: jax.Array, context: Context
     ) -> tuple[jax.Array, object, dict[str, object]]:
         """Runs the next N tokens of each row as Mixer.step does, with the same arguments, and returns a third result:
-        {name: value} of what later layers take in this step, each any pytree."""
+        {name: value} of what later layers take in this step, each any pytree. They reach the later layers' steps as
+        Context.taken."""
         ...
 
 
@@ -329,25 +333,25 @@ class FeedForward(LayerPart, Protocol):
 
 def matrix_of(module: nnx.Module, name: str) -> Any:
     """Looks up the Linear or ExpertLinear of a module by its dotted name, such as "experts.down_proj", as
-    Segment.matrices has it."""
+    Segment.matrices has it. It is the module's own, not a copy."""
     for part in name.split("."):
         module = getattr(module, part)
     return module
 
 
 def weights_per_token(segment: Segment, matrix: Any) -> int:
-    """How many numbers of a segment's matrix one token is multiplied by: all of a linear's weight, and of a matrix of
-    experts only the weights of the experts that the token is routed to (segment.experts_per_token). matrix: a Linear or
-    ExpertLinear."""
+    """How many numbers of a segment's matrix one token is multiplied by, from which work and FLOPs are counted: all of
+    a linear's weight, and of a matrix of experts only the weights of the experts that the token is routed to
+    (segment.experts_per_token). matrix: a Linear or ExpertLinear."""
     if not matrix.num_experts:
         return math.prod(matrix.sizes)
     return math.prod(matrix.sizes[1:]) * segment.experts_per_token
 
 
 def multiplications(segment: Segment, module: nnx.Module, tokens: int, length: int, backward: bool = False) -> float:
-    """The duration of a segment for `tokens` tokens in rows of `length`, stated as the number of multiplications that
-    large matrix products do in that time. By these durations the stack distributes copies and collectives over the
-    segments that they run beside.
+    """The duration of a segment for `tokens` tokens in rows of `length`, stated as the number of multiplications (not
+    FLOPs) that large matrix products do in that time. By these durations the stack distributes copies and collectives
+    over the segments that they run beside.
 
     Args:
       segment: of a block, or of a part.

@@ -14,7 +14,7 @@ from jaxtune.models.layers.segment import Context, Segment, multiplications
 
 def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
     """Names of the values that neighbouring tokenwise segments of a layer pass to each other, such as an MLP's gate and
-    up. segments: the layer's chain.
+    up. segments: the layer's chain; () if it has no such segments.
 
     If these segments run over tiles, the values exist for one tile only. So tiles are possible only if a plan
     recomputes all of them in the backward."""
@@ -22,9 +22,9 @@ def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
 
 
 def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
-    """Finds the runs of consecutive tokenwise segments in a layer's chain that can run over tiles. Each has at least
-    two segments, its last one has a single output, and no segment outside the run reads a value that is passed within
-    it."""
+    """Finds the runs of consecutive tokenwise segments in a layer's chain, `segments`, that can run over tiles; [] if
+    there is none. Each has at least two segments, its last one has a single output, and no segment outside the run
+    reads a value that is passed within it."""
     runs = [tuple(run) for tokenwise, run in itertools.groupby(segments, lambda s: s.tokenwise) if tokenwise]
 
     def closed(run: tuple[Segment, ...]) -> bool:
@@ -37,7 +37,7 @@ def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
 
 def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tuple[Segment, ...]:
     """Returns a layer's chain of segments in which each run of consecutive tokenwise segments is replaced by one
-    segment that runs over tiles.
+    segment that runs over tiles; a chain without such runs is returned unchanged.
 
     Args:
       module: the block of the segments, from whose matrices the duration of the joined segment is computed.
@@ -56,7 +56,8 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
 
     Args:
       module: the block of the segments, from whose matrices the duration of the new segment is computed.
-      chain: consecutive tokenwise segments, as `_chains` finds them.
+      chain: consecutive tokenwise segments, as `_chains` finds them. The last value that they read from outside has the
+        shape of their output, which overwrites it (the residual stream to which the output is added).
       tile: tokens of each row in a tile.
     """
     made = {name for segment in chain for name in segment.outputs}
@@ -108,7 +109,7 @@ def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], beside: tuple[jax.Arr
       sums: a pytree that each step updates, such as the sums of the weights' gradients.
       arrays: [B, T, ...], overwritten in place.
       beside: [B, T, ...], only read.
-      tile: tokens of a tile, which divides T.
+      tile: tokens of a tile, which divides T, so that the steps cover all tokens in order.
     """
 
     def one(index, state):
