@@ -31,8 +31,7 @@ from jaxtune.train.answer_metrics import answer_metrics
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
-from jaxtune.train.data.batches import Batches
-from jaxtune.train.data.dataset import TokenDataset
+from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.data.templates import trained_tokenizer
 from jaxtune.train.display import metrics as m
