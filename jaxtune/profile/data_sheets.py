@@ -46,6 +46,7 @@ DATA_SHEETS = _data_sheets()
 _TOO_OLD = (
     "T4",
     "V100",
+    "V100S",
     "T4G",
     "TITAN V",
     "TITAN RTX",
@@ -92,7 +93,7 @@ def known_devices() -> tuple[str, ...]:
 
 def _name_in(device: str, names) -> str | None:
     """The longest of `names`, an iterable of cards' names, that occurs in a device's name, in any case of letters; None
-    if none occurs. No letter or digit may precede it and no digit follow, so that "GH200" is not taken for "H200"."""
-    # "H200" is in "GH200" too: the longest name that the device bears is the right one.
-    found = [n for n in names if re.search(rf"(?<![A-Z0-9]){re.escape(n)}(?![0-9])", device, re.IGNORECASE)]
+    if none occurs. No letter or digit may precede or follow it, so that "GH200" is not taken for "H200", nor "RTX
+    4090D" for "RTX 4090"."""
+    found = [n for n in names if re.search(rf"(?<![A-Z0-9]){re.escape(n)}(?![A-Z0-9])", device, re.IGNORECASE)]
     return max(found, key=len) if found else None

@@ -76,12 +76,13 @@ def known_ceilings(device: str) -> Ceilings | None:
 def ceilings(*, remeasure: bool = False) -> Ceilings:
     """The measured ceilings of this process's first device, from the cache file if it has them. Otherwise they are
     measured, which takes about 10 s on a GPU, and stored there. remeasure: True measures in any case and replaces the
-    file, False does so only without measured ceilings in it. Raises ValueError if the file is damaged."""
+    file, a damaged one too, False does so only without measured ceilings in it. Raises ValueError if the file is
+    damaged and `remeasure` is False."""
     import jax
 
     device = jax.local_devices()[0]
-    known = known_ceilings(device.device_kind)
-    if known is not None and known.source == "measured" and not remeasure:
+    known = None if remeasure else known_ceilings(device.device_kind)
+    if known is not None and known.source == "measured":
         return known
     measured = _measure(device)
     file = cache_file(device.device_kind)

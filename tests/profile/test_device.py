@@ -54,6 +54,17 @@ def test_a_damaged_cache_says_what_to_do():
         known_ceilings("NVIDIA H200")
 
 
+def test_measuring_again_replaces_a_damaged_cache(monkeypatch):
+    monkeypatch.setattr(device, "_measure", lambda _: DEVICE)
+    file = cache_file("cpu")
+    file.parent.mkdir(parents=True)
+    file.write_text('{"device": 3}')
+    with pytest.raises(ValueError, match="delete it"):
+        ceilings()
+    assert ceilings(remeasure=True) == DEVICE
+    assert json.loads(file.read_text())["device"] == DEVICE.device
+
+
 @pytest.mark.parametrize(
     ("device", "bf16", "copy"),
     [
@@ -65,6 +76,7 @@ def test_a_damaged_cache_says_what_to_do():
         ("NVIDIA L40S", 362, 0.864),
         ("NVIDIA L4", 121, 0.3),
         ("NVIDIA GeForce RTX 4090", 165.2, 1.01),
+        ("NVIDIA GeForce RTX 4090 D", 147.1, 1.01),
         ("NVIDIA B200", 2250, 8.0),
     ],
 )
@@ -73,7 +85,7 @@ def test_data_sheets(device, bf16, copy):
     assert (found.gemm_bf16_tflops, found.copy_tbps, found.source) == (bf16, copy, "data sheet")
 
 
-@pytest.mark.parametrize("device", ["NVIDIA L400", "cpu", "", "TPU v5e"])
+@pytest.mark.parametrize("device", ["NVIDIA L400", "RTX 4090DX", "cpu", "", "TPU v5e"])
 def test_unknown_devices_have_no_ceilings(device):
     assert known_ceilings(device) is None
 
