@@ -63,15 +63,15 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
     add_load_in(parser)
 
 
-def add_load_in(parser: argparse.ArgumentParser) -> None:
+def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> None:
     """Adds --load-in, the format in which the layers' weights are loaded, such as "nf4" or "stored" (as the files have
-    them). It is None if it is not given; then an adapter's base is loaded as in its training, and any other model as
-    stored."""
+    them). It is None if it is not given; then the command loads an adapter's base as in its training, and any other
+    model as `otherwise` says, words for the help."""
     parser.add_argument(
         "--load-in",
         choices=(*LOADED, "stored"),
         help="the format of the layers' weights, such as nf4 (four bits) or fp8 (eight), or as their files store them "
-        "(default: for an adapter, as it was trained over them; else stored)",
+        f"(default: for an adapter, as it was trained over them; else {otherwise})",
     )
 
 

@@ -24,7 +24,7 @@ def run(arguments: Sequence[str]) -> None:
         "recipe", help="config.yaml in a run's folder, to evaluate the run's result; or a recipe, to evaluate its model"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.path=FOLDER adapter=null")
-    common.add_load_in(parser)
+    common.add_load_in(parser, otherwise="as the recipe says")
     common.add_processes(parser)
     options = parser.parse_intermixed_args(arguments)
 
