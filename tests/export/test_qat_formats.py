@@ -11,16 +11,17 @@ import pytest
 from llama_cpp_models import made
 from tiny_models import adapted_model
 
-gguf = pytest.importorskip("gguf")
-
 import jaxtune
 from jaxtune.export import grids
-from jaxtune.models.files.quant import convert_qat, prepare_qat
 from jaxtune.models.files.headers import read_header
+from jaxtune.models.files.quant import convert_qat, prepare_qat
 from jaxtune.models.files.shards import read_tensor
 from jaxtune.models.lora import linears
 from jaxtune.pallas.formats import dense
-from tests.export.test_gguf import expected_tensors, our_name
+
+gguf = pytest.importorskip("gguf")
+
+from tests.export.test_gguf import expected_tensors, our_name  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -113,7 +114,7 @@ def test_gguf_of_another_grid_or_of_changed_weights_is_refused(tmp_path, tokeniz
         with pytest.raises(ValueError, match=f"'gguf in {outtype}' rounds weights to a grid of its own"):
             export(convert_qat(prepare_qat(model_of(), other, 32)), outtype)
     jaxtune.save_pretrained(convert_qat(prepare_qat(model_of("float32"), "q4_0")), tmp_path / "wide")
-    with pytest.raises(ValueError, match=r"'gguf in q4_0' in bfloat16 cannot represent .*: take float32 \(dtype, --dtyp"):
+    with pytest.raises(ValueError, match=r"'gguf in q4_0' in bfloat16 cannot represent .*: take float32 \(dtype, --dt"):
         export(jaxtune.from_pretrained(tmp_path / "wide", dtype="bfloat16")[0], "q4_0")
     linear = next(linear for _, linear in linears(model))
     block = linear.weight[...][0, :32]
