@@ -13,7 +13,7 @@ from typing import Any
 from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, grids, w4a16
 from jaxtune.export.architectures import architecture, hyperparameters
 from jaxtune.export.gguf_tokenizer import strips_as_phi3, tokenizer_fields
-from jaxtune.export.gguf_types import OUTTYPES, is_short, stored_types
+from jaxtune.export.gguf_types import OUTTYPES, is_short, not_trained, stored_types
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.folders import new_folder, require_new, require_space
@@ -56,8 +56,9 @@ def export_model(
         "nvfp4", "int8", "w4a16", "w4a8" or "mxfp4"); "gguf"; or "adapter" or "gguf-adapter", which contain the adapter
         alone. In all others an adapter is merged first. The model itself is not changed.
       tokenizer: written with the model; gguf needs it.
-      outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's own dtype. gguf-adapter is always
-        f32, and other formats take None.
+      outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's own dtype. After
+        quantisation-aware training in q4_0 or q8_0, that type stores the numbers of the training. gguf-adapter is
+        always f32, and other formats take None.
       name: general.name of a GGUF file; None: the folder's name.
       max_shard_bytes: for safetensors folders of whole models: weights above this size are divided into shards.
     Returns:
@@ -125,11 +126,12 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     Phi-3's if the model's name has phi-3 in it: such a name is changed where the tokenizer is of another kind, and "
     (Phi-3)" is added where it is of that kind and the name does not say so; a note tells the user. job: the folder and
     the options of the export. The file's name is model-OUTTYPE.gguf. Another note says how many tensors have a type
-    other than the outtype because of their rows' length.
+    other than the outtype because of their rows' length, and one names the matrices that are rounded here although
+    quantisation-aware training rounded only the others to the type.
 
     Raises:
       ValueError: llama.cpp would compute another model or does not support this kind of tokenizer; there is no
-        tokenizer; the disk has no room.
+        tokenizer; the disk has no room; weights left the grid of the training that the model names.
       ArithmeticError: what was read back differs from what was written, or the merged weights do not compute what the
         adapter does.
     """
@@ -160,6 +162,11 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
         notes.append(
             f"{len(short)} tensors have rows that are not whole blocks of {outtype}: they are stored in "
             f"{', '.join(sorted(set(short)))}"
+        )
+    if others := not_trained(tensors, kinds):
+        notes.append(
+            f"{', '.join(others)}: rounded now, to {', '.join(sorted({kinds[name] for name in others}))}, because "
+            "quantisation-aware training left them as they were; all other matrices are stored as it saw them"
         )
     return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes)
 

@@ -33,18 +33,22 @@ class BlockType:
     decode: Callable[[jax.Array], jax.Array]  # uint8[n, bytes of a block] -> float32[n, numbers]
     # (blocks float32[n, numbers], numpy or jax.numpy) -> the largest error in each block that rounding explains, [n, 1]
     allowed: Callable[[Floats, ModuleType], Floats]
+    # (blocks that quantisation-aware training (QAT) rounded to the type, the dtype of its numbers) -> as from `encode`,
+    # but it decodes to exactly these blocks; None: QAT does not round to the type
+    exactly: Callable[[jax.Array, str], jax.Array] | None = None
 
 
-def _of_32(encode: Callable, decode: Callable, steps: int, worst: float) -> BlockType:
+def _of_32(encode: Callable, decode: Callable, steps: int, worst: float, exactly: Callable | None = None) -> BlockType:
     """Makes a BlockType with blocks of 32 numbers, for BLOCK_TYPES.
 
     Args:
       encode, decode: its encoder, float32[n, 32] -> uint8[n, bytes of a block], and the decoder, which is the inverse.
       steps, worst: a decoded number may differ from the original by `worst` steps, where a step is the largest
         magnitude of its block divided by `steps`.
+      exactly: encodes blocks that QAT rounded; None: QAT does not round to the type.
     """
     bound = functools.partial(gguf_codes.allowed, steps=steps, worst=worst)
-    return BlockType(gguf_codes.NUMBERS, encode, decode, bound)
+    return BlockType(gguf_codes.NUMBERS, encode, decode, bound, exactly)
 
 
 def _of_256(bits: int) -> BlockType:
@@ -55,8 +59,8 @@ def _of_256(bits: int) -> BlockType:
 
 
 BLOCK_TYPES = {  # by gguf's names
-    "Q8_0": _of_32(gguf_codes.encode_q8_0, gguf_codes.decode_q8_0, 127, 0.5),
-    "Q4_0": _of_32(gguf_codes.encode_q4_0, gguf_codes.decode_q4_0, 8, 1.0),
+    "Q8_0": _of_32(gguf_codes.encode_q8_0, gguf_codes.decode_q8_0, 127, 0.5, gguf_codes.encode_q8_0),
+    "Q4_0": _of_32(gguf_codes.encode_q4_0, gguf_codes.decode_q4_0, 8, 1.0, gguf_codes.encode_q4_0),
     "Q5_0": _of_32(gguf_codes.encode_q5_0, gguf_codes.decode_q5_0, 16, 1.0),
     "Q5_1": _of_32(gguf_codes.encode_q5_1, gguf_codes.decode_q5_1, 31, 1.0),
     "Q4_K": _of_256(4),
@@ -78,7 +82,7 @@ def block_size(kind: str) -> int:
     return BLOCK_TYPES[kind].numbers if kind in BLOCK_TYPES else _PLAIN_ROW
 
 
-def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray]]:
+def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterator[Callable[[], np.ndarray]]:
     """Encodes an array [..., columns] of floats in a type of GGUF files, in runs of at most 2^24 consecutive numbers,
     in the order of the file.
 
@@ -89,20 +93,24 @@ def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray
       name: the tensor's name, for messages.
       array: the values. In a quantised type the columns must be whole blocks (`block_size`).
       kind: gguf's name of the type.
+      grid: the dtype of QAT's numbers, if it rounded the values to this quantised type: they are then encoded exactly.
+        None: they are rounded here.
     Yields:
       for each run a function without arguments that copies the run's bytes to the host and returns them, uint8[n]. A
         thread may call it while the device encodes the next run. It raises ArithmeticError for values that are not
-        finite, too large for f16, or further off than the type's rounding explains.
+        finite, too large for f16, or further off than the type's rounding explains; with `grid`, ValueError for
+        values that the bytes do not stand for exactly.
     """
     array, block = jnp.asarray(array), block_size(kind)
     for part in _parts(array):
         for at, size, own in _runs(part.size):
             blocks = _cut(part, at, size, own, block)
-            coded = _encoded(blocks, kind)
-            answers = _checked(blocks, coded, kind)
+            coded = _encoded(blocks, kind) if grid is None else _exactly(blocks, kind, grid)
+            answers = _checked(blocks, coded, kind, grid is not None)
             places = np.linspace(0, -(-own // block) - 1, min(_SAMPLED, size) // block).astype(np.int32)
-            yield functools.partial(_fetched, name, kind, coded, own, answers, _sampled(blocks, coded, places))
-            del blocks, coded
+            sampled = _sampled(blocks, coded, places)
+            yield functools.partial(_fetched, name, kind, coded, own, answers, sampled, grid is not None)
+            del blocks, coded, sampled
 
 
 def _parts(array: jax.Array) -> Iterator[jax.Array]:
@@ -159,7 +167,13 @@ def _sampled(blocks: jax.Array, coded: jax.Array, places: jax.Array) -> tuple[ja
 
 
 def _fetched(
-    name: str, kind: str, coded: jax.Array, own: int, answers: Sequence[jax.Array], sampled: Sequence[jax.Array]
+    name: str,
+    kind: str,
+    coded: jax.Array,
+    own: int,
+    answers: Sequence[jax.Array],
+    sampled: Sequence[jax.Array],
+    exact: bool,
 ) -> np.ndarray:
     """Copies the bytes of a run to the host, if its checks found no error. A run is a number of consecutive values of a
     tensor that were encoded at once; zeros may be appended to it.
@@ -171,10 +185,12 @@ def _fetched(
       own: how many of its numbers are the tensor's; the rest is padding.
       answers: the results of the checks on the device, which `_checked` returned.
       sampled: (some blocks, their encoded form), which `_sampled` returned; gguf's own reader checks them here.
+      exact: whether QAT rounded the values to the type, so that any difference is an error.
     Returns:
       the bytes of the first `own` numbers, uint8[n].
     Raises:
       ArithmeticError: values are not finite, too large for f16, or further off than the type's rounding explains.
+      ValueError: with `exact`, values are not those of the type, because they were changed after the training.
     """
     finite, fits, near = jax.device_get(answers)
     if not finite:
@@ -182,7 +198,12 @@ def _fetched(
     if not fits:
         raise ArithmeticError(f"gguf: {name} has values above {LARGEST_F16:g}, too large for f16: use bf16")
     wide, read = (partition.on_host(each) for each in sampled)
-    if not near or not _reader_agrees(wide.astype(np.float32), np.ascontiguousarray(read), kind):
+    if not near or not _reader_agrees(wide.astype(np.float32), np.ascontiguousarray(read), kind, exact):
+        if exact:
+            raise ValueError(
+                f"gguf: numbers of {name} are not on the grid of {kind} to which the model says its weights were "
+                'rounded ("qat" in config.json): they were changed since; remove "qat" to have them rounded'
+            )
         raise ArithmeticError(f"gguf: {name}: in {kind} its values are further off than that type's rounding explains")
     found = np.ascontiguousarray(partition.on_host(coded)).reshape(-1).view(np.uint8)
     return found[: found.size * own // (len(coded) * block_size(kind))]
@@ -202,11 +223,24 @@ def _encoded(array: jax.Array, kind: str) -> jax.Array:
     return BLOCK_TYPES[kind].encode(wide)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Decodes `coded`, the encoded form of `array` in the GGUF type `kind`, and compares the two, on the device. array:
-    floats [rows, block], each row one block. coded: what `_encoded` made of it.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
+    """Encodes an array of floats [rows, block] that QAT rounded to the GGUF type `kind`: uint8[rows, bytes of a block],
+    which decode to the same numbers. grid: the dtype of QAT's numbers."""
+    encode = BLOCK_TYPES[kind].exactly
+    assert encode is not None, kind
+    return encode(array.astype(jnp.float32), grid)
 
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Decodes `coded`, the encoded form of `array` in the GGUF type `kind`, and compares the two, on the device.
+
+    Args:
+      array: floats [rows, block], each row one block.
+      coded: what `_encoded` or `_exactly` made of it.
+      kind: gguf's name of the type.
+      exact: whether QAT rounded the array to the type, so that no difference is allowed.
     Returns:
       (all values are finite, all fit into the type, all decode to within the type's rounding), boolean scalars. Only
         F16 can be too small for a value; for other types the second is True.
@@ -214,10 +248,10 @@ def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, 
     wide = array.astype(jnp.float32)
     found = BLOCK_TYPES[kind].decode(coded) if kind in BLOCK_TYPES else coded.astype(jnp.float32)
     fits = (jnp.abs(wide) <= LARGEST_F16).all() if kind == "F16" else jnp.array(True)
-    return jnp.isfinite(wide).all(), fits, (jnp.abs(found - wide) <= _allowed(wide, kind, jnp)).all()
+    return jnp.isfinite(wide).all(), fits, (jnp.abs(found - wide) <= _allowed(wide, kind, jnp, exact)).all()
 
 
-def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str) -> bool:
+def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str, exact: bool) -> bool:
     """Returns True if the gguf package decodes a sample of encoded blocks to the original values, each within the error
     that rounding to the type explains (`_allowed`). `_fetched` calls it in every export, for up to 2^16 numbers of each
     run of a tensor, as a check of our encoders by other code; False ends the export.
@@ -230,13 +264,16 @@ def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str) -> bool:
 
     as_bytes = kind == "BF16" or kind in BLOCK_TYPES
     found = dequantize(coded.view(np.uint8) if as_bytes else coded, GGMLQuantizationType[kind])
-    return bool((np.abs(found.reshape(wide.shape) - wide) <= _allowed(wide, kind, np)).all())
+    return bool((np.abs(found.reshape(wide.shape) - wide) <= _allowed(wide, kind, np, exact)).all())
 
 
-def _allowed(wide: Floats, kind: str, numpy: ModuleType) -> Floats:
+def _allowed(wide: Floats, kind: str, numpy: ModuleType, exact: bool) -> Floats:
     """The largest error of values `wide`, float32[rows, block], that rounding to the GGUF type `kind` explains. It is
     [rows, 1] for a quantised type, which has one bound for each block, and [rows, block] for a plain one. numpy: the
-    module that computes it, numpy or jax.numpy."""
+    module that computes it, numpy or jax.numpy. exact: whether QAT rounded the values to the type, so that the bound is
+    zero."""
+    if exact:
+        return numpy.zeros_like(wide)
     if kind in BLOCK_TYPES:
         return BLOCK_TYPES[kind].allowed(wide, numpy)
     if kind == "F32":

@@ -22,15 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtune.models.gguf_grids import inverse, q8_0_codes, signed_codes
 from jaxtune.pallas.formats.division import divide
 
 NUMBERS = 32  # numbers of a row in a block
-
-
-def _inverse(scales: jax.Array) -> jax.Array:
-    """Returns 1 / scales, and 0 where a scale is 0; by it numbers are divided to get codes, so that a block of zeros
-    has codes of zero."""
-    return jnp.where(scales == 0, 0, divide(jnp.ones_like(scales), jnp.where(scales == 0, 1, scales)))
 
 
 def _bytes_of(scales: jax.Array) -> jax.Array:
@@ -45,34 +40,18 @@ def _f16_of(pair: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 
-def encode_q8_0(blocks: jax.Array) -> jax.Array:
+def encode_q8_0(blocks: jax.Array, dtype: str = "float32") -> jax.Array:
     """Encodes blocks float32[n, 32] in Q8_0: uint8[n, 34]. The bytes of a block are its scale d in f16, then 32 codes
-    int8 of -127 to 127; a number is d * code."""
-    largest = jnp.abs(blocks).max(-1, keepdims=True)
-    scales = divide(largest, jnp.full_like(largest, 127))
-    numbers = blocks * _inverse(scales)
-    size = jnp.abs(numbers)
-    whole = jnp.floor(size)
-    rounded = jnp.sign(numbers) * (whole + jnp.floor(2 * (size - whole)))  # halves away from zero
-    codes = lax.bitcast_convert_type(rounded.astype(jnp.int8), jnp.uint8)
-    return jnp.concatenate([_bytes_of(scales), codes], -1)
+    int8 of -127 to 127; a number is d * code. dtype: of the grid to which quantisation-aware training in Q8_0 rounded
+    the numbers, which are then encoded exactly; float32 for numbers that were not."""
+    scales, codes = q8_0_codes(blocks, dtype)
+    return jnp.concatenate([_bytes_of(scales), lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)], -1)
 
 
 def decode_q8_0(coded: jax.Array) -> jax.Array:
     """Decodes blocks of Q8_0, uint8[n, 34], to float32[n, 32]: the scale, an f16 in the first two bytes, times the
     codes, int8."""
     return _f16_of(coded[:, :2]) * lax.bitcast_convert_type(coded[:, 2:], jnp.int8).astype(jnp.float32)
-
-
-def _signed_codes(blocks: jax.Array, middle: int) -> tuple[jax.Array, jax.Array]:
-    """Quantises blocks float32[n, 32] for Q4_0 and Q5_0: (scales float32[n, 1], codes uint8[n, 32] from 0 to 2 * middle
-    - 1). A number is scale * (code - middle). The number of the largest magnitude gets the code 0, so a scale has the
-    opposite sign of that number. middle: the code of zero, 8 for Q4_0 and 16 for Q5_0."""
-    at = jnp.abs(blocks).argmax(-1, keepdims=True)
-    scales = jnp.take_along_axis(blocks, at, -1) / -middle
-    # The barrier prevents a fused multiply-add, because gguf rounds between product and sum.
-    numbers = lax.optimization_barrier(blocks * _inverse(scales)) + jnp.float32(middle + 0.5)
-    return scales, jnp.clip(jnp.trunc(numbers), 0, 2 * middle - 1).astype(jnp.uint8)
 
 
 def _halves(codes: jax.Array) -> jax.Array:
@@ -96,11 +75,12 @@ def _five_bits(high: jax.Array, low: jax.Array) -> jax.Array:
     return (jnp.concatenate([low & 15, low >> 4], -1) | (fifth << 4)).astype(jnp.float32)
 
 
-def encode_q4_0(blocks: jax.Array) -> jax.Array:
+def encode_q4_0(blocks: jax.Array, dtype: str = "float32") -> jax.Array:
     """Encodes blocks float32[n, 32] in Q4_0: uint8[n, 18]. The bytes of a block are its scale d in f16, then 32 codes
-    of four bits, two in a byte; a number is d * (code - 8)."""
-    scales, codes = _signed_codes(blocks, 8)
-    return jnp.concatenate([_bytes_of(scales), _halves(codes)], -1)
+    of four bits, two in a byte; a number is d * (code - 8). dtype: of the grid to which quantisation-aware training in
+    Q4_0 rounded the numbers, which are then encoded exactly; float32 for numbers that were not."""
+    scales, codes = signed_codes(blocks, 8, dtype)
+    return jnp.concatenate([_bytes_of(scales), _halves(codes.astype(jnp.uint8))], -1)
 
 
 def decode_q4_0(coded: jax.Array) -> jax.Array:
@@ -113,7 +93,8 @@ def decode_q4_0(coded: jax.Array) -> jax.Array:
 def encode_q5_0(blocks: jax.Array) -> jax.Array:
     """Encodes blocks float32[n, 32] in Q5_0: uint8[n, 22]. The bytes of a block are its scale d in f16, four bytes with
     the fifth bits of the codes, and 16 with their low four bits; a number is d * (code - 16)."""
-    scales, codes = _signed_codes(blocks, 16)
+    scales, wide = signed_codes(blocks, 16)
+    codes = wide.astype(jnp.uint8)
     return jnp.concatenate([_bytes_of(scales), _fifth_bits(codes), _halves(codes)], -1)
 
 
@@ -129,7 +110,7 @@ def encode_q5_1(blocks: jax.Array) -> jax.Array:
     m."""
     least, most = blocks.min(-1, keepdims=True), blocks.max(-1, keepdims=True)
     scales = divide(most - least, jnp.full_like(most, 31))
-    numbers = lax.optimization_barrier((blocks - least) * _inverse(scales)) + jnp.float32(0.5)
+    numbers = lax.optimization_barrier((blocks - least) * inverse(scales)) + jnp.float32(0.5)
     codes = jnp.clip(jnp.trunc(numbers), 0, 31).astype(jnp.uint8)
     return jnp.concatenate([_bytes_of(scales), _bytes_of(least), _fifth_bits(codes), _halves(codes)], -1)
 

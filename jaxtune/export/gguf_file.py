@@ -75,6 +75,7 @@ def write(
       {tensor's name: what was written of it}.
     Raises:
       ArithmeticError: a value that is not finite or not represented, or an array of another shape than planned.
+      ValueError: a value that quantisation-aware training is said to have rounded to the type, and that is not in it.
       OSError: the disk is full; the message has the file and its size.
     """
     tensors = all_tensors(sources)
@@ -103,10 +104,13 @@ def write(
         for source in sources:
             value = source.make()
             for tensor in source.tensors:
-                for fetch in gguf_blocks.encode(tensor.name, _planned(tensor, tensor.of(value)), kinds[tensor.name]):
+                array, kind = _planned(tensor, tensor.of(value)), kinds[tensor.name]
+                grid = tensor.grid if kind in gguf_blocks.BLOCK_TYPES else None  # plain types hold any grid
+                for fetch in gguf_blocks.encode(tensor.name, array, kind, grid):
                     waiting.append((tensor.name, pool.submit(fetch)))
                     if len(waiting) > _FETCHED_AHEAD:
                         write_one()
+                del array
             del value
         while waiting:
             write_one()

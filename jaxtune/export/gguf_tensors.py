@@ -17,7 +17,7 @@ from jaxtune.export.architectures import Architecture, rope_factors
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.weights import Weights, tensors_of
-from jaxtune.models.lora import experts, linears
+from jaxtune.models.lora import experts, linears, matrices
 from jaxtune.pallas.formats import dense
 
 _QUERY_OR_KEY = re.compile(r"\.self_attn\.([qk])_proj(\.|$)")
@@ -49,6 +49,8 @@ class Tensor:
     # True: it is stored in float32 whatever the outtype, as vectors and the matrices of _PLAIN (llama.cpp requires it),
     # biases of experts, and the matrices of adapters are. False: it is stored in the type that the outtype gives it
     plain: bool
+    # the dtype of the numbers to which quantisation-aware training (QAT) rounded the tensor; None: it did not
+    grid: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,20 +139,32 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
         Source(lambda: None, (Tensor(name, factors.shape, lambda _, factors=factors: factors, True),))
         for name, factors in rope_factors(config).items()
     ]
-    variables = tensors_of(model)
+    variables, rounded = tensors_of(model), _rounded(model)
     for name, variable in variables.items():
         make = functools.partial(_dense, weights.maker(name, variable), model.dtype)
         shape = tuple(variable.get_value().shape)
         if ".experts." in name:
-            found.append(Source(make, tuple(_expert_tensors(name, shape, config, arch, names))))
+            tensors = _expert_tensors(name, shape, config, arch, names)
         else:
-            found.append(Source(make, (_dense_tensor(name, shape, config, arch, names),)))
+            tensors = [_dense_tensor(name, shape, config, arch, names)]
+        grid = rounded.get(name)
+        found.append(Source(make, tuple(dataclasses.replace(tensor, grid=grid) for tensor in tensors)))
     if arch.own_output and config.tie_embeddings:
         name = "model.embed_tokens.weight"
         make = functools.partial(_dense, weights.maker(name, variables[name]), model.dtype)
         head = Tensor("output.weight", tuple(variables[name].get_value().shape), lambda embedding: embedding, False)
         found.append(Source(make, (head,)))
     return found
+
+
+def _rounded(model: Decoder) -> dict[str, str]:
+    """{Hugging Face's name of a weight: the dtype of its numbers} of all weights that quantisation-aware training
+    rounded; {} for a model without it."""
+    grid = model.qat
+    if grid is None:
+        return {}
+    fitting = [(name, m) for name, m in matrices(model) if m.quantizable and grid.fits(m.sizes[-1])]
+    return {name if matrix.num_experts else f"{name}.weight": grid.dtype for name, matrix in fitting}
 
 
 def _dense(make: Callable[[], Any], dtype: str) -> jax.Array:

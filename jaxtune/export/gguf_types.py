@@ -58,6 +58,15 @@ def is_short(tensor: Tensor, outtype: str) -> bool:
     return block is not None and not tensor.plain and tensor.shape[-1] % block.numbers != 0
 
 
+def not_trained(tensors: Sequence[Tensor], kinds: Mapping[str, str]) -> list[str]:
+    """Names of the tensors that a file rounds to a quantised type though quantisation-aware training, which rounded
+    others to the type of the file, did not round them: embedding and head. Empty without such training, and for files
+    of plain numbers. kinds: {tensor's name: gguf's name of the type in which it is stored}."""
+    if not any(tensor.grid for tensor in tensors):
+        return []
+    return [each.name for each in tensors if each.grid is None and kinds[each.name] in gguf_blocks.BLOCK_TYPES]
+
+
 def _of_rows(kind: str, columns: int) -> str:
     """The type in which rows of this many columns are stored where the type `kind` is wanted: `kind`, if the rows are
     whole blocks of it or it has no blocks; else, for types with blocks of 256, one with blocks of 32; else F16. Both

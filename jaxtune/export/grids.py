@@ -41,18 +41,23 @@ def require_held(model: Decoder, to: str, outtype: str | None) -> None:
     if grid is None or to in ("adapter", "gguf-adapter"):
         return
     what, exact = f"{to} in {outtype}" if outtype else to, grid.exports
-    if to not in exact and (to not in ("merged", "gguf") or (outtype and outtype not in _GGUF_DTYPES)):
-        takes = "".join(f"{name}, which stores that grid, or " for name in exact)
+    plain = outtype in _GGUF_DTYPES
+    quantised = outtype is not None and not plain
+    if quantised and outtype == grid.outtype:
+        if grid.represented_by(model.dtype):
+            return
+    elif to not in exact and (to not in ("merged", "gguf") or quantised):
+        takes = "".join(f"{name}, which stores that grid, or " for name in _storing(grid))
         raise ValueError(
             f"export: to = {what!r} rounds weights to a grid of its own, and quantisation-aware training rounded this "
             f"model's to another ({grid}): take {takes}merged, or gguf in bf16 or f32"
         )
-    dtype = _GGUF_DTYPES[outtype] if outtype else model.dtype
+    dtype = _GGUF_DTYPES[outtype] if plain else model.dtype
     # Readers of quantised formats multiply codes and scales in the model's dtype.
     if dtype != grid.dtype and (to in exact or not grid.represented_by(dtype)):
         raise ValueError(
             f"export: to = {what!r} in {dtype} cannot represent weights that quantisation-aware training rounded to "
-            f"{grid}: take {grid.dtype} ({'outtype, --outtype' if outtype else 'dtype, --dtype'})"
+            f"{grid}: take {grid.dtype} ({'outtype, --outtype' if plain else 'dtype, --dtype'})"
         )
 
 
@@ -72,7 +77,13 @@ def notes_on_adapter(model: Decoder) -> tuple[str, ...]:
 
 def _served(grid: FakeQuant) -> str:
     """The values of --to that store the weights of a grid exactly, as text: "w4a16 or merged"."""
-    return " or ".join((*grid.exports, "merged"))
+    return " or ".join((*_storing(grid), "merged"))
+
+
+def _storing(grid: FakeQuant) -> tuple[str, ...]:
+    """The exports that have the grid of quantisation-aware training, as words for messages: values of --to, and for
+    GGUF also of --outtype; () if there are none."""
+    return (*grid.exports, *([f"gguf --outtype {grid.outtype}"] if grid.outtype else []))
 
 
 def quantized(weights: Weights, format: str) -> Weights:

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import optimization_barrier
 
+from jaxtune.models.gguf_grids import q8_0_codes, signed_codes
 from jaxtune.pallas import formats
 from jaxtune.pallas.format_names import QAT_GROUPS, qat_group_size
 from jaxtune.pallas.formats.division import divide
+from jaxtune.pallas.formats.float16 import as_float16
 
 
 def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
@@ -67,8 +69,7 @@ def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     shape.
 
     Without groups, these are the values of the declared format int8, which has a scale for each row. With groups, the
-    scale is the group's largest magnitude / 127, rounded to `dtype`, and codes are rounded to nearest even; blocks of
-    Q8_0 in GGUF files contain such values.
+    scale is the group's largest magnitude / 127, rounded to `dtype`, and codes are rounded to nearest even.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
@@ -94,6 +95,38 @@ def int8_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
     group], of which code * scale is the rounded weight. groups: the weight, of the same shape. scale: float32[..., out,
     n, 1], from int8_scales; where it is 0, the codes are 0."""
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -127, 127)
+
+
+def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
+    """Rounds a weight [..., out, in] to what blocks of GGUF's type Q4_0 contain: a scale, which is a float16 number,
+    times whole numbers from -8 to 7. In float32 it equals the gguf package's quantize and dequantize; in 16 bits scales
+    have five significant bits, with which every product is exact in `dtype`, so that a file contains the same numbers.
+
+    Args:
+      weight: [..., out, in], of any floating-point dtype.
+      group_size: 32, the size of a block; it must divide `in`.
+      dtype: of the result.
+    """
+    assert group_size is not None
+    blocks = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
+    scales, codes = signed_codes(blocks, 8, dtype)
+    return (as_float16(scales) * (codes - 8)).astype(dtype).reshape(weight.shape)
+
+
+def q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
+    """Rounds a weight [..., out, in] to what blocks of GGUF's type Q8_0 contain: a scale, which is a float16 number,
+    times whole numbers from -127 to 127. In float32 it equals the gguf package's quantize and dequantize; in 16 bits
+    scales are powers of two, with which every product is exact in `dtype`, so that a file contains the same numbers.
+
+    Args:
+      weight: [..., out, in], of any floating-point dtype.
+      group_size: 32, the size of a block; it must divide `in`.
+      dtype: of the result.
+    """
+    assert group_size is not None
+    blocks = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
+    scales, codes = q8_0_codes(blocks, dtype)
+    return (as_float16(scales) * codes).astype(dtype).reshape(weight.shape)
 
 
 def _as_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
@@ -151,6 +184,7 @@ class Rounding:
     activations: Callable[[jax.Array], jax.Array] | None = None
     # the values of `jaxtune export --to`, beside 16-bit ones, whose formats store the rounded weights exactly
     exports: tuple[str, ...] = ()
+    outtype: str | None = None  # the quantised type of GGUF files, a value of --outtype, that stores them exactly
 
 
 ROUNDINGS = {
@@ -161,6 +195,8 @@ ROUNDINGS = {
     "fp8": Rounding(functools.partial(_as_declared, "fp8"), activations=fp8_by_token, exports=("fp8",)),
     "nvfp4": Rounding(functools.partial(_as_declared, "nvfp4"), block=16, exports=("nvfp4",)),
     "mxfp4": Rounding(functools.partial(_as_declared, "mxfp4"), block=32, exports=("mxfp4",)),
+    "q4_0": Rounding(q4_0, outtype="q4_0"),
+    "q8_0": Rounding(q8_0, outtype="q8_0"),
 }
 assert ROUNDINGS.keys() == QAT_GROUPS.keys()
 
@@ -223,8 +259,14 @@ class FakeQuant:
     def exports(self) -> tuple[str, ...]:
         """The values of `jaxtune export --to` whose formats store the grid's numbers exactly, beside 16-bit ones, such
         as ("w4a16",); () for int8 in groups. Exports of such a model to other quantised formats are refused."""
-        grouped = self.group_size is not None and self.format == "int8"  # in blocks of GGUF's q8_0 alone
+        grouped = self.group_size is not None and self.format == "int8"  # a scale for each group, not each row
         return () if grouped else ROUNDINGS[self.format].exports
+
+    @property
+    def outtype(self) -> str | None:
+        """The quantised type of GGUF files (a value of `jaxtune export --outtype`) that stores the grid's numbers
+        exactly; None if there is none."""
+        return ROUNDINGS[self.format].outtype
 
     def represented_by(self, dtype: str) -> bool:
         """Whether a dtype (its name) represents every value of the grid exactly, so that rounded weights can be stored

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_cpp_models import made
@@ -11,10 +13,15 @@ from tiny_models import adapted_model
 
 import jaxtune
 from jaxtune.export import grids
+from jaxtune.models.files.headers import read_header
 from jaxtune.models.files.quant import convert_qat, prepare_qat
-from jaxtune.models.files.shards import read_header, read_tensor
+from jaxtune.models.files.shards import read_tensor
 from jaxtune.models.lora import linears
 from jaxtune.pallas.formats import dense
+
+gguf = pytest.importorskip("gguf")
+
+from tests.export.test_gguf import expected_tensors, our_name  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -62,6 +69,59 @@ def test_w4a8_holds_the_codes_and_scales_that_training_saw(tmp_path):
         assert codes.dtype == np.int8 and abs(codes.astype(int)).max() == 8
         found = codes.astype(np.float32) * np.repeat(scales.astype(np.float32), 32, axis=1)
         np.testing.assert_array_equal(found.astype(scales.dtype), linear.weight[...], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("outtype", "family", "dtype"),
+    [("q4_0", "llama", "bfloat16"), ("q8_0", "llama", "bfloat16"), ("q4_0", "gpt_oss", "bfloat16")]
+    + [("q4_0", "qwen2", "float32"), ("q8_0", "qwen2", "float32")],
+)
+def test_gguf_holds_the_numbers_that_training_saw(tmp_path, tokenizer, outtype, family, dtype):
+    """Read by gguf itself, bit for bit, with an adapter or (experts) after full fine-tuning; embedding and head, which
+    training does not round, have the types that they always have."""
+    model = made(family, dtype, num_hidden_layers=1) if family != "gpt_oss" else made(family, dtype)
+    whole = family == "gpt_oss"
+    prepared = prepare_qat(model if whole else adapted_model(model, r=2), outtype)
+    rounded = convert_qat(prepared) if whole else jaxtune.merge_adapter(prepared)
+    done = jaxtune.export_model(
+        rounded if whole else prepared, tmp_path / "out", "gguf", outtype=outtype, tokenizer=tokenizer
+    )
+    for (name, trains), (_, linear) in zip(linears(prepared), linears(rounded), strict=True):
+        if trains.fake_quant is not None:
+            seen = jax.jit(trains.rounded_weight)(jnp.ones((1, 1)))  # by the forward of a step
+            np.testing.assert_array_equal(seen, linear.weight[...], err_msg=name)
+    wanted, checked = expected_tensors(family, rounded), 0
+    for tensor in gguf.GGUFReader(tmp_path / "out" / done.files[0]).tensors:
+        if tensor.name.startswith("blk") and tensor.tensor_type.name == outtype.upper():
+            found = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            np.testing.assert_array_equal(found, wanted[our_name(family, tensor.name)], err_msg=tensor.name)
+            checked += 1
+    assert checked == 7 * len(model.layers)
+    (note,) = [note for note in done.notes if "left them as they were" in note]
+    assert "token_embd.weight" in note and ": rounded now, to Q8_0, because" in note and "blk" not in note
+
+
+def test_gguf_of_another_grid_or_of_changed_weights_is_refused(tmp_path, tokenizer):
+    def export(model, outtype):
+        jaxtune.export_model(model, tmp_path / "out", "gguf", outtype=outtype, tokenizer=tokenizer)
+
+    model = convert_qat(prepare_qat(model_of(), "q4_0"))
+    for outtype in ("q8_0", "q4_k_m"):
+        with pytest.raises(ValueError, match=r"\(q4_0 in groups of 32, bfloat16\): take gguf --outtype q4_0, which"):
+            export(model, outtype)
+    # The scales of int4 and int8 are not those of float16, or their products are rounded.
+    for other, outtype in (("int4", "q4_0"), ("int8", "q8_0")):
+        with pytest.raises(ValueError, match=f"'gguf in {outtype}' rounds weights to a grid of its own"):
+            export(convert_qat(prepare_qat(model_of(), other, 32)), outtype)
+    jaxtune.save_pretrained(convert_qat(prepare_qat(model_of("float32"), "q4_0")), tmp_path / "wide")
+    with pytest.raises(ValueError, match=r"'gguf in q4_0' in bfloat16 cannot represent .*: take float32 \(dtype, --dt"):
+        export(jaxtune.from_pretrained(tmp_path / "wide", dtype="bfloat16")[0], "q4_0")
+    linear = next(linear for _, linear in linears(model))
+    block = linear.weight[...][0, :32]
+    linear.weight = linear.weight.replace(linear.weight[...].at[0, :2].set(0.3 * abs(block).max()))  # 2.4 steps
+    with pytest.raises(ValueError, match=r"numbers of blk.0.attn_q.weight are not on the grid of Q4_0 to which the"):
+        export(model, "q4_0")
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_of_another_grid_are_refused(tmp_path):

@@ -51,6 +51,10 @@ def test_rounded_weights_are_those_of_the_format(name, size):
     if name.startswith("int8-int4") or name == "int4":
         scale = np.maximum(groups.max(1) * np.float32(1 / 7), -groups.min(1) / np.float32(8))[:, None]
         wanted = np.clip(np.rint(groups / np.where(scale == 0, 1, scale)), -8, 7) * scale
+    elif name in ("q4_0", "q8_0"):
+        gguf = pytest.importorskip("gguf")
+        kind = gguf.GGMLQuantizationType[name.upper()]
+        wanted = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)
     elif size is not None:
         scale = (abs(groups).max(1) * np.float32(1 / 127))[:, None]
         wanted = np.clip(np.rint(groups / np.where(scale == 0, 1, scale)), -127, 127) * scale
@@ -58,6 +62,23 @@ def test_rounded_weights_are_those_of_the_format(name, size):
         wanted = np.asarray(FORMATS[name].encode(jnp.asarray(weight)).decode())
     np.testing.assert_array_equal(rounded, wanted.reshape(weight.shape))
     assert not np.array_equal(rounded, weight)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("name", "codes", "bits"), [("q4_0", (-8, 7), 5), ("q8_0", (-127, 127), 1)])
+def test_gguf_scales_are_so_short_that_products_are_exact_in_16_bits(name, codes, bits, dtype):
+    """Each block is a float16 number of few bits times whole numbers, and no number is far from its weight."""
+    weight = DRAWN * np.float32(10.0) ** np.arange(-4, 2, dtype=np.float32)[:, None]
+    rounded = np.asarray(FakeQuant(name, 32, dtype).round(jnp.asarray(weight)), np.float32)
+    mantissas = np.arange(2 ** (bits - 1), 2**bits)
+    scales = (mantissas * 2.0 ** np.arange(-24, 8)[:, None]).ravel()
+    for group, kept in zip(weight.reshape(-1, 32), rounded.reshape(-1, 32), strict=True):
+        steps = kept[:, None] / (scales * (1 if name == "q8_0" else -np.sign(group[abs(group).argmax()])))
+        fits = ((steps == np.rint(steps)) & (steps >= codes[0]) & (steps <= codes[1])).all(0)
+        step = scales[fits].max()
+        assert step < 1.04 * abs(group).max() * (1 / 8 if name == "q4_0" else 2 / 127)
+        # Q4_0 clips what lies opposite its largest number.
+        assert (abs(group - kept) <= step * (1.3 if name == "q4_0" else 0.5001)).all()
 
 
 def test_rounded_activations_are_those_of_the_format():

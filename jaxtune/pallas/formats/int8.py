@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas.formats.division import divide
+from jaxtune.pallas.formats.float16 import as_float16
 from jaxtune.pallas.formats.layout import (
     SERVED_IN_16_BITS,
     Arrays,
@@ -107,22 +108,11 @@ def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises an array [..., out, in] and returns (codes int8[..., out, in], absmax float32[..., out], the largest
     magnitude of each row). It is the jitted computation of Int8.encode."""
     exact = array.astype(jnp.float32)
-    half = _as_float16(exact)
+    half = as_float16(exact)  # bitsandbytes quantises weights that were rounded so
     numbers = jnp.where(jnp.isfinite(half).all(-1, keepdims=True), half, exact)
     absmax = jnp.abs(numbers).max(-1, keepdims=True)
     factor = jnp.where(absmax > 0, divide(jnp.ones_like(absmax), absmax) * _LARGEST, 0)  # rounded twice, as torch does
     return jnp.round(numbers * factor).astype(jnp.int8), absmax[..., 0]
-
-
-def _as_float16(x: jax.Array) -> jax.Array:
-    """Rounds x, float32 numbers, to the nearest float16 numbers, and returns them in float32. bitsandbytes quantises
-    weights that were rounded so.
-
-    A cast is not used, because XLA may leave out a conversion to float16 and back; and reduce_precision turns float16's
-    subnormal numbers, which are multiples of 2^-24, into zeros, so they are rounded separately.
-    """
-    subnormal = jnp.round(x * 2**24) * 2**-24
-    return jnp.where(jnp.abs(x) < 2**-14, subnormal, jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10))
 
 
 class LLMInt8(Layout):

@@ -22,11 +22,12 @@ class QatConfig:
     __pydantic_config__ = _STRICT
 
     format: Annotated[
-        Literal["int4", "int8-int4", "int8-int4-asymmetric", "int8", "fp8", "nvfp4", "mxfp4"],
-        "What the weights are rounded to; int8-int4 and fp8 round activations too.",
+        Literal["int4", "int8-int4", "int8-int4-asymmetric", "int8", "fp8", "nvfp4", "mxfp4", "q4_0", "q8_0"],
+        "What the weights are rounded to; int8-int4 and fp8 round activations too. q4_0 and q8_0 are GGUF's types.",
     ] = "int4"
     group_size: Annotated[
-        int | None, "Weights of a row that share a scale: 32, 64 or 128 for int4 (128), 32 or null for int8 (null)."
+        int | None,
+        "Weights of a row that share a scale: 32, 64 or 128 for int4 (128), 32 or null for int8, 32 for q4_0 and q8_0.",
     ] = None
     start: Annotated[int, "Steps to train without rounding first."] = 0
 

@@ -1,0 +1,17 @@
+"""Rounding to float16 with the same result on every device, so that quantised bytes are equal everywhere."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def as_float16(x: jax.Array) -> jax.Array:
+    """Rounds x, float32 numbers, to the nearest float16 numbers, and returns them in float32. Numbers beyond float16's
+    range become infinite.
+
+    A cast is not used, because XLA may leave out a conversion to float16 and back; and reduce_precision turns float16's
+    subnormal numbers, which are multiples of 2^-24, into zeros, so they are rounded separately.
+    """
+    subnormal = jnp.round(x * 2**24) * 2**-24
+    return jnp.where(jnp.abs(x) < 2**-14, subnormal, jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10))
