@@ -5,6 +5,7 @@ files and what comes with the weights."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -169,7 +170,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def find_config(path: str | os.PathLike) -> dict[str, Any]:
     """The parsed config.json of a model whose weights are not needed, for example to plan memory. `path` is a folder,
     a JSON file, the name of a published model whose config this package contains (PUBLISHED, published.py), or another
-    name on the Hugging Face hub, from which the file is then fetched.
+    name on the Hugging Face hub, from which the file is then fetched. The caller may change what is returned.
 
     Raises:
       ValueError: it is found in none of them.
@@ -179,7 +180,7 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
     if local.exists():
         return read_config(local) if local.is_dir() else read_json(local)
     if name in PUBLISHED:
-        return PUBLISHED[name]
+        return copy.deepcopy(PUBLISHED[name])
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
