@@ -31,7 +31,7 @@ from jaxtune.compat import (
     train_on_responses_only,
 )
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.quant import is_quantized, stored_in
+from jaxtune.models.files.quant import stored_in
 from jaxtune.models.lora import linears
 from jaxtune.train.config.objective import ObjectiveConfig
 from tests.train.data.conftest import make_tokenizer
@@ -104,7 +104,7 @@ def test_a_script_for_unsloth_runs(folder, tmp_path, monkeypatch):
 
 def test_four_bits_are_the_default(folder, tmp_path, capsys):
     model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=64)
-    assert is_quantized(model.module)
+    assert stored_in(model.module) is not None
     model = FastLanguageModel.get_peft_model(model, r=2)
     plain = load(folder)[0]
     for one in (model, plain):
@@ -118,12 +118,12 @@ def test_four_bits_are_the_default(folder, tmp_path, capsys):
     assert losses[-1] < 0.9 * losses[0]
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)
     merged, _ = from_pretrained(tmp_path / "merged")
-    assert not is_quantized(merged)
+    assert stored_in(merged) is None
     # Without adapters too, merged_16bit is 16-bit; and full fine-tuning turns four bits off.
     bare, _ = FastLanguageModel.from_pretrained(folder, max_seq_length=64)
     bare.save_pretrained_merged(tmp_path / "bare", tokenizer)
-    assert not is_quantized(from_pretrained(tmp_path / "bare")[0])
-    assert not is_quantized(FastLanguageModel.from_pretrained(folder, 64, full_finetuning=True)[0].module)
+    assert stored_in(from_pretrained(tmp_path / "bare")[0]) is None
+    assert stored_in(FastLanguageModel.from_pretrained(folder, 64, full_finetuning=True)[0].module) is None
 
 
 def test_arguments_become_a_train_config(folder, tmp_path):
@@ -410,7 +410,7 @@ def test_eight_bits_of_bitsandbytes_are_asked_for_as_there(folder, tmp_path):
     assert stored_in(again.module) == "int8"
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)
     assert stored_in(from_pretrained(tmp_path / "merged")[0]) is None
-    assert not is_quantized(load(folder, load_in_8bit=False)[0].module)
+    assert stored_in(load(folder, load_in_8bit=False)[0].module) is None
 
 
 ERRORS = [
