@@ -11,8 +11,9 @@ from tiny_models import adapted_model
 
 import jaxtune
 from jaxtune.export import grids
+from jaxtune.models.files.headers import read_header
 from jaxtune.models.files.quant import convert_qat, prepare_qat
-from jaxtune.models.files.shards import read_header, read_tensor
+from jaxtune.models.files.shards import read_tensor
 from jaxtune.models.lora import linears
 from jaxtune.pallas.formats import dense
 

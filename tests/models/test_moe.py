@@ -19,8 +19,8 @@ from tiny_models import adapted_model, golden_model, named, tiny_model
 
 from jaxtune import get_peft_model, load_adapter, merge_adapter, save_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
+from jaxtune.models.files.headers import read_header
 from jaxtune.models.files.quant import dequantize, quantize, stored_in
-from jaxtune.models.files.shards import read_header
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import experts, linears
 from jaxtune.models.placement import transfers
