@@ -19,6 +19,7 @@ from jaxtune.compat import (
     DPOConfig,
     DPOTrainer,
     FastLanguageModel,
+    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     LoraConfig,
@@ -284,6 +285,10 @@ def test_responses_only_by_markers_of_the_template(folder, tmp_path):
     trainer = train_on_responses_only(trainer_of(folder, tmp_path))
     labels = trainer.train_dataset[1]["labels"]
     assert trainer.tokenizer.decode([token for token in labels if token != -100]) == "It is blue.<|im_end|>"
+    for one, other in (("instruction_part", "response_part"), ("response_part", "instruction_part")):
+        with pytest.raises(ValueError, match=f"train_on_responses_only: {other} = None: give both parts, or neither"):
+            train_on_responses_only(trainer, **{one: "x"})
+    assert trainer.train_dataset[1]["labels"] == labels
 
 
 def test_formatting_func(folder, tmp_path):
@@ -599,3 +604,11 @@ def test_what_preference_trainers_refuse(folder, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_sampled_answers_are_not_evaluated_by_call(call):
+    """Whatever the arguments are that transformers' methods take."""
+    trainer = object.__new__(GRPOTrainer)
+    with pytest.raises(ValueError, match="GRPOTrainer: evaluate and predict are not supported. Instead: the rewards"):
+        getattr(trainer, call)([{"prompt": "a"}], metric_key_prefix="test")
