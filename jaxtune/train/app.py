@@ -357,7 +357,7 @@ class _Delivery:
         has them: for a run that was complete already."""
         for key, when in (("before", BEFORE), ("after", AFTER)):
             if key in self.numbers:
-                _show_answers(self.numbers[key], self.console, when)
+                _show_answers(self.numbers[key], self.console, when, 0)
         if losses := self.numbers.get("eval_loss"):
             self.console.print(f"evaluation loss: {losses['first']:.4f} the first time, {losses['last']:.4f} the last")
 

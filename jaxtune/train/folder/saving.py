@@ -138,7 +138,7 @@ class Saver:
         if self._due:
             self.save(done, state)
 
-    def save_for_callback(self, done: int, state: Any) -> None:
+    def save_for_callback(self, done: int, state: TrainState) -> None:
         """Saves `state`, the TrainState after `done` steps, as `save` does, because a callback asked for it. If nothing
         is saved because updates are being skipped, the request stays: a later state is saved as soon as steps are
         finite again."""
