@@ -19,6 +19,7 @@ from jaxtune.compat import (
     DPOConfig,
     DPOTrainer,
     FastLanguageModel,
+    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     LoraConfig,
@@ -31,7 +32,7 @@ from jaxtune.compat import (
     train_on_responses_only,
 )
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.quant import is_quantized, stored_in
+from jaxtune.models.files.quant import stored_in
 from jaxtune.models.lora import linears
 from jaxtune.train.config.objective import ObjectiveConfig
 from tests.train.data.conftest import make_tokenizer
@@ -104,7 +105,7 @@ def test_a_script_for_unsloth_runs(folder, tmp_path, monkeypatch):
 
 def test_four_bits_are_the_default(folder, tmp_path, capsys):
     model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=64)
-    assert is_quantized(model.module)
+    assert stored_in(model.module) is not None
     model = FastLanguageModel.get_peft_model(model, r=2)
     plain = load(folder)[0]
     for one in (model, plain):
@@ -118,12 +119,12 @@ def test_four_bits_are_the_default(folder, tmp_path, capsys):
     assert losses[-1] < 0.9 * losses[0]
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)
     merged, _ = from_pretrained(tmp_path / "merged")
-    assert not is_quantized(merged)
+    assert stored_in(merged) is None
     # Without adapters too, merged_16bit is 16-bit; and full fine-tuning turns four bits off.
     bare, _ = FastLanguageModel.from_pretrained(folder, max_seq_length=64)
     bare.save_pretrained_merged(tmp_path / "bare", tokenizer)
-    assert not is_quantized(from_pretrained(tmp_path / "bare")[0])
-    assert not is_quantized(FastLanguageModel.from_pretrained(folder, 64, full_finetuning=True)[0].module)
+    assert stored_in(from_pretrained(tmp_path / "bare")[0]) is None
+    assert stored_in(FastLanguageModel.from_pretrained(folder, 64, full_finetuning=True)[0].module) is None
 
 
 def test_arguments_become_a_train_config(folder, tmp_path):
@@ -284,6 +285,10 @@ def test_responses_only_by_markers_of_the_template(folder, tmp_path):
     trainer = train_on_responses_only(trainer_of(folder, tmp_path))
     labels = trainer.train_dataset[1]["labels"]
     assert trainer.tokenizer.decode([token for token in labels if token != -100]) == "It is blue.<|im_end|>"
+    for one, other in (("instruction_part", "response_part"), ("response_part", "instruction_part")):
+        with pytest.raises(ValueError, match=f"train_on_responses_only: {other} = None: give both parts, or neither"):
+            train_on_responses_only(trainer, **{one: "x"})
+    assert trainer.train_dataset[1]["labels"] == labels
 
 
 def test_formatting_func(folder, tmp_path):
@@ -410,7 +415,7 @@ def test_eight_bits_of_bitsandbytes_are_asked_for_as_there(folder, tmp_path):
     assert stored_in(again.module) == "int8"
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)
     assert stored_in(from_pretrained(tmp_path / "merged")[0]) is None
-    assert not is_quantized(load(folder, load_in_8bit=False)[0].module)
+    assert stored_in(load(folder, load_in_8bit=False)[0].module) is None
 
 
 ERRORS = [
@@ -599,3 +604,11 @@ def test_what_preference_trainers_refuse(folder, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_sampled_answers_are_not_evaluated_by_call(call):
+    """Whatever the arguments are that transformers' methods take."""
+    trainer = object.__new__(GRPOTrainer)
+    with pytest.raises(ValueError, match="GRPOTrainer: evaluate and predict are not supported. Instead: the rewards"):
+        getattr(trainer, call)([{"prompt": "a"}], metric_key_prefix="test")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 from flax import nnx
 
 from jaxtune.compat import EarlyStoppingCallback, SFTConfig, SFTTrainer, TrainerCallback
+from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState
+from jaxtune.train.callbacks import Between
+from jaxtune.train.config import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.program.programs import Engine
 from tests.test_compat import folder, load, rows  # noqa: F401
@@ -202,6 +206,41 @@ def test_compute_metrics_gets_logits_and_labels(folder, tmp_path):  # noqa: F811
     trainer.compute_metrics = lambda prediction: {"text": "x"}
     with pytest.raises(ValueError, match="each value must be a number"):
         trainer.evaluate()
+
+
+def events_of(leave, *callbacks):
+    args, model = SimpleNamespace(metric_for_best_model=None), SimpleNamespace(module=None)
+    return Events(args, TrainerState(), TrainerControl(), model, None, callbacks, dict, leave=leave)
+
+
+def begin(events):
+    never = CheckpointConfig(every_steps=None, every_minutes=None)
+    events.begin(TrainConfig(ModelConfig(path="in memory"), DataConfig(train="rows"), checkpoint=never), 6, 3)
+
+
+def test_a_save_that_has_to_wait_leaves_its_folder_when_it_is_made():
+    """While updates are skipped, a run saves nothing and keeps the request. Other saves leave no folder."""
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == 3
+
+    left = []
+    events = events_of(left.append, Asks())
+    begin(events)
+    for step in range(1, 7):
+        events.between(Between(step, step == 6, *[lambda: None] * 4))
+        if step >= 5:
+            events.saved(step)
+    assert left == [5]
+
+
+def test_another_call_of_train_forgets_the_best_of_the_one_before():
+    events = events_of(lambda step: None)
+    state = events.state
+    state.best_metric, state.best_global_step, state.best_model_checkpoint = 1.0, 3, "run/checkpoint-3"
+    begin(events)
+    assert (state.best_metric, state.best_global_step, state.best_model_checkpoint) == (None, None, None)
 
 
 def test_callbacks_are_managed_and_checked(folder, tmp_path):  # noqa: F811

@@ -241,8 +241,8 @@ class Events(Callback):
       measure: returns the numbers of the script's compute_metrics for the current model; it is called after each
         evaluation.
       handed_back: maps a module of the run to the one that the script sees, for example with dropout turned on again.
-      leave: called after a save at a step at which save_steps made one due or a callback requested one, with the number
-        of steps done: writes the current model as a checkpoint-N folder.
+      leave: called after a save that save_steps made due or a callback requested, with the number of steps done: writes
+        the current model as a checkpoint-N folder.
     Attributes:
       best: the trained arrays of the best evaluation as numpy arrays, if load_best_model_at_end asks for them; None
         otherwise, and before an evaluation.
@@ -260,13 +260,14 @@ class Events(Callback):
         handed_back: Callable[[Decoder], Decoder] = lambda module: module,
         leave: Callable[[int], Any] = lambda step: None,
     ):
-        self._handed_back, self._leave, self._asked = handed_back, leave, -1
+        self._handed_back, self._leave, self._asked = handed_back, leave, False
         self.args, self.state, self.control, self.model, self.measure = args, state, control, model, measure
         self.best: Any = None  # trained arrays on the host
         self._callbacks, self._processing_class = callbacks, processing_class
         self._scheduled: dict[str, int | None] = {}
         self._steps_per_epoch, self._can_evaluate = 1, False
         self._told: set[str] = set()
+        self._left = 0  # the step of the last checkpoint-N folder
 
     def tell(self, event: str, **more: Any) -> None:
         """Calls the method named `event`, such as "on_log", of every callback that has it. It gets the SFTConfig, the
@@ -318,9 +319,8 @@ class Events(Callback):
         }
         self._steps_per_epoch, self._can_evaluate = max(1, steps_per_epoch), config.data.eval is not None
         self.control.should_training_stop = False
-        self.state.best_metric = self.state.best_global_step = (
-            None  # those of an earlier call, whose weights no longer exist
-        )
+        # those of an earlier call, whose weights no longer exist
+        self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         self.state.max_steps, self.state.num_train_epochs = total_steps, -(-total_steps // self._steps_per_epoch)
         self.tell("on_train_begin")
         self.tell("on_epoch_begin")
@@ -335,7 +335,7 @@ class Events(Callback):
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
         for name, is_due in due.items():
             setattr(control, f"should_{name}", is_due)
-        self._asked = moment.step if due["save"] else -1  # other saves, such as after a signal, leave no folder
+        self._asked |= due["save"]  # other saves, such as after a signal, leave no folder
         self.tell("on_step_end")
         self._do(moment, due)
         epoch_ended = moment.last or moment.step % self._steps_per_epoch == 0
@@ -382,7 +382,7 @@ class Events(Callback):
                 raise ValueError("SFTTrainer: a callback set should_evaluate, which needs eval_dataset")
             moment.evaluate()
         if self.control.should_save:
-            self._asked = moment.step
+            self._asked = moment.step != self._left
             moment.save()
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
@@ -419,9 +419,11 @@ class Events(Callback):
 
     def saved(self, step: int) -> None:
         """Called by jaxtune's trainer after each save, with the number of steps done. It writes the checkpoint-N folder
-        if save_steps made a save due at this step or a callback requested one, and then calls on_save. After other
-        saves, such as one that a signal caused, it only calls on_save."""
-        if step == self._asked:
+        if save_steps made a save due or a callback requested one, at this step or at an earlier one at which updates
+        were skipped, and then calls on_save. After other saves, such as one that a signal caused, it only calls
+        on_save."""
+        if self._asked:
+            self._asked, self._left = False, step
             self._leave(step)
         self.tell("on_save")
 

@@ -352,11 +352,10 @@ class RewardedTrainer(PreferenceTrainer):
           prepared: True allows counting an epoch's steps first; False leaves numbers that depend on them out.
         """
         made, args = super().config(resume, prepared), self.args
-        length = made.data.length
+        length, evaluation = made.data.length, made.evaluation
         if args.max_prompt_length is not None:
             length = min(length, args.max_prompt_length + args.max_completion_length)
         data = dataclasses.replace(made.data, length=length, packing=True)
-        evaluation = made.evaluation
         if made.data.eval is not None:
             how = dict(max_new_tokens=args.max_completion_length, temperature=args.temperature)
             evaluation = dataclasses.replace(evaluation, generate=(REWARDS,), generate_rows=_ALL_ROWS, **how)
@@ -443,12 +442,14 @@ class RewardedTrainer(PreferenceTrainer):
         starts a new one. callbacks: those of jaxtune.train, such as an Events."""
         return self._run(self.config(resume), callbacks)
 
-    def evaluate(self) -> NoReturn:
-        """Always raises ValueError, which names other ways: sampled answers have no held-out loss."""
+    def evaluate(self, *_: object, **__: object) -> NoReturn:
+        """Always raises ValueError, which names other ways: sampled answers have no held-out loss. So does predict."""
         raise ValueError(
-            f"{type(self).__name__}: evaluate is not supported. Instead: the rewards that every step logs, or answers "
-            "of model.generate to held-out prompts"
+            f"{type(self).__name__}: evaluate and predict are not supported. Instead: the rewards that every step "
+            "logs, eval_dataset, or answers of model.generate to held-out prompts"
         )
+
+    predict = evaluate
 
 
 def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Turns]) -> list[dict[str, object]]:

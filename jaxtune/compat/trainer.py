@@ -478,23 +478,22 @@ def train_on_responses_only(
 
     Args:
       trainer: the trainer.
-      instruction_part, response_part: the strings that begin a turn of the user and of the assistant; None: they are
-        derived from the chat template.
+      instruction_part, response_part: the strings that begin a turn of the user and of the assistant; both None: they
+        are derived from the chat template.
       last_response_only: whether only the last answer of a conversation is trained on.
       tokenizer: whose template is read; None: the trainer's.
       others: Unsloth's other arguments. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: one of `others` would change the result, or is unknown.
+      ValueError: only one of the parts is given; or one of `others` would change the result, or is unknown.
     """
     settle("train_on_responses_only", others, RESPONSES, train_on_responses_only)
-    if instruction_part is None and response_part is None:
-        instruction_part, response_part = derive_markers(tokenizer or trainer.tokenizer)
-    trainer._masking = {
-        "train_on": "responses",
-        "instruction_part": instruction_part,
-        "response_part": response_part,
-        "last_response_only": last_response_only,
-    }
+    parts: dict[str, str | None] = {"instruction_part": instruction_part, "response_part": response_part}
+    missing = [name for name, part in parts.items() if part is None]
+    if len(missing) == 2:
+        parts = dict(zip(parts, derive_markers(tokenizer or trainer.tokenizer), strict=True))
+    elif missing:
+        raise ValueError(f"train_on_responses_only: {missing[0]} = None: give both parts, or neither to derive them")
+    trainer._masking = {"train_on": "responses", **parts, "last_response_only": last_response_only}
     trainer.__dict__.pop("_prepared", None)
     trainer.config(prepared=False)
     return trainer

@@ -55,6 +55,7 @@ def servers(model: Decoder) -> list[str]:
     and where the merged model must be served instead. model: the model with the adapter."""
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
+    in_parameters = bool(config_of(model)["target_parameters"])
     notes = []
     if (
         model.source is not None
@@ -67,25 +68,25 @@ def servers(model: Decoder) -> list[str]:
             "vLLM does not say so: serve the merged model there (--to merged)"
         )
     if of_experts:
-        return [
-            *notes,
+        notes.append(
             "adapters of experts are in PEFT's layout (target_parameters): PEFT 0.18 and later load it. vLLM, SGLang "
             "and TGI expect a linear for each expert, and refuse these files or answer wrongly with them: serve the "
-            "merged model there (--to merged). llama.cpp loads the adapter as --to gguf-adapter writes it",
-        ]
-    if config_of(model)["target_parameters"]:
-        return [
+            "merged model there (--to merged). llama.cpp loads the adapter as --to gguf-adapter writes it"
+        )
+    elif in_parameters:
+        notes.append(
             "linears called gate_proj, up_proj or down_proj are named in target_parameters, because PEFT reads those "
             "names in target_modules as experts: PEFT loads this adapter, without DoRA and with lora_dropout 0. "
             "Servers that read only target_modules leave these linears out: serve the merged model there (--to merged)"
-        ]
+        )
     if is_nested(model):
         notes.append(
             "modules are named as in the base's model with a vision tower, which AutoModelForCausalLM or "
             "AutoModelForImageTextToText makes of its folder: the text model alone does not take the adapter"
         )
     if any(lora.magnitude is not None for lora in adapted):
-        notes.append("DoRA: PEFT loads this adapter; vLLM, SGLang and llama.cpp do not: serve the merged model there")
+        peft = "PEFT refuses it in target_parameters, and" if in_parameters else "PEFT loads this adapter;"
+        notes.append(f"DoRA: {peft} vLLM, SGLang and llama.cpp do not load it: serve the merged model there")
     if any(module is not None and module.original is not None for module in (model.embedding, model.head)):
         notes.append(
             "the embedding or head was trained whole (modules_to_save): PEFT loads it; vLLM, SGLang and llama.cpp do "

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 
 # Of OpenAI: what the client did, and what the server failed to do.
 _INVALID, _SERVER = "invalid_request_error", "server_error"
@@ -33,5 +35,19 @@ class ApiError(Exception):
 
 def encoded(body: object) -> bytes:
     """Returns `body`, a JSON value, as text in UTF-8. Lone surrogates, which a client's text may have and UTF-8 cannot
-    encode, are written as escapes (\\udXXX), so that no text makes a response fail."""
-    return json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    encode, are written as escapes (\\udXXX), so that no text makes a response fail. NaN and infinities, such as the
+    log-probabilities of weights that have NaN, are written as null, because JSON has no words for them."""
+    try:
+        text = json.dumps(body, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(body), ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _finite(value: object) -> object:
+    """Returns a JSON value with None in place of each float that is NaN or infinite, in lists and dicts too."""
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

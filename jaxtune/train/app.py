@@ -60,29 +60,27 @@ if TYPE_CHECKING:
 BEFORE, AFTER = "before training", "after training"  # printed before the answers that the model gives then
 
 
-def answered(config: TrainConfig, limit: int) -> list[Example]:
-    """Returns the first `limit` held-out rows (data.eval of `config`) that are conversations which end with an
-    assistant's message that is not empty, as examples. Other rows are skipped, also those that cannot be read. Exact
-    match compares the model's answers with these. Raises ValueError if there is no such row, or if a row that was read
-    does not fit its format and data.on_bad_row is "error"."""
-    rows = []
+def answered(config: TrainConfig, limit: int) -> tuple[list[Example], int]:
+    """Returns (the first `limit` held-out rows, of data.eval of `config`, that are conversations which end with an
+    assistant's message that is not empty, as examples; the number of rows before the last of these that were left out
+    because they are not, or cannot be read). Exact match compares the model's answers with these. Raises ValueError if
+    there is no such row, or if one that was read does not fit its format and data.on_bad_row is "error"."""
+    rows, left_out = [], 0
     sources = open_sources(config.data.eval, columns=config.data.columns)
     for row in read_rows(sources, config.data.format):
-        if row.value is None:
-            continue
-        example = attempt(normalize, row.value, row.format)
-        if isinstance(example, RowError):
-            if config.data.on_bad_row == "skip":
-                continue
+        example = None if row.value is None else attempt(normalize, row.value, row.format)
+        if isinstance(example, RowError) and config.data.on_bad_row == "error":
             raise ValueError(f"{printable(row.place)}: {printable(example)}")
-        last = example.messages[-1] if example.messages else {}
-        if last.get("role") == "assistant" and last["content"].strip():
+        last = example.messages[-1] if isinstance(example, Example) and example.messages else {}
+        if isinstance(example, Example) and last.get("role") == "assistant" and last["content"].strip():
             rows.append(example)
+        else:
+            left_out += 1
         if len(rows) == limit:
             break
     if not rows:
         raise ValueError(f"data.eval = {config.data.eval!r}: no row is a conversation that ends with an answer")
-    return rows
+    return rows, left_out
 
 
 def sampled_by(trainer: Trainer) -> Sampled:
@@ -92,7 +90,7 @@ def sampled_by(trainer: Trainer) -> Sampled:
     reported then: ValueError if no row ends with an answer, or a prompt is too long for the model. trainer: the run's.
     """
     config, wanted, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
-    rows, positions = answered(config, wanted.exact_match_rows), trainer.model.given.config.context_length
+    (rows, _), positions = answered(config, wanted.exact_match_rows), trainer.model.given.config.context_length
     questions = questions_of(trainer.tokenizer, rows, wanted.max_new_tokens, config.data.template, positions)
     longest = max(len(one.prompt) for one in questions)
     return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, wanted.max_new_tokens)
@@ -113,7 +111,7 @@ def answer(
       "given"}]}.
     """
     settings = config.evaluation
-    rows = answered(config, settings.exact_match_rows)
+    rows, left_out = answered(config, settings.exact_match_rows)
     with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.exact_match_rows=0"):
         score, answers = exact_match(
             model, tokenizer, rows, settings.max_new_tokens, config.data.template, batch_size=sampled.rows
@@ -123,7 +121,7 @@ def answer(
         for one in answers_to_show(answers, settings.sample_rows)
     ]
     found = {"exact_match": score, "rows": len(rows), "samples": samples}
-    _show_answers(found, console, when)
+    _show_answers(found, console, when, left_out)
     return found
 
 
@@ -136,11 +134,11 @@ def answers_to_show(answers: Sequence[tuple[str, str, str]], count: int) -> list
     return [answers[index] for index in sorted([*few_right, *wrong[: count - len(few_right)]])]
 
 
-def _show_answers(found: dict[str, Any], console: Console, when: str) -> None:
+def _show_answers(found: dict[str, Any], console: Console, when: str, left_out: int) -> None:
     """Prints on `console` the score and the samples in `found`, which `answer` returned. when: printed before the
-    score, such as "before training"; "" prints nothing there."""
-    begin = f"{when}: " if when else ""
-    console.print(f"{begin}exact match {100 * found['exact_match']:.1f} % of {found['rows']} held-out questions")
+    score, such as "before training"; "" prints nothing there. left_out: the held-out rows that were not asked."""
+    begin, rest = f"{when}: " if when else "", f" ({left_out:,} rows without an answer left out)" if left_out else ""
+    console.print(f"{begin}exact match {100 * found['exact_match']:.1f} % of {found['rows']} held-out questions{rest}")
     for sample in found["samples"]:
         question, expected, given = sample["question"], sample["expected"], sample["given"]
         mark = "right" if given.strip() == expected.strip() else f"expected {expected!r}"
@@ -359,7 +357,7 @@ class _Delivery:
         has them: for a run that was complete already."""
         for key, when in (("before", BEFORE), ("after", AFTER)):
             if key in self.numbers:
-                _show_answers(self.numbers[key], self.console, when)
+                _show_answers(self.numbers[key], self.console, when, 0)
         if losses := self.numbers.get("eval_loss"):
             self.console.print(f"evaluation loss: {losses['first']:.4f} the first time, {losses['last']:.4f} the last")
 
@@ -476,7 +474,7 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
         with contextlib.suppress(OSError, ValueError, StopIteration):  # the example question may be missing
             scored = config.evaluation.exact_match_rows
             if scored:
-                example = answered(config, 1)[0]
+                example = answered(config, 1)[0][0]
             else:
                 sources = open_sources(config.data.train, columns=config.data.columns)
                 row = next(read_rows(sources, config.data.format))

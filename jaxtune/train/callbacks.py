@@ -28,7 +28,8 @@ class Between:
     and calls neither."""
     save: Callable[[], None]
     """Saves a checkpoint of the state after this step, and then `Callback.saved` is called. Nothing is saved if that
-    checkpoint exists already, or while updates are skipped because numbers are not finite."""
+    checkpoint exists already. While updates are skipped because numbers are not finite, nothing is saved either; the
+    state after a later step is then saved, as soon as numbers are finite again."""
     model: Callable[[], Decoder]
     """Returns the model as it is now. The next step donates its trained arrays, so what it returned must not be used
     after `Callback.between` has returned."""

@@ -272,7 +272,7 @@ class Run:
             done == self.total_steps,
             wait=self.monitor.flush,
             evaluate=lambda: evaluate(done),
-            save=lambda: saver.save(done, state),
+            save=lambda: saver.save_for_callback(done, state),
             model=lambda: self.model(state.trainable),
         )
         callbacks = self.monitor.run.callbacks

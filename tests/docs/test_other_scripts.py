@@ -20,7 +20,7 @@ from tiny_models import tiny_config
 from jaxtune.compat import SFTTrainer, arguments
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.quant import is_quantized
+from jaxtune.models.files.quant import stored_in
 from jaxtune.models.hf import save_pretrained
 from jaxtune.train.data.workers import ROWS_PER_CHUNK
 from tests.train.data.conftest import make_tokenizer
@@ -112,7 +112,8 @@ def has(folder: Path, *names: str) -> bool:
 
 
 def alpaca(made: dict, place: Path, told: str) -> None:
-    assert is_quantized(made["model"].module) and made["outputs"].shape[1] > made["inputs"]["input_ids"].shape[1]
+    assert stored_in(made["model"].module) == "nf4"
+    assert made["outputs"].shape[1] > made["inputs"]["input_ids"].shape[1]
     assert len(made["trainer"].train_dataset) == MANY
     assert has(place / "lora_model", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json")
 
@@ -176,7 +177,7 @@ def sft(made: dict, place: Path, told: str) -> None:
 
 def qlora(made: dict, place: Path, told: str) -> None:
     config = made["trainer"].config()
-    assert is_quantized(made["trainer"].model.module) and config.model.load_in == "nf4"
+    assert stored_in(made["trainer"].model.module) == "nf4" and config.model.load_in == "nf4"
     assert (config.data.length, config.adapter.r, config.adapter.target_modules) == (64, 8, "all-linear")
     assert has(place / "qlora_adapter", "adapter_model.safetensors")
     assert "bnb_4bit" not in told and "attn_implementation does nothing here" in told

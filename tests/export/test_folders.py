@@ -19,8 +19,8 @@ from jaxtune.export.hub import push
 from jaxtune.models import hf
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import Passthrough, Source
+from jaxtune.models.files.headers import read_header
 from jaxtune.models.files.quant import convert_qat, dequantize, prepare_qat, quantize
-from jaxtune.models.files.shards import read_header
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import linears
@@ -254,6 +254,17 @@ def test_which_servers_load_an_adapter():
         "read only target_modules leave these linears out"
         in adapters.servers(adapted_model(made("qwen3_next"), r=2))[0]
     )
+
+
+def test_notes_on_experts_leave_no_other_note_out():
+    """What PEFT names in target_parameters, experts or linears, is one reason of several."""
+    model = adapted_model(made("mixtral"), r=2, target_parameters=["down_proj"], modules_to_save=["lm_head"])
+    experts, whole = adapters.servers(model)
+    assert "refuse these files or answer wrongly" in experts and "modules_to_save" in whole
+    model = adapted_model(made("qwen3_next"), r=2, modules_to_save=["lm_head"])
+    model.source = Source("base", "{}", passthrough=Passthrough((), "{}"))
+    tower, linears, whole = adapters.servers(model)
+    assert "vision tower" in tower and "leave these linears out" in linears and "modules_to_save" in whole
 
 
 # ---- the hub

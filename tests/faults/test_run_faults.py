@@ -14,6 +14,7 @@ import pytest
 
 from jaxtune import cli
 from jaxtune.train import app, loading, run
+from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -321,8 +322,8 @@ class Ruined(Trainer):
 
     at = 3
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         accumulate, self.tried = self.engine.accumulate, 0
 
         def ruined(*arguments):
@@ -356,6 +357,27 @@ def test_ruined_weights_do_not_replace_a_good_checkpoint(tmp_path, caplog, capsy
     straight = Trainer(lora_model(), None, ruined_config(tmp_path / "straight"), dataset(documents(40))).train()
     assert_same(trained, straight)
     assert saved_steps(tmp_path / "checkpoints") == [12]  # and one is kept, as asked
+
+
+def test_a_save_that_a_callback_asks_for_waits_until_updates_are_made_again(tmp_path, capsys):
+    class Asks(Callback):
+        seen: tuple[int, ...] = ()
+
+        def between(self, moment):
+            if moment.step == 5:
+                moment.save()
+                trainer.at = 100  # the numbers of steps 4 and 5 are not finite, later ones are
+
+        def saved(self, step):
+            self.seen += (step,)
+
+    asks = Asks()
+    never = CheckpointConfig(every_steps=None, every_minutes=None, keep=1)
+    config = dataclasses.replace(ruined_config(tmp_path), steps=8, checkpoint=never)
+    trainer = Ruined(lora_model(), None, config, dataset(documents(40)), callbacks=[asks])
+    trainer.train()
+    assert asks.seen == (6,) and saved_steps(tmp_path / "checkpoints") == [6]
+    assert "step 5: not saved while updates are being skipped" in capsys.readouterr().err
 
 
 def test_ruined_weights_make_way_too_where_an_evaluation_finds_them(tmp_path):

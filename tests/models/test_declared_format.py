@@ -20,8 +20,8 @@ from toy_format import FORMAT
 
 import jaxtune
 from jaxtune.export import api
+from jaxtune.models.files.headers import read_header
 from jaxtune.models.files.quant import dequantize, quantize, stored_in
-from jaxtune.models.files.shards import read_header
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import Pretrained, from_pretrained, model_from_config, save_pretrained, save_weights
 from jaxtune.models.lora import get_peft_model, matrices

@@ -355,6 +355,27 @@ def test_old_and_new_spelling_mean_the_same(name):
     assert config_from_hf(new | {"rope_parameters": rope}) == config_from_hf(old)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "qwen3_5"])
+def test_a_share_of_rotated_dimensions_is_written_or_refused(name):
+    """transformers ignores it in families whose class rotates whole heads, and a saved config.json would lack it."""
+    given = {key: value for key, value in CONFIGS[name].items() if key != "rope_parameters"}
+    whole = config_from_hf({**given, "partial_rotary_factor": 1.0})
+    assert config_from_hf(family(whole.family).to_hf(whole)) == whole
+    half = dataclasses.replace(
+        whole, rotary=tuple(dataclasses.replace(one, theta=7.0, partial_rotary_factor=0.5) for one in whole.rotary)
+    )
+    if name in ("glm4", "qwen3_5"):
+        assert config_from_hf(family(half.family).to_hf(half)) == half
+        return
+    refused = "partial_rotary_factor = 0.5 is not supported .*transformers rotates whole heads"
+    for read in (
+        lambda: config_from_hf({**given, "partial_rotary_factor": 0.5}),
+        lambda: family(half.family).to_hf(half),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            read()
+
+
 def test_model_from_config_starts_near_ln_v(tmp_path):
     """Initial weights from a config: every token about equally likely; the same key gives the same weights."""
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["qwen3"], "tie_word_embeddings": True}))

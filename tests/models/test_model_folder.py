@@ -12,9 +12,19 @@ from random_weights import rewrite
 from tiny import CONFIGS
 
 from jaxtune.models import hf
+from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.hf import from_pretrained
 
 HEAD, UP = "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_published_config_may_be_changed_by_who_asks_for_it():
+    name = "meta-llama/Llama-3.1-8B"
+    given = find_config(name)
+    given["rope_scaling"]["factor"] = given["vocab_size"] = 1
+    assert find_config(name)["rope_scaling"]["factor"] == PUBLISHED[name]["rope_scaling"]["factor"] != 1
+    assert find_config(name)["vocab_size"] != 1
 
 
 # ---- weights that do not fit

@@ -19,8 +19,8 @@ from tiny_models import adapted_model, golden_model, named, tiny_model
 
 from jaxtune import get_peft_model, load_adapter, merge_adapter, save_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
-from jaxtune.models.files.quant import dequantize, is_quantized, quantize
-from jaxtune.models.files.shards import read_header
+from jaxtune.models.files.headers import read_header
+from jaxtune.models.files.quant import dequantize, quantize, stored_in
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import experts, linears
 from jaxtune.models.placement import transfers
@@ -182,7 +182,8 @@ def test_four_bits_of_experts():
     model = golden_model("qwen3_moe")
     packed = quantize(model)
     tokens = jnp.asarray(golden_tokens())
-    assert is_quantized(packed) and all(isinstance(matrix.stored_weight, FourBit) for _, matrix in experts(packed))
+    assert stored_in(packed) == "nf4"
+    assert all(isinstance(matrix.stored_weight, FourBit) for _, matrix in experts(packed))
     opened = dequantize(packed)
     np.testing.assert_array_equal(packed(tokens), opened(tokens))
     adapted = adapted_model(packed, r=2, target_parameters=BOTH)

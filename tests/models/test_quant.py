@@ -21,7 +21,7 @@ from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.files import headers, shards
-from jaxtune.models.files.quant import dequantize, is_quantized, quantization_config, quantize
+from jaxtune.models.files.quant import dequantize, quantization_config, quantize, stored_in
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.linear import Frozen
@@ -59,7 +59,7 @@ def test_linears_of_the_layers_are_quantised():
     model = tiny_model("bfloat16")
     packed = quantize(model)
     assert all(isinstance(weight, NF4) for weight in weights(packed).values())
-    assert not is_quantized(model) and not isinstance(model.layers[0].mlp.up_proj.weight, Frozen)
+    assert stored_in(model) is None and not isinstance(model.layers[0].mlp.up_proj.weight, Frozen)
     assert packed.embedding.weight.get_value() is model.embedding.weight.get_value()
     assert not jax.tree.leaves(nnx.state(packed, nnx.Param))
     assert packed.layers[0].mlp.up_proj.sizes == model.layers[0].mlp.up_proj.sizes
@@ -83,6 +83,8 @@ def test_quantize_refuses():
         quantize(tiny_model(), "int4")
     with pytest.raises(ValueError, match="skip_modules: 'k_pro' matches no linear, such as model.layers.0"):
         quantize(tiny_model(), skip_modules=["k_pro"])
+    with pytest.raises(ValueError, match="skip_modules: 'k_proj' matches no linear, of which the model has none"):
+        quantize(tiny_model(layers=()), skip_modules=["k_proj"])
     with pytest.raises(ValueError, match="this model has adapters"):
         quantize(get_peft_model(tiny_model(), r=2))
 
@@ -157,12 +159,12 @@ def test_a_base_in_four_bits_does_not_train_without_adapters(tmp_path):
 def test_merging_dequantises(dtype, settings):
     model = adapted_model(quantize(tiny_model(dtype)), **(dict(r=2) | settings))
     merged = merge_adapter(model)  # which checks itself
-    assert not is_quantized(merged) and {w.dtype for w in weights(merged).values()} == {jnp.dtype(dtype)}
+    assert stored_in(merged) is None and {w.dtype for w in weights(merged).values()} == {jnp.dtype(dtype)}
     assert all(isinstance(variable, nnx.Param) for _, variable in nnx.to_flat_state(nnx.state(merged)))
     by_hand = merge_adapter(dequantize(model))
     for name, weight in weights(merged).items():
         np.testing.assert_array_equal(weight, weights(by_hand)[name])
-    assert is_quantized(model)
+    assert stored_in(model) is not None
 
 
 def test_adapters_are_saved_and_loaded_over_four_bits(tmp_path, folder):
@@ -211,7 +213,7 @@ def test_saved_and_loaded_the_same(tmp_path, folder):
     # Merged, it is a 16-bit checkpoint, and says nothing of four bits.
     save_pretrained(merge_adapter(adapted_model(model, r=2)), tmp_path / "merged")
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert not is_quantized(from_pretrained(tmp_path / "merged")[0])
+    assert stored_in(from_pretrained(tmp_path / "merged")[0]) is None
 
 
 @pytest.fixture

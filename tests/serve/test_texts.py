@@ -10,6 +10,7 @@ import pytest
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.generation.sampler import Piece
 from jaxtune.serve.bodies import read_chat
+from jaxtune.serve.errors import encoded
 from jaxtune.serve.forms import Answer
 from jaxtune.serve.served import Tokenizer
 from jaxtune.serve.texts import Text
@@ -120,3 +121,16 @@ def test_tools_reach_the_template_and_their_calls_the_client(tokenizer):
     chunks = Answer(asked).chunks(0, Piece(0, ids, [0.0] * len(ids), "stop"))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0]["tool_calls"][0]["index"] == 0 and deltas[1] == {} and len(deltas) == 2
+
+
+def test_numbers_that_json_has_no_words_for_are_null():
+    """Clients' parsers fail at NaN, which Python writes; surrogates stay escapes."""
+
+    def refused(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    numbers = [1.5, float("nan"), float("inf"), -float("inf")]
+    body = {"logprobs": numbers, "top": ({"a": numbers[1]},), "text": "\ud800ü", "n": 3, "yes": True, "none": None}
+    found = json.loads(encoded(body), parse_constant=refused)
+    want = {"logprobs": [1.5, None, None, None], "top": [{"a": None}]}
+    assert found == {**body, **want}

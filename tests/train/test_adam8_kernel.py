@@ -119,18 +119,27 @@ def test_where_the_step_is_not_finite_all_states_stay(bad, shape, interpreted):
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "capability", "reason"),
+    ("size", "dtype", "codes", "capability", "reason"),
     [
-        (4096, jnp.bfloat16, (8, 0), "Hopper"),
-        (4096, jnp.float16, (9, 0), "dtype float16"),
-        (1024, jnp.float32, (9, 0), "1024 elements, fewer than 2048"),
-        (4096, jnp.float32, (9, 0), None),
+        (4096, jnp.bfloat16, jnp.uint8, (8, 0), "Hopper"),
+        (4096, jnp.float16, jnp.uint8, (9, 0), "dtype float16"),
+        (4096, jnp.float32, jnp.int8, (9, 0), "codes of int8"),
+        (1024, jnp.float32, jnp.uint8, (9, 0), "1024 elements, fewer than 2048"),
+        (4096, jnp.float32, jnp.uint8, (9, 0), None),
     ],
 )
-def test_refusals_say_why(size, dtype, capability, reason):
+def test_refusals_say_why(size, dtype, codes, capability, reason):
     with dispatch.compile_for(capability):
-        said = kernel.refusal(jnp.zeros(size, dtype), jnp.zeros((size // BLOCK, BLOCK), jnp.uint8))
+        said = kernel.refusal(jnp.zeros(size, dtype), jnp.zeros((size // BLOCK, BLOCK), codes))
     assert said is None if reason is None else reason in said
+
+
+def test_the_kernel_takes_no_gradient_that_it_refuses():
+    codes, absmax = jnp.zeros((16, BLOCK), jnp.uint8), jnp.zeros(16)
+    given = jnp.zeros(4096, jnp.float16), codes, absmax, codes, absmax, 0.1, 0.05, 1.0, True
+    assert kernel.plain_update(*given, betas=(0.9, 0.95), eps=1e-8)[0].shape == (4096,)
+    with pytest.raises(TypeError, match="adam_update: gradient .*float16"):
+        kernel.adam_update(*given, betas=(0.9, 0.95), eps=1e-8)
 
 
 def test_over_a_mesh_each_device_runs_the_kernel():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shlex
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from tiny_models import tiny_model
 
 from jaxtune import generate
@@ -108,7 +110,7 @@ def test_rows_of_every_form_are_asked_as_they_are_trained(tokenizer, tmp_path, m
     config = TrainConfig(model=ModelConfig(path=str(tmp_path)), data=data)
     asked = []
     sampled_by(monkeypatch, lambda prompts, **_: asked.extend(prompts) or [[]])
-    exact_match(model, tokenizer, app.answered(config, 1), max_new_tokens=1, template=template)
+    exact_match(model, tokenizer, app.answered(config, 1)[0], max_new_tokens=1, template=template)
     (trained,) = prepare([ROWS[form]], tokenizer, length=64, template=template).documents
     assert asked == [trained.tokens[: int(trained.mask.argmax())].tolist()]
     (tmp_path / "merged").mkdir()
@@ -125,8 +127,26 @@ def test_an_answer_that_is_only_a_call_is_not_asked_for(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "2 + 2"}, call]}, conversation("4", "x")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(train="none", eval=str(tmp_path / "rows.jsonl"), length=64)
-    (asked,) = app.answered(TrainConfig(model=ModelConfig(path="none"), data=data), 2)
+    (asked,), _ = app.answered(TrainConfig(model=ModelConfig(path="none"), data=data), 2)
     assert asked.messages[-1]["content"] == "x"
+
+
+def test_rows_that_are_not_asked_are_counted_beside_the_score(tokenizer, tmp_path, monkeypatch):
+    """Those that cannot be read, do not fit, or end with no answer, up to the last row that is asked."""
+    question = {"messages": [{"role": "user", "content": "2 + 2"}]}
+    lines = ["{", json.dumps({"messages": 3}), json.dumps(question), json.dumps(conversation("4", "x")), "{"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    data = DataConfig(train="none", eval=str(tmp_path / "rows.jsonl"), format="messages", on_bad_row="skip")
+    model = SimpleNamespace(config=SimpleNamespace(context_length=512), source=None)
+    sampled_by(monkeypatch, lambda prompts, **_: [[]])
+    said = io.StringIO()
+    for limit in (1, 2):
+        wanted = EvaluationConfig(exact_match_rows=limit)
+        config = TrainConfig(model=ModelConfig(path="none"), data=data, evaluation=wanted)
+        app.answer(model, tokenizer, config, Console(file=said, width=200), SimpleNamespace(rows=1))
+    first, second = [line for line in said.getvalue().splitlines() if "exact match" in line]
+    assert first.endswith("0.0 % of 1 held-out questions (3 rows without an answer left out)")
+    assert second.endswith("(4 rows without an answer left out)")
 
 
 THOUGHT = (

@@ -182,6 +182,17 @@ def test_answers_are_packed_whole_each_once():
     assert (batch.positions[batch.segment_ids > 0] < 16).all()
 
 
+def test_answers_to_prompts_that_became_longer_are_not_written_over_others():
+    """A rollout function or an environment can do that; what the error proposes then has room."""
+    source = source_of(CASES["dapo"], length=33)
+    answers = [dataclasses.replace(answer, prompt_ids=(5,) * 18) for answer in some_answers(source)]
+    with pytest.raises(ConfigError, match="data.length = 33: the 8 answers .* do not fit into its 4 rows"):
+        source.rows.packed(answers, 8.0)
+    planned = max(len(prompt.ids) for prompt in source.prompts) + LONGEST
+    places = source_of(CASES["dapo"], length=2 * planned - 1).rows.places_of(answers)
+    assert sorted(places) == [(row, 0, 0) for row in range(8)]
+
+
 def test_sampling_depends_on_the_seed_the_generation_and_the_weights_alone():
     objective, model = CASES["dapo"], tiny_model()
     first, second = source_of(objective), source_of(objective)

@@ -5,6 +5,7 @@ files and what comes with the weights."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -179,7 +180,7 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
     """The parsed config.json of a model whose weights are not needed, for example to plan memory. `path` is a folder, a
     JSON file, the name of a published model whose config this package contains (PUBLISHED, published.py), or another
     name on the Hugging Face hub, from which this one file is then fetched into the local cache. They are tried in this
-    order. The result is not to be changed, because for a published model it is the table's own.
+    order. The caller may change what is returned.
 
     Raises:
       ValueError: it is found in none of them, or the file is not a JSON object.
@@ -189,7 +190,7 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
     if local.exists():
         return read_config(local) if local.is_dir() else read_json(local)
     if name in PUBLISHED:
-        return PUBLISHED[name]
+        return copy.deepcopy(PUBLISHED[name])
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -63,7 +63,8 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
     modules = {name: matrix for name, matrix in matrices(model) if matrix.quantizable}
     for skipped in skip_modules:
         if not any(name_matches(name, skipped) for name in modules):
-            raise ValueError(f"quantize: skip_modules: {skipped!r} matches no linear, such as {next(iter(modules))}")
+            there = f"such as {next(iter(modules))}" if modules else "of which the model has none in its layers"
+            raise ValueError(f"quantize: skip_modules: {skipped!r} matches no linear, {there}")
     for name, linear in modules.items():
         weight = linear.stored_weight
         if not isinstance(weight, Stored) and not any(name_matches(name, skipped) for skipped in skip_modules):
@@ -110,11 +111,6 @@ def computes_in_fp8(model: Decoder) -> bool:
     """Whether any linear or experts of the model multiply in FP8 (compute_in_fp8). Runs and adapters record it, so that
     the adapter is loaded over a base that computes in the same way."""
     return any(matrix.fp8 for _, matrix in matrices(model))
-
-
-def is_quantized(model: Decoder) -> bool:
-    """Whether any weight of the model is quantised."""
-    return stored_in(model) is not None
 
 
 def stored_in(model: Decoder) -> str | None:
@@ -245,7 +241,11 @@ def qat_config(model: Decoder) -> dict[str, Any] | None:
     """
     if model.qat is None:
         return None
-    require_grid(model, "the model")
+    if not model.qat.represented_by(model.dtype):
+        raise ValueError(
+            f"the model is in {model.dtype}, which cannot represent weights that quantisation-aware training rounded "
+            f"to {model.qat}: take {model.qat.dtype} (dtype, --dtype, --outtype)"
+        )
     skipped = [model.config.head.name, *not_quantized(model, model.qat)]
     return {**model.qat.record(), "modules_to_not_convert": skipped}
 
@@ -266,20 +266,6 @@ def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
     if isinstance(record, Mapping) and "dtype" not in record:  # older versions wrote none: it was the weights' dtype
         record = {**record, "dtype": config.get("dtype") or config.get("torch_dtype")}
     return FakeQuant.of_record(f"{where}: qat", record)
-
-
-def require_grid(model: Decoder, target: str, dtype: str | None = None) -> None:
-    """Raises ValueError where weights that QAT rounded to a grid (model.qat) would be written in a dtype that cannot
-    represent the grid, so that they would be rounded again. Other models pass.
-
-    target: what is to be written, for the error. dtype: the name of the dtype of the weights there; None: the model's.
-    """
-    dtype = dtype or model.dtype
-    if model.qat is not None and not model.qat.represented_by(dtype):
-        raise ValueError(
-            f"{target} is in {dtype}, which cannot represent weights that quantisation-aware training rounded to "
-            f"{model.qat}: take {model.qat.dtype} (dtype, --dtype, --outtype)"
-        )
 
 
 # ---- checkpoints

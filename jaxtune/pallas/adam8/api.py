@@ -36,6 +36,7 @@ from jaxtune.pallas.formats.blockwise8 import (
 
 _BLOCKS = 8  # blocks that a warpgroup works on at a time, two per warp
 _CHUNK = _BLOCKS * BLOCK
+_GRADIENTS = ("bfloat16", "float32")  # the dtypes of gradients that the kernel reads
 # Warpgroups of a program, which share the maps (64 KB), and number of programs. By ptxas' registers and by shared
 # memory, one program of six warpgroups fits a multiprocessor, of which an H100 and an H200 have 132.
 WARPGROUPS, _PROGRAMS = 6, 132
@@ -88,9 +89,11 @@ def refusal(gradient, m_codes) -> str | None:
     """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
-    if gradient.dtype not in (jnp.bfloat16, jnp.float32):
+    if str(gradient.dtype) not in _GRADIENTS:
         return f"dtype {gradient.dtype}"
-    if m_codes.dtype != jnp.uint8 or gradient.size < _CHUNK:
+    if m_codes.dtype != jnp.uint8:
+        return f"codes of {m_codes.dtype}"
+    if gradient.size < _CHUNK:
         return f"{gradient.size} elements, fewer than {_CHUNK}"
     if gpu_kernel.interpreter() is not None:
         return None
@@ -149,7 +152,7 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
-    _check("plain_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
+    _check("plain_update", FLOATS, gradient, m, m_absmax, v, v_absmax, betas, eps)
     (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
     g = in_blocks(gradient) * scale
     m = beta1 * decode(m, m_absmax, signed=True) + (1 - beta1) * g
@@ -160,17 +163,17 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
     return direction, *(jnp.where(finite, n, o) for n, o in zip(new, old, strict=True))
 
 
-def _check(op, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
+def _check(op, dtypes, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
     """Checks the arguments of adam_update or plain_update, so that an error names the argument and the function, whose
-    name is `op`: gradient is an array of floats; m and v, the codes of its moments, are uint8[blocks, 256], where a
-    block is 256 elements of the gradient; m_absmax and v_absmax are float32[blocks]; betas are two numbers in [0, 1),
-    and eps is at least 0.
+    name is `op`: gradient is an array of one of `dtypes`, a tuple of names; m and v, the codes of its moments, are
+    uint8[blocks, 256], where a block is 256 elements of the gradient; m_absmax and v_absmax are float32[blocks]; betas
+    are two numbers in [0, 1), and eps is at least 0.
 
     Raises:
       TypeError, ValueError: an argument is not so.
     """
     check = Arguments(op)
-    check.array("gradient", gradient, "...", FLOATS)
+    check.array("gradient", gradient, "...", dtypes)
     check.sizes["blocks"] = (-(-gradient.size // BLOCK), f" ({BLOCK} elements of the gradient in each)")
     for name, codes, absmax in (("m", m, m_absmax), ("v", v, v_absmax)):
         check.array(name, codes, f"blocks {BLOCK}", jnp.uint8)
@@ -324,7 +327,7 @@ def adam_update(
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
-    _check("adam_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
+    _check("adam_update", _GRADIENTS, gradient, m, m_absmax, v, v_absmax, betas, eps)
     numbers = (correction1, correction2, scale, finite)
     update = functools.partial(_adam_update, programs=_PROGRAMS, interpret=gpu_kernel.interpreter())
     update = functools.partial(update, betas=tuple(betas), eps=float(eps))

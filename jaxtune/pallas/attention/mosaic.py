@@ -332,10 +332,10 @@ def _numbers(count, size, dtype):
     return plgpu.SMEM((count, size), dtype)
 
 
-def _pairs(query, key, blocks: Blocks) -> bool:
+def _pairs(query, key) -> bool:
     """Whether each warpgroup takes one of two query heads that share their keys, and not half of a tile of one head;
     the tiles are then narrower, and see fewer masked keys. query [B, T, heads, D] and key [B, T, kv_heads, D] decide
-    it by their numbers of heads; `blocks` is not used."""
+    it by their numbers of heads."""
     return (query.shape[2] // key.shape[2]) % WARPGROUPS == 0
 
 
@@ -359,7 +359,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     query, key, value = (_operand(a) for a in (query, key, value))
     rows, padded, heads, dim = query.shape
     blocks = _blocks("forward", query, layout, window)
-    own, pairs = blocks.own, _pairs(query, key, blocks)
+    own, pairs = blocks.own, _pairs(query, key)
     if dim == HALVED:
         kernel, buffers, bounds = mosaic_halves.half_forward_kernel, 2 * WARPGROUPS, WARPGROUPS
         brought = _halved_rings(blocks, query.dtype)
@@ -460,7 +460,7 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
     if query.shape[-1] == HALVED:
         table = _query_table(lower, blocks, True, layout.full)
         return _halved_gradient(mosaic_halves.half_query_kernel, operands, lower, query, blocks, table, options)
-    own, pairs, count, dim = blocks.own, _pairs(query, key, blocks), blocks.buffers * WARPGROUPS, query.shape[-1]
+    own, pairs, count, dim = blocks.own, _pairs(query, key), blocks.buffers * WARPGROUPS, query.shape[-1]
     both = smem((count, own, dim), query.dtype)
     return _call(
         mosaic_backward.query_kernel,

@@ -335,5 +335,5 @@ def placed(
         call = f"{dtype}, head dim {dim}, {options}, {table is not None}, {norms is not None}"
         return dispatch.first_use("placed", "triton", call, compare)
 
-    chosen = _chosen("placed", lambda: triton.placed_refusal(parts, keys, table), first_use, implementation)
+    chosen = _chosen("placed", lambda: triton.placed_refusal(keys, table), first_use, implementation)
     return IMPLEMENTATIONS[chosen].placed(parts, keys, values, positions, table, norms, **options)

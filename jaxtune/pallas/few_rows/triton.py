@@ -240,13 +240,12 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
     return added, normed
 
 
-def placed_refusal(parts, keys, table) -> str | None:
+def placed_refusal(keys, table) -> str | None:
     """The reason why the kernel of `placed` does not support a call on this GPU, or None: no GPU on which Triton
     kernels run, a cache in another dtype than 16-bit floats, a head dim that is no power of two from 32 to 512, or a
     rotation of only some dimensions.
 
     Args:
-      parts: the partial sums of query, key and value; not used.
       keys: the cache of keys, [N, kv_heads, capacity, D].
       table: (cos, sin) of the rotation, or None.
     """

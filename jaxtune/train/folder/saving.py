@@ -138,6 +138,13 @@ class Saver:
         if self._due:
             self.save(done, state)
 
+    def save_for_callback(self, done: int, state: TrainState) -> None:
+        """Saves `state`, the TrainState after `done` steps, as `save` does, because a callback asked for it. If nothing
+        is saved because updates are being skipped, the request stays: a later state is saved as soon as steps are
+        finite again."""
+        self._due = True
+        self.save(done, state)
+
     def save(self, done: int, state: Any) -> None:
         """Saves `state`, the TrainState after `done` steps, and passes `done` to the run's callbacks. It does nothing
         if that state is saved already. It saves nothing either while updates are being skipped because steps were not

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, Json
 from jaxtune.train.objectives.reward_functions import Turns
 
@@ -197,13 +198,26 @@ class AnswerRows:
 
     def places_of(self, answers: Sequence[Answer]) -> list[tuple[int, int, int]]:
         """Where each of `answers` is written: a list of (row, index in the row of the prompt's first token, number of
-        the answer within the row, from 0). The longest answer is placed first, each in the first row with room. All of
-        them must fit, which is not checked."""
+        the answer within the row, from 0). The longest answer is placed first, each in the first row with room. Answers
+        that are no longer than those by which the number of rows was planned always fit.
+
+        Raises:
+          ConfigError: one fits into no row, because a rollout function or an environment made prompts longer.
+        """
         used, filled = np.zeros(self.rows, np.int64), np.zeros(self.rows, np.int64)
         sizes = [len(answer.prompt_ids) + len(answer.ids) for answer in answers]
         found = [(0, 0, 0)] * len(answers)
         for index in sorted(range(len(answers)), key=lambda i: (-sizes[i], i)):
-            row = int(np.argmax((used + sizes[index] <= self.length) & (filled < self.places)))
+            has_room = (used + sizes[index] <= self.length) & (filled < self.places)
+            if not has_room.any():
+                raise ConfigError(
+                    f"data.length = {self.length:,}: the {len(answers):,} answers of a step with their prompts, "
+                    f"{sum(sizes):,} tokens, do not fit into its {self.rows:,} rows, whose number was planned by the "
+                    "prompts of the data rows. A rollout function or an environment made prompts longer: let it add "
+                    f"less, or set data.length, at least {max(sizes):,}, so that a row has no room for two of the "
+                    "data's longest prompts with objective.max_completion_length: each answer then has its own row"
+                )
+            row = int(np.argmax(has_room))
             found[index] = row, int(used[row]), int(filled[row])
             used[row] += sizes[index]
             filled[row] += 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from jaxtune.models.config import PRE_NORM, DecoderConfig, Stage
 from jaxtune.models.families.common.key import Config, Entry, Fields, Key, checked, completed
 from jaxtune.models.families.common.names import LLAMA_NORMS, ExpertFiles
+from jaxtune.models.families.common.rope import PARTIAL_ROTARY
 from jaxtune.models.families.common.table import COMMON, REFUSED, REFUSED_WITHOUT_EXPERTS, WRITTEN
 
 
@@ -94,7 +95,9 @@ class Family:
             if "layers" in entry.gives:
                 fields["layers"] = tuple(dataclasses.replace(one, stages=self.stages) for one in fields["layers"])
         fields.setdefault("attention_scale", fields["head_dim"] ** -0.5)
-        return DecoderConfig(**fields)
+        config = DecoderConfig(**fields)
+        self._require_whole_heads(config)
+        return config
 
     def to_hf(self, config: DecoderConfig) -> Fields:
         """The config.json with which transformers 4 and 5 load a model with this DecoderConfig. What belongs to the
@@ -104,7 +107,21 @@ class Family:
         Raises:
           ValueError: a feature that config.json of this family cannot express.
         """
+        self._require_whole_heads(config)
         hf: Fields = {"architectures": [config.head.architecture_of(self.architecture)]}
         for entry in self.entries:
             hf |= entry.write(config)
         return hf | WRITTEN | dict(self.written) | config.head.hf_config()
+
+    def _require_whole_heads(self, config: DecoderConfig) -> None:
+        """Raises ValueError if a rotary base of `config` rotates only a part of each head, and transformers' class of
+        the family cannot do that: it would ignore the factor and compute something else. The factor of the kind
+        "proportional" is another one, which rope_scaling has in all families."""
+        if PARTIAL_ROTARY in self.entries:
+            return
+        for rope in config.rotary:
+            if rope.partial_rotary_factor != 1 and rope.kind != "proportional":
+                raise ValueError(
+                    f"config.json: partial_rotary_factor = {rope.partial_rotary_factor} is not supported (model_type "
+                    f"{self.model_type!r}): transformers rotates whole heads in such a model; set 1, or take it out"
+                )

@@ -152,7 +152,8 @@ def rope_to_hf(rope: RopeConfig) -> Fields | None:
     return scaling | {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
 
 
-# Families that always write partial_rotary_factor have this key in addition to the common ones.
+# Families whose class in transformers can rotate a part of each head have this key in addition to the common ones. They
+# always write it; in the other families it must be 1 (Family).
 PARTIAL_ROTARY = Key(
     "partial_rotary_factor", (), values.positive, None, written=lambda config: config.rotary[0].partial_rotary_factor
 )
