@@ -34,6 +34,8 @@ def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     compressed-tensors, symmetric; torchao's SYMMETRIC_NO_CLIPPING_ERR): a kernel that multiplies code and scale in
     `dtype` computes with exactly them.
 
+    It has no straight-through gradient; callers add it, such as `straight_through`.
+
     Args:
       weight: [..., out, in], of any floating-point dtype.
       group_size: how many consecutive weights of a row share a scale; it must divide `in`, and is not None.
@@ -69,7 +71,8 @@ def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     shape.
 
     Without groups, these are the values of the declared format int8, which has a scale for each row. With groups, the
-    scale is the group's largest magnitude / 127, rounded to `dtype`, and codes are rounded to nearest even.
+    scale is the group's largest magnitude / 127, rounded to `dtype`, and codes are rounded to nearest even. It has no
+    straight-through gradient; callers add it, such as `straight_through`.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
@@ -132,7 +135,8 @@ def q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 def _as_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to the values of a declared format of quantised weights (a key of
     formats.FORMATS): encodes it from float32 and decodes it to `dtype`, in the weight's shape. So training rounds as a
-    checkpoint in the format does. group_size: None, because these formats have blocks of their own."""
+    checkpoint in the format does. It has no straight-through gradient; callers add it, such as `straight_through`.
+    group_size: None, because these formats have blocks of their own."""
     del group_size
     return formats.FORMATS[format].encode(weight.astype(jnp.float32)).decode(dtype)
 
@@ -140,7 +144,8 @@ def _as_declared(format: str, weight: jax.Array, group_size: int | None, dtype: 
 def int8_by_token(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to symmetric int8 with one scale for each token (each vector of the last axis):
     integers from -128 to 127 times its largest magnitude / 127.5, computed in float32. This is compressed-tensors'
-    definition for W4A8 (dynamic, by token). The result has x's dtype."""
+    definition for W4A8 (dynamic, by token). The result has x's dtype. `_rounded_inputs` adds the straight-through
+    gradient."""
     wide = x.astype(jnp.float32)
     largest = jnp.abs(wide).max(-1, keepdims=True)
     scale = divide(largest, jnp.full_like(largest, 127.5))
@@ -153,7 +158,7 @@ def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to int8 with one scale and one zero point for each token (each vector of the last
     axis), as torchao's Int8DynamicActivationInt4WeightConfig does: the scale is (max - min) / 255, where min is at most
     0 and max at least 0, and the zero point -128 - round(min / scale). Computed in float32; the result has x's dtype.
-    """
+    `_rounded_inputs` adds the straight-through gradient."""
     wide = x.astype(jnp.float32)
     low = jnp.minimum(wide.min(-1, keepdims=True), 0)
     high = jnp.maximum(wide.max(-1, keepdims=True), 0)
@@ -168,7 +173,7 @@ def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
 def fp8_by_token(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to e4m3 with one float32 scale for each token (each vector of the last axis), its
     largest magnitude / 448, as servers do with FP8 checkpoints whose activation scales are dynamic. The result has x's
-    dtype."""
+    dtype. `_rounded_inputs` adds the straight-through gradient."""
     return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
 
 
