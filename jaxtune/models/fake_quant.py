@@ -104,6 +104,7 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to what blocks of GGUF's type Q4_0 contain: a scale, which is a float16 number,
     times whole numbers from -8 to 7. In float32 it equals the gguf package's quantize and dequantize; in 16 bits scales
     have five significant bits, with which every product is exact in `dtype`, so that a file contains the same numbers.
+    It has no straight-through gradient; callers add it, such as `straight_through`.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
@@ -119,7 +120,8 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 def q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to what blocks of GGUF's type Q8_0 contain: a scale, which is a float16 number,
     times whole numbers from -127 to 127. In float32 it equals the gguf package's quantize and dequantize; in 16 bits
-    scales are powers of two, with which every product is exact in `dtype`, so that a file contains the same numbers.
+    scales are powers of two, with which every product is exact in `dtype`, so that a file contains the same numbers. It
+    has no straight-through gradient; callers add it, such as `straight_through`.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
@@ -263,7 +265,8 @@ class FakeQuant:
     @property
     def exports(self) -> tuple[str, ...]:
         """The values of `jaxtune export --to` whose formats store the grid's numbers exactly, beside 16-bit ones, such
-        as ("w4a16",); () for int8 in groups. Exports of such a model to other quantised formats are refused."""
+        as ("w4a16",); () for int8 in groups, q4_0 and q8_0, of which GGUF files store the last two (`outtype`). Exports
+        of such a model to other quantised formats are refused."""
         grouped = self.group_size is not None and self.format == "int8"  # a scale for each group, not each row
         return () if grouped else ROUNDINGS[self.format].exports
 
