@@ -55,8 +55,9 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 def add_numbers(parser: argparse.ArgumentParser) -> None:
     """Adds --dtype and --load-in to a command that loads a model: the dtype of its weights, such as "bfloat16", and the
-    quantised format in which its layers' weights are loaded, such as "nf4". `load` reads both; each is None if it is
-    not given."""
+    quantised format in which its layers' weights are loaded, such as "nf4". `load` reads both. Each is None if it is
+    not given: `load` then takes the dtype that the run recorded, else bfloat16, never a checkpoint's own; and loads an
+    adapter's base as it was in training, and any other model as its files store it, which may be quantised."""
     parser.add_argument(
         "--dtype", help="dtype of the weights: bfloat16, float16 or float32 (default: that of the run; else bfloat16)"
     )
@@ -66,7 +67,8 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
 def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> None:
     """Adds --load-in, the format in which the layers' weights are loaded, such as "nf4" or "stored" (as the files have
     them). It is None if it is not given; then the command loads an adapter's base as in its training, and any other
-    model as `otherwise` says, words for the help."""
+    model as `otherwise` says. These words are only for the help: "stored" is what `load` does, and `jaxtune evaluate`,
+    which loads models by itself, gives "as the recipe says"."""
     parser.add_argument(
         "--load-in",
         choices=(*LOADED, "stored"),

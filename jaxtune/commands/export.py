@@ -14,6 +14,7 @@ from jaxtune.system.terminal import console, fitted, say
 from jaxtune.train.signals import StopSignal
 
 
+# arguments: the words after `jaxtune export`: a model or an adapter, the folder to write, and options such as --to.
 def run(arguments: Sequence[str]) -> None:
     """Write a model or an adapter in the format of another program: merged, as GGUF for llama.cpp, in four bits."""
     parser = common.parser("export", run.__doc__)

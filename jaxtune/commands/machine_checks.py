@@ -206,8 +206,10 @@ def _rates() -> Iterator[Finding]:
 
 def _attention() -> Finding:
     """Compares the attention kernel that is chosen on this device with plain attention in float32, forward and
-    backward, on small packed rows. The finding is "wrong" if a result is off by 2 % or more in norm, else "ok". It
-    shows whether hand-written kernels compile and compute correctly here."""
+    backward, on small packed rows. The finding is "wrong" if a result is off by 2 % or more in norm, else "ok". "ok"
+    says that attention computes correctly here, but not that a hand-written kernel does: one that does not compile or
+    is wrong is refused at its first use (dispatch.first_use), and another implementation, perhaps plain attention in 16
+    bits, is then chosen and compared."""
     import jax
     import jax.numpy as jnp
 

@@ -66,7 +66,9 @@ class TrainerCallback:
     wants to react to. Each method gets `args` (the SFTConfig), `state` (the TrainerState), `control` (the
     TrainerControl) and, by name, `model`, `processing_class` and what the event adds (on_log `logs`, on_evaluate
     `metrics`). It may change `control`, or return another one that replaces it; None keeps it. transformers' own class
-    is accepted too."""
+    is accepted too. A callback that defines on_substep_end, on_pre_optimizer_step or on_optimizer_step is refused with
+    ValueError (`checked`), because a step is one compiled program; other events of transformers, such as
+    on_prediction_step, are never called."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called when the trainer has been made. `args` is the SFTConfig, `state` the TrainerState. It may change

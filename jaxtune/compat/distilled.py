@@ -80,7 +80,7 @@ class DistilledTrainer(PreferenceTrainer):
       model: the student: a CompatModel, or a hub name or folder, which is loaded.
       teacher_model: the teacher, a CompatModel or its hub name or folder. None takes args.teacher_model_name_or_path;
         if that is None too, the teacher of a model with an adapter is the same model with its adapter off, which is
-        printed.
+        printed, and a model without one raises ValueError.
       args: a DistillationConfig or GKDConfig, or TRL's own object.
       train_dataset, eval_dataset: the rows to train on and to evaluate on, which the subclasses describe.
       processing_class: the tokenizer; None: the model's.
@@ -167,7 +167,9 @@ class DistilledTrainer(PreferenceTrainer):
 
 class DistillationTrainer(DistilledTrainer):
     """TRL's DistillationTrainer: the student samples an answer to every prompt and learns the teacher's distributions
-    over the tokens of that answer. The arguments are those of DistilledTrainer, with a DistillationConfig as `args`.
+    over the tokens of that answer. The arguments are those of DistilledTrainer, with a DistillationConfig as `args`. If
+    neither teacher_model nor args.teacher_model_name_or_path names a teacher, it is the student with its adapter off; a
+    student without an adapter then raises ValueError.
 
     Rows of train_dataset have a column `prompt` (a text or a list of messages) or `messages`. Rows of eval_dataset must
     have answers, too (a column `completion`, or a last message of the assistant): the divergence is measured over these
@@ -216,8 +218,12 @@ class GKDTrainer(DistilledTrainer):
     trainer once for each row.
 
     Args:
+      teacher_model: the teacher, a CompatModel or its hub name or folder. None takes args.teacher_model_name_or_path;
+        if that is None too, the teacher is the student with its adapter off, and a student without an adapter raises
+        ValueError.
       data_collator: None, or a collator that only pads, which has no effect; any other raises ValueError.
-      others: further arguments of SFTTrainer; the named ones are those of DistilledTrainer.
+      others: further arguments of SFTTrainer; the other named ones are those of DistilledTrainer, with a GKDConfig as
+        `args`.
     """
 
     config_type = GKDConfig

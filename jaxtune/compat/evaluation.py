@@ -88,8 +88,10 @@ class Evaluations(Reports):
           ignore_keys: has no effect; transformers' method has it.
           metric_key_prefix: what the names of the numbers begin with in place of "eval".
         Returns:
-          a PredictionOutput: the logits, or what preprocess_logits_for_metrics makes of them; the labels; and the
-            numbers.
+          a PredictionOutput: the logits, float32[rows, length, vocab], or what preprocess_logits_for_metrics makes of
+            them; the labels, int32[rows, length]; and the numbers. All rows have the length of the trainer's rows
+            (max_length), padding included. The logits at position t predict the label at t + 1, and labels are -100
+            wherever a token is not trained on.
         Raises:
           ValueError: all logits take more than half of the host's memory, and preprocess_logits_for_metrics is not
             given; the rows have another format than the trained ones; or compute_metrics returns no numbers.

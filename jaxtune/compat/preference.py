@@ -96,8 +96,9 @@ def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
 class PreferenceTrainer(SFTTrainer):
     """The base class of the trainers whose rows have other columns than SFTTrainer's, such as pairs of answers. It
     checks the columns, trains on responses without packing, and turns the adapter's dropout off unless disable_dropout
-    is False. Its arguments are those of SFTTrainer. A subclass sets `config_type`, the class of its config, and the
-    attributes below where they differ, and defines `_objective`."""
+    is False. Its arguments are those of SFTTrainer, but a formatting_func and packing=True raise ValueError. A subclass
+    sets `config_type`, the class of its config, and the attributes below where they differ, and defines
+    `_objective`."""
 
     table = TRAINER | REFERENCE_MODEL  # the arguments that are not parameters: without effect here, or refused
     # the config's arguments that older versions of TRL accepted as arguments of the trainer

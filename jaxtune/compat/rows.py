@@ -39,7 +39,7 @@ def columns_of(dataset: Any, trainer: str) -> list[str]:
     trainer: the class of the script's trainer, for the message.
 
     Raises:
-      ValueError: there are no rows.
+      ValueError: a data set without such names has no rows.
     """
     columns = getattr(dataset, "column_names", None)
     if columns is not None:
@@ -57,12 +57,16 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
     Args:
       dataset: a datasets.Dataset or IterableDataset, a list of dicts, or the path of a file.
       text_field: the name of the column of texts (dataset_text_field).
-      formatting_func: maps a row to a text, or the columns of a batch to texts; None: there is none.
+      formatting_func: maps a row to a text, or the columns of a batch to texts; None: there is none, which it must be
+        for a path.
     Returns:
-      (rows as jaxtune reads them, the name of their format: "text", "messages", "prompt_completion" or "sharegpt"; for
-      a file also another format, or "auto")
+      (rows as jaxtune reads them, the name of their format: "text", "messages", "prompt_completion" or "sharegpt"). For
+        a path the first is the path, and the second is the format of the file's first usable row, which may also be
+        another one; "auto" if it has none. With a formatting_func they are its texts, [] if there are no rows, and
+        "text".
     Raises:
-      ValueError: there are no rows, or none of the rules fits.
+      ValueError: none of the rules fits the columns; a list or a stream that does not name its columns has no rows; or
+        formatting_func returns something else than texts.
     """
     if is_stream(dataset):
         return _streamed(dataset, text_field, formatting_func)
@@ -112,8 +116,8 @@ def _known_form(columns: Sequence[str], text_field: str) -> str:
 def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the texts that a script's formatting_func makes of the rows, one for each row. The function takes one row
     and returns its text, or (as Unsloth's do) takes {column: values} and returns a list of texts; a call with the first
-    row shows which. A mapping with such a list under "text" is accepted as well. Raises ValueError if the result is
-    anything else."""
+    row shows which. A mapping with such a list under "text" is accepted as well. No rows give []. Raises ValueError if
+    the result is anything else."""
     if not dataset:
         return []
     try:

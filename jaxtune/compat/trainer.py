@@ -185,8 +185,7 @@ class SFTTrainer(Evaluations):
         return self.model.module
 
     def _order(self) -> Any:
-        """The order of an epoch's rows for train_sampling_strategy, as TokenDataset names it: "torch" (PyTorch's
-        shuffle) or "given"."""
+        """train_sampling_strategy as TokenDataset names the order of rows: "torch" (PyTorch's shuffle) or "given"."""
         args, strategy = self.args, plain_value(self.args.train_sampling_strategy)
         return choose(type(args).__name__, "train_sampling_strategy", strategy, args.orders)
 
@@ -451,9 +450,10 @@ class SFTTrainer(Evaluations):
 
 
 def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
-    """Loads a model by its hub name or folder, as TRL does: in 16 bits, for rows of at most max_length tokens (1,024 by
-    default), with the arguments in model_init_kwargs of `args`. full: True trains all weights; False leaves them
-    frozen, for an adapter."""
+    """Loads a model by its hub name or folder, as TRL does, for rows of at most max_length tokens (1,024 by default):
+    in bfloat16, or as dtype and quantization_config in model_init_kwargs of `args` say. full: True trains all weights,
+    unless they are quantised; False leaves them frozen, for an adapter. Raises ValueError if an argument in
+    model_init_kwargs is unknown or would change the result."""
     length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
     return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
 

@@ -94,11 +94,12 @@ def load_plain(
     full: bool,
     given: Mapping[str, object],
 ) -> CompatModel:
-    """Loads a model as transformers' from_pretrained does: in 16 bits, or as quantization_config says.
+    """Loads a model as transformers' from_pretrained does: in the dtype that is given, else in bfloat16 (the base of an
+    adapter: in the dtype that its folder records), or quantised as quantization_config says.
 
     Args:
       where: the called function, for messages.
-      name: a folder or a hub name.
+      name: a model's folder or hub name, or the local folder of an adapter, which is loaded over its base.
       max_length: the most tokens of a row; None: the trainer's max_length decides. The model must have a position for
         each.
       random_state: the seed of sampling and of a new adapter.
@@ -122,19 +123,21 @@ def load_plain(
 
 class AutoModelForCausalLM:
     """transformers' class, of which scripts use one function: from_pretrained loads a model, here as a CompatModel. The
-    most tokens of its rows are the trainer's max_length. All weights train, unless they are quantised or it has an
-    adapter."""
+    most tokens of its rows are the trainer's max_length. All weights train, unless they are quantised (nothing trains
+    then before an adapter is added) or it has an adapter."""
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> CompatModel:
-        """Returns the model of a folder or of a hub name, in 16 bits or as quantization_config says. For an adapter's
-        folder it loads the base model with the adapter. All weights train, unless they are quantised or there is an
-        adapter, which then trains alone.
+        """Returns the model of a folder or of a hub name, in the dtype that is given, else in bfloat16, or quantised as
+        quantization_config says. For the local folder of an adapter it loads the base model, in the dtype that the
+        folder records unless one is given, with the adapter, which then trains alone. Otherwise all weights train,
+        unless they are quantised: such a model trains nothing until it gets an adapter, for example by the trainer's
+        peft_config.
 
         Args:
           pretrained_model_name_or_path: the folder or the hub name.
-          arguments: transformers' other arguments, such as quantization_config and dtype. A printed line reports each
-            one that has no effect here.
+          arguments: transformers' other arguments, such as quantization_config and dtype (bfloat16, float16 or float32;
+            "auto" is as if none were given). A printed line reports each one that has no effect here.
         Raises:
           ValueError: one of `arguments` would change the result, or is unknown.
         """

@@ -161,9 +161,11 @@ def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderC
       written: {tensor's name: its checksums}, which write_checkpoint returned when it wrote the folder.
       config: the model's, which config.json must describe.
       loads: True: jaxtune can load such folders itself, so the names and shapes of the tensors are also compared with
-        config.json. False: they are not, and the entry quantization_config is ignored.
+        config.json. False: they are not, and the entry quantization_config of config.json, which must have one, is not
+        compared.
     Raises:
       ArithmeticError: something differs, or the folder cannot be read.
+      KeyError: `loads` is False, and config.json has no quantization_config.
     """
     try:
         said = text_config(read_config(folder))

@@ -30,8 +30,9 @@ def _attention(layer: LayerSpec) -> AttentionShape:
 
 
 def _slides(layer: LayerSpec) -> bool:
-    """Whether a layer is of the sliding type. Its rotary base says so, because a layer whose window is as long as the
-    context has none."""
+    """Whether a layer is of the sliding type, for GGUF's sliding_window_pattern and sizes of heads. layer.rotary says
+    so, the index of the layer's rotary base in DecoderConfig.rotary (0 in global layers, 1 in sliding ones, whatever
+    the bases are), because a layer whose window is as long as the context has no window in its LayerSpec."""
     return layer.rotary == _SLIDING
 
 

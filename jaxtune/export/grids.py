@@ -22,8 +22,10 @@ _GGUF_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # by ou
 
 
 def grid_of_export(model: Decoder) -> FakeQuant | None:
-    """The grid to which quantisation-aware training (QAT) rounded the model's weights, after an adapter is merged if
-    there is one; None without QAT."""
+    """The grid to which quantisation-aware training (QAT) rounded the weights that an export of the model writes; None
+    if it did not. For a model with an adapter it is the grid to which the adapter's own training rounded the merged
+    weights, so None if that was without QAT, even if an earlier QAT rounded the base (model.qat). Without an adapter it
+    is model.qat."""
     return qat_spec(model) if has_adapter(model) else model.qat
 
 
@@ -87,9 +89,11 @@ def _storing(grid: FakeQuant) -> tuple[str, ...]:
 
 
 def quantized(weights: Weights, format: str) -> Weights:
-    """Returns the weights in a format of quantised weights (a key of FORMATS), each encoded when it is needed. If the
-    model was trained with quantisation-aware training, its matrices are encoded exactly; others are rounded here. The
-    new Weights' model has no `qat`, because the format itself says what its numbers are.
+    """Returns the weights with the linears and experts of the layers in a format of quantised weights (a key of
+    FORMATS), each encoded when it is needed; those in another such format are decoded first. Embeddings, the head,
+    norms and routers stay as they are. If the model was trained with quantisation-aware training (it has `qat`), its
+    matrices are encoded exactly; others are rounded here. The new Weights' model has no `qat`, because the format
+    itself says what its numbers are.
 
     Args:
       weights: the model's weights.

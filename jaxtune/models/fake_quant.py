@@ -34,6 +34,8 @@ def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     compressed-tensors, symmetric; torchao's SYMMETRIC_NO_CLIPPING_ERR): a kernel that multiplies code and scale in
     `dtype` computes with exactly them.
 
+    It has no straight-through gradient; callers add it, such as `straight_through`.
+
     Args:
       weight: [..., out, in], of any floating-point dtype.
       group_size: how many consecutive weights of a row share a scale; it must divide `in`, and is not None.
@@ -69,7 +71,8 @@ def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     shape.
 
     Without groups, these are the values of the declared format int8, which has a scale for each row. With groups, the
-    scale is the group's largest magnitude / 127, rounded to `dtype`, and codes are rounded to nearest even.
+    scale is the group's largest magnitude / 127, rounded to `dtype`, and codes are rounded to nearest even. It has no
+    straight-through gradient; callers add it, such as `straight_through`.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
@@ -101,6 +104,7 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to what blocks of GGUF's type Q4_0 contain: a scale, which is a float16 number,
     times whole numbers from -8 to 7. In float32 it equals the gguf package's quantize and dequantize; in 16 bits scales
     have five significant bits, with which every product is exact in `dtype`, so that a file contains the same numbers.
+    It has no straight-through gradient; callers add it, such as `straight_through`.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
@@ -116,7 +120,8 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 def q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to what blocks of GGUF's type Q8_0 contain: a scale, which is a float16 number,
     times whole numbers from -127 to 127. In float32 it equals the gguf package's quantize and dequantize; in 16 bits
-    scales are powers of two, with which every product is exact in `dtype`, so that a file contains the same numbers.
+    scales are powers of two, with which every product is exact in `dtype`, so that a file contains the same numbers. It
+    has no straight-through gradient; callers add it, such as `straight_through`.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
@@ -132,7 +137,8 @@ def q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 def _as_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to the values of a declared format of quantised weights (a key of
     formats.FORMATS): encodes it from float32 and decodes it to `dtype`, in the weight's shape. So training rounds as a
-    checkpoint in the format does. group_size: None, because these formats have blocks of their own."""
+    checkpoint in the format does. It has no straight-through gradient; callers add it, such as `straight_through`.
+    group_size: None, because these formats have blocks of their own."""
     del group_size
     return formats.FORMATS[format].encode(weight.astype(jnp.float32)).decode(dtype)
 
@@ -140,7 +146,8 @@ def _as_declared(format: str, weight: jax.Array, group_size: int | None, dtype: 
 def int8_by_token(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to symmetric int8 with one scale for each token (each vector of the last axis):
     integers from -128 to 127 times its largest magnitude / 127.5, computed in float32. This is compressed-tensors'
-    definition for W4A8 (dynamic, by token). The result has x's dtype."""
+    definition for W4A8 (dynamic, by token). The result has x's dtype. `_rounded_inputs` adds the straight-through
+    gradient."""
     wide = x.astype(jnp.float32)
     largest = jnp.abs(wide).max(-1, keepdims=True)
     scale = divide(largest, jnp.full_like(largest, 127.5))
@@ -153,7 +160,7 @@ def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to int8 with one scale and one zero point for each token (each vector of the last
     axis), as torchao's Int8DynamicActivationInt4WeightConfig does: the scale is (max - min) / 255, where min is at most
     0 and max at least 0, and the zero point -128 - round(min / scale). Computed in float32; the result has x's dtype.
-    """
+    `_rounded_inputs` adds the straight-through gradient."""
     wide = x.astype(jnp.float32)
     low = jnp.minimum(wide.min(-1, keepdims=True), 0)
     high = jnp.maximum(wide.max(-1, keepdims=True), 0)
@@ -168,7 +175,7 @@ def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
 def fp8_by_token(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to e4m3 with one float32 scale for each token (each vector of the last axis), its
     largest magnitude / 448, as servers do with FP8 checkpoints whose activation scales are dynamic. The result has x's
-    dtype."""
+    dtype. `_rounded_inputs` adds the straight-through gradient."""
     return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
 
 
@@ -258,7 +265,8 @@ class FakeQuant:
     @property
     def exports(self) -> tuple[str, ...]:
         """The values of `jaxtune export --to` whose formats store the grid's numbers exactly, beside 16-bit ones, such
-        as ("w4a16",); () for int8 in groups. Exports of such a model to other quantised formats are refused."""
+        as ("w4a16",); () for int8 in groups, q4_0 and q8_0, of which GGUF files store the last two (`outtype`). Exports
+        of such a model to other quantised formats are refused."""
         grouped = self.group_size is not None and self.format == "int8"  # a scale for each group, not each row
         return () if grouped else ROUNDINGS[self.format].exports
 

@@ -392,9 +392,9 @@ def save_pretrained(
 
     Weights are written in model.dtype, quantised ones in the layout of their format (jaxtune/pallas/formats): NF4 as
     bitsandbytes writes it (experts as in transformers 4, see expert_files: transformers 5 has no 4-bit experts), FP8 as
-    Qwen's or as compressed-tensors' checkpoints have it. One tensor is in host memory at a time. Weights that QAT
-    rounded to a grid are written as they are, and config.json records the grid ("qat"). The folder appears complete or
-    not at all.
+    Qwen's or as compressed-tensors' checkpoints have it. Tensors are computed one at a time; host memory has, beside
+    the one that is computed, those that wait to be written (256 MiB, or one larger tensor). Weights that QAT rounded to
+    a grid are written as they are, and config.json records the grid ("qat"). The folder appears complete or not at all.
 
     Args:
       path: a folder that does not exist or is empty.
@@ -453,7 +453,7 @@ def write_checkpoint(
     folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int
 ) -> dict[str, shards.Written]:
     """Writes weights, their index and config.json into an empty folder. One tensor of the model is computed at a time;
-    host memory also has the tensors that wait to be written.
+    host memory also has the tensors that wait to be written (256 MiB, or one larger tensor).
 
     Args:
       folder: the empty folder.

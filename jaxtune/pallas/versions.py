@@ -47,7 +47,7 @@ def _version(function: Callable[[], int]) -> int | str:
 
 def _driver() -> str:
     """The text of /proc/driver/nvidia/version, which names the version of NVIDIA's kernel driver; "unknown driver" if
-    there is no such file."""
+    the file cannot be read, for example because there is none, as under WSL."""
     try:
         return _DRIVER.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:  # the file does not exist under WSL

@@ -248,7 +248,8 @@ class Module:
 
 
 def trip_count(loop: Instruction) -> int:
-    """How often the while loop that this instruction is runs, if the compiler has noted it in its config; else 1."""
+    """How often the while loop that this instruction is runs, if the compiler has noted it in its config; else 1.
+    Module.launches repeats the launches of the loop's body so often, because a trace has as many kernels."""
     try:
         return int(json.loads(loop.config)["known_trip_count"]["n"])
     except (ValueError, KeyError, TypeError):

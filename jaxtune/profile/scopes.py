@@ -188,8 +188,8 @@ def is_attention_kernel(name: str) -> bool:
 
 def readable(kernel: str) -> str:
     """Shortens a kernel's name for a table: C++ template arguments, the argument list and "void" are cut off. A name of
-    which at most 8 characters would be left keeps its first 100 characters instead; the name of a copy or memset is
-    kept."""
+    which at most 8 characters would be left keeps its first 100 characters after "void " instead; the name of a copy or
+    memset is kept."""
     if kernel.startswith("Mem"):  # "Memcpy HtoD (Pinned -> Device)"
         return kernel
     name = kernel.removeprefix("void ")

@@ -490,7 +490,8 @@ def _watch() -> None:
 
 def _end(text: str, code: int) -> None:
     """Ends this process at once with the exit code `code`, without the orderly shutdown in which JAX would wait for the
-    other processes. It first prints on stderr that the process ends because of `text`."""
+    other processes. It first prints on stderr that the process ends because of `text`. `_watch` calls it because
+    another process of the run failed, or the first one is gone; a process that fails itself ends by `leave`."""
     with contextlib.suppress(OSError):
         os.write(2, f"jaxtune: process {index()} ends, because {printable(text)}\n".encode())
     os._exit(code)

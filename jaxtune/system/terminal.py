@@ -44,8 +44,9 @@ class _Stream:
     Args:
       stream: the stream that is written to.
       name: if given, such as "<stdout>", the first OSError of a write or flush is raised with this name as its file;
-        later ones, such as those when the interpreter exits, are ignored. If empty, all are ignored. A ValueError,
-        which a closed stream raises, is ignored in both cases.
+        later ones, such as those when the interpreter exits, are ignored. `outlive` gives one to the stdout of commands
+        whose result is what they print. If empty, all are ignored. A ValueError, which a closed stream raises, is
+        ignored in both cases.
     """
 
     def __init__(self, stream: Any, name: str = ""):
@@ -80,7 +81,9 @@ class _Stream:
 
     def _lost(self, error: Exception) -> None:
         """Called with the error of a failed write or flush. If the stream has a name and `error` is an OSError, raises
-        it with that name and clears the name, so that this happens once; otherwise ignores the error."""
+        it with that name and clears the name, so that this happens once; otherwise ignores the error. A name has the
+        stdout of commands whose result is what they print, from `outlive`: such a command ends when its text cannot be
+        written, to a pipe or a file, and others, such as training, continue."""
         if self._name and isinstance(error, OSError):
             name, self._name = self._name, ""
             raise OSError(error.errno, error.strerror, name) from None

@@ -1,3 +1,4 @@
-"""The version of jaxtune, in a module without imports, so that every package of jaxtune may import it."""
+"""The version of jaxtune (`__version__`), in a module without imports, so that every package of jaxtune may import it.
+The build does not read it here: pyproject.toml has the version once more, and must get every change too."""
 
 __version__ = "0.1.0"

@@ -164,7 +164,8 @@ class Written:
 
 
 def is_as_written(entry: TensorEntry, written: Written, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether a file contains the tensor that was written: its shape, dtype and, by their checksums, all bytes.
+    """Whether a file contains the tensor that was written: its shape, dtype and, by their checksums, all bytes; False
+    also if the file ends early. An export verifies by it the folder that it has just written (export/folders.py).
 
     entry: the tensor as the file's header has it. written: what write_file returned for it. advanced: called with the
     number of bytes that were read.

@@ -8,7 +8,8 @@ effect in the round after the next one.
     for row in sampler.run(prompts, max_new_tokens=512, temperature=1.0):
         print(row.index, row.ids, row.finish_reason)
 
-A server, or a trainer that learns from samples, uses `submit`, `step` and `cancel`, on which `run` is built.
+`run` yields rows in the order of the prompts, or as they end (in_order=False). A server, or a trainer that learns from
+samples, uses `submit`, `step` and `cancel`, on which it is built.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def live_tiles(lengths, capacity: int, window: int | None, step: int):
 def seen_of(lengths, window: int | None):
     """int32[B]: how many tokens each row's newest token may see, itself included: all of `lengths`, int32[B], or the
     last `window` (None: all). It is not limited to the capacity, so a row longer than its cache gets more than the
-    cache has."""
+    cache has. live_tiles limits it; the kernels (mosaic_kernels.py) need not, because they only compare it with how
+    many tokens a key is older than the newest one."""
     return lengths if window is None else jnp.minimum(lengths, window)
 
 

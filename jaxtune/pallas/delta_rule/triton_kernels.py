@@ -288,9 +288,9 @@ def chunk_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes the two matrices of a chunk of a value head that triton.Made has: inverse, of 1 + B, and weights, with
-    which queries read the chunk's own tokens, both stored in key's dtype. It is the forward's second kernel. Grid:
-    (heads, chunks, B).
+    """Computes the two matrices of a chunk of a value head that triton.Made has: inverse, that of the matrix 1 + B of
+    triton.py (there B is not the batch), and weights, with which queries read the chunk's own tokens, both [B, heads,
+    CHUNKS, CHUNK, CHUNK] and stored in key's dtype. It is the forward's second kernel. Grid: (heads, chunks, B).
 
     query and key are [B, T, key_heads, K], starts and ends the document bounds, int32[B, T]; of numbers_kernel's
     results it reads total (sums of decays), share (beta), and unit_q and unit_k (1 over the lengths of queries and
@@ -354,11 +354,11 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
     registers. Grid: (VALUE_DIM / WIDTH, heads, B).
 
     SAVE: True: it also stores `error` (the errors z of tokens before their factor beta, in value's shape and dtype) and
-    `states` (those before each chunk, [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]) for the backward; False: these two are
-    not written. query and key are [B, T, key_heads, K], value [B, T, heads, V]; inverse, weights, kept, read, written
-    and faded are the fields of triton.Made, which explains them: the matrices of chunks, and the factors with which
-    tokens and chunks read and change the state. The compile-time constants are the sizes: LENGTH tokens of a row in
-    CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
+    `states` (those before each chunk, [B, heads, CHUNKS, VALUE_DIM, KEY_DIM], in key's dtype) for the backward; False:
+    these two are not written. query and key are [B, T, key_heads, K], value [B, T, heads, V]; inverse, weights, kept,
+    read, written and faded are the fields of triton.Made, which explains them: the matrices of chunks, and the factors
+    with which tokens and chunks read and change the state. The compile-time constants are the sizes: LENGTH tokens of a
+    row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
     """
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     state = tl.zeros([WIDTH, KEY_DIM], tl.float32)
@@ -395,8 +395,8 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
     """Computes the gradients of a value head's states from the row's end back, WIDTH of their columns, and dvalue [B,
-    T, heads, V]. It is the backward's first kernel. dstates are the gradients of the states after each chunk, in the
-    shape of `states`. Grid: (VALUE_DIM / WIDTH, heads, B).
+    T, heads, V] in dout's dtype. It is the backward's first kernel. dstates are the gradients of the states after each
+    chunk, in the shape and dtype of forward_kernel's `states`. Grid: (VALUE_DIM / WIDTH, heads, B).
 
     query and key are [B, T, key_heads, K]; dout is the gradient of the output, [B, T, heads, V]; inverse, weights,
     kept, read, written and faded are the fields of triton.Made, which explains them: the matrices of chunks, and the
@@ -433,17 +433,20 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
-    """Computes the gradients of a value head's two matrices of a chunk (triton.Made's weights and 1 + B), from the
-    products of queries and keys with keys, and what these contribute to the gradients of decay and beta. It is the
-    backward's second kernel. Grid: (heads, chunks, B).
+    """Computes the gradients of a value head's two matrices of a chunk (triton.Made's weights, and the matrix of which
+    its `inverse` is the inverse), from the products of queries and keys with keys, and what these contribute to the
+    gradients of decay and beta. It is the backward's second kernel. Grid: (heads, chunks, B).
 
-    It stores to_weights and to_system, matrices [CHUNK, CHUNK] of each chunk by which dquery and dkey follow from keys
-    and queries; and for each token flow, the contribution to ddecay before its sum over later tokens, and dbeta, that
-    to beta's gradient. It reads query, key, the document bounds (starts, ends), forward_kernel's error, dvalue (the
-    gradient of value), dout (that of the output), and of triton.Made total (sums of decays), share (beta), unit_q and
-    unit_k (1 over the lengths of queries and keys). The compile-time constants are the sizes: LENGTH tokens of a row in
-    CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; WIDTH columns are read at a time, and SCALE is not
-    used.
+    It stores to_weights and to_system, matrices [B, heads, CHUNKS, CHUNK, CHUNK] in key's dtype, by which dquery and
+    dkey follow from keys and queries (dquery_kernel, dkey_kernel); and, float32[B, heads, CHUNKS * CHUNK], flow, the
+    contribution to ddecay before its sum over later tokens, and dbeta, that to beta's gradient. rates_kernel adds to
+    both what comes through the states, and makes the sum.
+
+    It reads query and key [B, T, key_heads, K]; the document bounds starts and ends, int32[B, T]; [B, T, heads, V]
+    forward_kernel's error, reverse_kernel's dvalue (the gradient of value) and dout (that of the output); and of
+    triton.Made total (sums of decays), share (beta), unit_q and unit_k (1 over the lengths of queries and keys). The
+    compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS
+    of VALUE_DIM; WIDTH columns are read at a time, and SCALE is not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -509,10 +512,10 @@ def dquery_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Computes dquery of a chunk, [B, T, key_heads, K], the gradient of queries before they are normalised, a sum over
-    all value heads of a key head. It also stores `asked`, for each token and value head the inner product of the query
-    with the gradient that it gets from reading the states, which enters the decays' gradients. Grid: (key_heads,
-    chunks, B).
+    """Computes dquery of a chunk, [B, T, key_heads, K] in query's dtype, the gradient of queries before they are
+    normalised, a sum over all value heads of a key head. It also stores `asked`, float32[B, heads, CHUNKS * CHUNK], for
+    each token and value head the inner product of the query with the gradient that it gets from reading the states,
+    which rates_kernel adds to the decays' gradients. Grid: (key_heads, chunks, B).
 
     Factors per token are applied to rows of a product's result, so that its operands can be used as they are in memory.
     It reads query, key, dout (the output's gradient), forward_kernel's states, `read` of triton.Made (the factors with
@@ -556,19 +559,20 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
                 LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                 WIDTH: tl.constexpr):  # fmt: skip
-    """Computes dkey of a chunk, [B, T, key_heads, K], the gradient of keys before they are normalised, a sum over all
-    value heads of a key head, transposed: eight warps share its rows. Grid: (key_heads, chunks, B).
+    """Computes dkey of a chunk, [B, T, key_heads, K] in key's dtype, the gradient of keys before they are normalised, a
+    sum over all value heads of a key head, transposed: eight warps share its rows. Grid: (key_heads, chunks, B).
 
     One loop runs over all value heads, and within each over WIDTH columns of their states and an equal share of the
     chunk's tokens. The operands of all products are prefetched, also from one value head to the next.
 
-    For each value head it stores what enters the decays' gradients: `lost` and `gained`, for each token the inner
-    product of its key with the state before the chunk times dvalue, and with dstates times the error; and `fading`, for
-    each chunk the inner product of the state before it with dstates. It reads query, key, error and states (of
-    forward_kernel), dvalue (the gradient of value), dstates (the gradients of the states after each chunk), kept and
-    written of triton.Made (the factors with which keys read and errors enter the state), and pairs_kernel's to_weights
-    and to_system. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS
-    of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
+    For each value head it stores what rates_kernel adds to the gradients of decays and beta: `lost` and `gained`,
+    float32[B, heads, CHUNKS * CHUNK], for each token the inner product of its key with the state before the chunk times
+    dvalue, and with dstates times the error; and `fading`, float32[B, heads, CHUNKS], for each chunk the inner product
+    of the state before it with dstates. It reads query, key, error and states (of forward_kernel), dvalue (the gradient
+    of value), dstates (the gradients of the states after each chunk), kept and written of triton.Made (the factors with
+    which keys read and errors enter the state), and pairs_kernel's to_weights and to_system. The compile-time constants
+    are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is
+    not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)

@@ -264,7 +264,7 @@ class FP4(FourBit):
 @functools.partial(jax.jit, static_argnums=1)
 def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
     """Quantises an array of any shape to NF4. It is the jitted computation of NF4.encode, which checks its arguments
-    before. double_quant: True: the absmax are quantised too, to 8 bits. False: they are float32."""
+    before. double_quant, which is static: True: the absmax are quantised too, to 8 bits. False: they are float32."""
     size, shape, dtype = array.size, array.shape, array.dtype
     blocks = _padded(array.reshape(-1), BLOCK).reshape(-1, BLOCK).astype(jnp.float32)
     absmax = jnp.abs(blocks).max(axis=1)

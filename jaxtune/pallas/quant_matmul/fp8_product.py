@@ -107,7 +107,8 @@ def forward(
     that is not finite makes only that row of the result not finite.
 
     Args:
-      coded: x as `operand` returns it, (codes, scales).
+      coded: (codes e4m3[n, in], scales), which operand(x, in_blocks(weight)) returns: scales must be of the weight's
+        kind, float32[n, 1], or for a weight with scales of 128 x 128 numbers float32[n, ceil(in / 128)].
       weight: [out, in].
       more: None, or an adapter's two operands (u [n, r], b [out, r]), whose product u b^T is added.
       dtype: of the result.

@@ -96,11 +96,13 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
 
     Args:
       x: activations, or gradients of outputs.
-      weight: [out, in], an array or quantised. A quantised one is decoded first, except in the forward if
-        kernels.small_matmul can multiply these few tokens by its codes.
+      weight: [out, in], an array or quantised. A quantised one is decoded first (kernels.dequantize), except in the
+        forward if kernels.small_refusal has no reason against this weight and number of tokens: kernels.small_matmul
+        then multiplies by its codes.
       contract: the axes that are summed over, (axis of x, axis of weight): (1, 1) in the forward, (1, 0) in the
         backward.
-      kernels: the module that decodes weights and multiplies few tokens: this one, mosaic.py or triton.py.
+      kernels: the module whose dequantize, small_refusal and small_matmul decode weights and multiply few tokens: this
+        one, mosaic.py or triton.py.
       more: None, or two arrays whose product over the same axes is added: the adapters' thin operands.
       bias: float[columns of the result], or None.
     """

@@ -46,7 +46,8 @@ class Routing:
 @meshes.on_any_mesh
 def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> jax.Array:
     """Chooses the k experts with the largest logits for each token: int32[T, k], the indices of the k largest of logits
-    [T, E], the largest first, and of equal ones the lower index first. It has no gradient.
+    [T, E], the largest first, and of equal ones the lower index first. It has no gradient. It is jax.lax.top_k
+    everywhere; there is no kernel for it.
 
     Args:
       logits: [T, E], the router's.

@@ -1,6 +1,10 @@
 """Routing in plain jnp: the sort of pairs (a token with one of its experts) by expert, the copy of tokens to their rows
 and the sum of a token's rows, and the choice of a token's values among those of all experts.
 
+Every run with experts uses it, and it is not only the reference that kernels are compared with: nothing else computes
+sums of rows, the choice of values and counts of experts; sort_pairs is the frame in which the kernels' passes
+(mosaic_sort.py) run, too; and below 128 experts the sort by its own passes is the first choice.
+
 The sort is a counting sort by blocks of pairs. The first pass counts the pairs of each expert in each block; the second
 computes for each pair its row, from the number of earlier pairs of its expert in its block. Both are sums of
 comparisons; no array of size pairs x experts is stored.
@@ -34,15 +38,16 @@ class Passes(NamedTuple):
 
 def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
     """Selects each token's values for the experts that it chose: values [T, E], choice int32[T, k] -> [T, k], and 0
-    where choice is E or more (no expert). It compares each choice with all experts instead of gathering, because the
-    derivative of a gather is a scatter, which adds in no fixed order."""
+    where choice is not 0 to E - 1 (no expert). It compares each choice with all experts instead of gathering, because
+    the derivative of a gather is a scatter, which adds in no fixed order."""
     index = jnp.arange(values.shape[1], dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, None], 0).sum(-1)
 
 
 def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Array:
     """Writes each token's values for its chosen experts into an array of all experts: values [T, k], choice int32[T, k]
-    -> [T, E] for E = num_experts, with 0 for experts that were not chosen. This is the gradient of `chosen`."""
+    -> [T, E] for E = num_experts, with 0 for experts that were not chosen; the value of a choice that is not 0 to E - 1
+    is dropped. This is the gradient of `chosen`."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, :, None], 0).sum(1)
 
@@ -52,8 +57,8 @@ def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.A
     router_sums calls it on every device, because no kernel does it; the load-balancing loss is computed from the
     counts.
 
-    choice: int32[N, k], each token's experts; a number of E or more is no expert and is not counted. mask: float32[N],
-    what each pair of a token adds to the count: 1, or 0 for a token that is left out."""
+    choice: int32[N, k], each token's experts; a number other than 0 to E - 1 is no expert and is not counted. mask:
+    float32[N], what each pair of a token adds to the count: 1, or 0 for a token that is left out."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     columns = [jnp.where(column[:, None] == index, mask[:, None], 0.0).sum(0) for column in choice.T]
     return jnp.stack(columns).sum(0)

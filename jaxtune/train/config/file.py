@@ -77,7 +77,8 @@ def _section(hint: Any) -> type | None:
 
 def _members(hint: Any) -> tuple[Any, ...]:
     """The members of a union type `hint`, or (the type itself,) if it is no union, without the help text of an
-    `Annotated`."""
+    `Annotated`. `_section` looks for a section of keys among them, and `_describe` and error messages name them;
+    pydantic, which checks the values, does not need it."""
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     # Literal[...] | None is a typing.Union before Python 3.14.

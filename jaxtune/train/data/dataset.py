@@ -103,7 +103,9 @@ class TokenDataset:
         return found
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        """Raises ValueError if a token id is not below `vocab_size`, the number of rows of the model's embedding."""
+        """Raises ValueError if a token id is not below `vocab_size`, the number of rows of the model's embedding. It
+        compares the largest id, which was recorded when the rows were tokenised (summary.max_token), and reads no
+        tokens. Objectives call it before a run, because rows may have been prepared with another model's tokenizer."""
         if self.summary.max_token >= vocab_size:
             raise ValueError(
                 f"token id {self.summary.max_token} is beyond the model's vocabulary of {vocab_size}: these rows were "

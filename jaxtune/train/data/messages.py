@@ -39,9 +39,13 @@ _SPEAKERS = {name: role for name, role in ROLES.items() if not name.endswith("_c
 def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Converts a turn in OpenAI's form to a message in the form that chat templates expect: its content becomes text
     ("" if it has only tool calls), the names of speakers become roles ("human" becomes "user"; other roles stay), and
-    each tool call {"type": "function", "function": {"name", "arguments": object}}. Other keys stay, without those that
-    are None. Raises `RowError` if the turn cannot be used: it has no role or no content, a part of its content is not
-    text, or a call is wrong."""
+    each tool call {"type": "function", "function": {"name", "arguments": object}}. If the content is a list of typed
+    parts, texts are joined, parts of the type "reasoning" become `reasoning_content`, and those of the type "tool_call"
+    `tool_calls`. The older key `function_call` becomes `tool_calls` too. Other keys stay, without those that are None.
+    `turn` is not changed.
+
+    Raises `RowError` if the turn cannot be used: it has no role, or neither content nor calls; a part is of another
+    type, such as an image; a call is wrong; or the text is not valid Unicode."""
     role = turn.get("role")
     if not isinstance(role, str) or not role:
         raise RowError(f"a message has no role; it has {', '.join(map(str, turn)) or 'nothing'}")

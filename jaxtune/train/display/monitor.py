@@ -71,7 +71,8 @@ class _Work:
     def speeds(self, peak_flops: float | None) -> dict[str, Any]:
         """{name in metrics.jsonl: value} of the metrics on speed, such as tokens_per_second and step_seconds.
         peak_flops: the peak FLOP/s of all devices, which is needed for mfu (model FLOPs utilisation); None: unknown,
-        and mfu is left out."""
+        and mfu is left out. There must be at least one step, because some metrics are means over the steps (otherwise
+        ZeroDivisionError)."""
         seconds = max(self.seconds, 1e-9)  # the clock may not have moved
         speeds = {
             "tokens_per_second": self.slots / seconds,

@@ -57,6 +57,8 @@ _SUM = 16  # bytes of the checksum at the end of a stored file
 class StoredTeacher:
     """The stored log-probabilities of a run's teacher: it gives the run's rows their places (`attach`), and fills them
     before the first step (`fill`). With another objective, or a teacher that runs beside the student, it does nothing.
+    The Trainer of each run makes it. A teacher that the objective names is opened when `digest` or `fill` first needs
+    it.
 
     Args:
       objective: the run's.
@@ -65,8 +67,8 @@ class StoredTeacher:
         the objective names is loaded when it is needed.
       tokenizer: the student's.
     Raises:
-      ConfigError: objective.teacher_top_k is more than the vocabulary has, objective.teacher_logprobs cannot be read,
-        or the teacher that is named cannot be loaded alone.
+      ConfigError: objective.teacher_top_k is not from 1 to the vocabulary's size, or objective.teacher_logprobs cannot
+        be read.
     """
 
     def __init__(self, objective: Objective, config: TrainConfig, student: Decoder, tokenizer: PreTrainedTokenizerFast):
@@ -92,8 +94,9 @@ class StoredTeacher:
 
     @functools.cached_property
     def digest(self) -> str | None:
-        """Identifies the teacher and how its log-probabilities are computed, or the file that has them, by which a run
-        is not resumed with another one; None where that is not known, or nothing is stored."""
+        """Identifies the teacher and how its log-probabilities are computed, or the file that has them; None where that
+        is not known, or nothing is stored. A run records it, so that it is not resumed with another teacher, and it is
+        part of the name of the stored file. Raises what `_opened` raises."""
         if self._objective is None:
             return None
         if self._file is not None:
@@ -119,7 +122,14 @@ class StoredTeacher:
 
     @functools.cached_property
     def _opened(self) -> Pretrained:
-        """The checkpoint of the teacher that the objective names, opened; its weights are not read yet."""
+        """The checkpoint of the teacher that the objective names, opened once; its weights are not read yet. `digest`
+        and `fill` use it.
+
+        Raises:
+          ConfigError: the teacher is the base, which has random weights, or its tokenizer or vocabulary is not the
+            student's.
+          ValueError: the checkpoint cannot be loaded.
+        """
         assert self._objective is not None
         config = self._config
         path, load_in = teacher_of(config) or self._objective.teacher, config.objective.teacher_load_in
@@ -167,7 +177,8 @@ class StoredTeacher:
         return dataclasses.replace(rows, teacher=values)
 
     def student(self, model: Decoder) -> Decoder:
-        """The model that trains: `model`, without its teacher if that is not in memory during the run."""
+        """The model that trains: `model` itself if nothing is stored, else `model` without the teacher that was
+        attached to it, so that the teacher's weights do not take memory during the run."""
         return model if self._objective is None else without_teacher(model)
 
     def described(self, model: Decoder, objective: Objective) -> list[str]:
@@ -190,7 +201,8 @@ class StoredTeacher:
           engine: of the run; the teacher computes on its mesh and with rows of its batches.
           say: shows a line to the user.
         Raises:
-          ConfigError: the cache cannot be written; or several processes would have to compute.
+          ConfigError: the cache cannot be written; several processes would have to compute; or the teacher cannot be
+            loaded alone (see `_opened`).
         """
         lacking = [data.rows for data in sets if data is not None and data.teacher and data.teacher.stored is None]
         lacking = [rows for rows in lacking if isinstance(rows, TaughtRows)]

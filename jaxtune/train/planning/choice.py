@@ -167,9 +167,11 @@ def choose(
 
 
 def beside_states(parts: StepCost, device: Device) -> Device:
-    """Returns `device` with less host memory (`host_bytes`): what residuals may take beside the optimizer's offloaded
-    states and the copy of the whole state that a checkpoint makes in host memory. Without room for that copy, a run
-    would be killed at its first save. parts: the step's costs."""
+    """Returns `device` with less host memory that it may pin (`host_bytes`): what residuals may take beside the
+    optimizer's offloaded states, at least 0. These are subtracted from the smaller of two: host_bytes, and what is left
+    of the host's whole memory (host_memory_bytes) beside 4 GB for Python and the compiler and the copy of the whole
+    state that a checkpoint makes. Without room for that copy, a run would be killed at its first save; where memory is
+    ample, the copy takes nothing away. parts: the step's costs."""
     room = min(device.host_bytes, device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES)
     return dataclasses.replace(device, host_bytes=max(room - parts.hosted_bytes, 0.0))
 

@@ -1,4 +1,5 @@
-"""Advice where no plan fits: changes of the config with which one would, and the longest row that fits."""
+"""Advice on what fits: where no plan does, changes of the config with which one would, for the PlanError
+(`fitting_settings`); and where one does, the longest row that fits, for the report of --plan (`longest_row`)."""
 
 from __future__ import annotations
 

@@ -310,7 +310,8 @@ class Engine:
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
     def _compiled_of_rows(self, *what):
-        """Lowers and compiles a program over rows. what: the arguments of _lowered_of_rows."""
+        """Lowers and compiles a program over rows to a jax.stages.Compiled, within dispatch.built: kernels are checked
+        meanwhile, and if one fails, all is done once more without it. what: the arguments of _lowered_of_rows."""
         return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
 
     def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):

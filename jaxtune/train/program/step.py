@@ -486,8 +486,9 @@ class StepProgram:
 
     def of_rows(self, function, trainable, frozen, batch: Batch) -> jax.Array:
         """Calls function(model, batch, forward), which returns an array with a value for each row, [rows, ...], on one
-        batch; rows are divided over devices. forward: a Forward. trainable, frozen: the weights that train and the
-        others."""
+        batch; to be jitted. Each device calls it with its own rows, and the result stays divided by rows
+        (partition.ROWS), as whoever compiles this must say too. forward: a Forward, without dropout. trainable, frozen:
+        the weights that train and the others."""
 
         def local(trainable, frozen, batch):
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
