@@ -114,7 +114,7 @@ def test_activations_are_rounded_before_products_and_gradients_pass():
 # ---- models
 
 
-@pytest.mark.parametrize(("name", "size"), [("int8-int4", 32), ("fp8", None), ("nvfp4", None)])
+@pytest.mark.parametrize(("name", "size"), [("int8-int4", 32), ("fp8", None), ("nvfp4", None), ("q4_0", 32)])
 def test_gradients_pass_straight_through_in_full_fine_tuning(name, size):
     """The gradient of a prepared model is that of the model of rounded weights; activations apart."""
     prepared = prepare_qat(tiny_model(**SIZES), name, size)
