@@ -364,35 +364,6 @@ def written_by_first(path: Path) -> Iterator[Path]:
     all_of(None)
 
 
-def require_shared(folder: Any) -> None:
-    """Raises ValueError, in all processes, if the path `folder` is not the same folder for all of them, as on hosts
-    without a shared file system. The first process creates a file in it, and the others look for it, for half a minute,
-    because a network file system may show new names late. Collective: every process must call it, in the same order as
-    its other collective calls and in its main thread."""
-    if count() == 1:
-        return
-    name = of_first(lambda: _marked(folder))
-    deadline = time.monotonic() + _START_SECONDS / 10
-    while not (there := os.path.exists(os.path.join(folder, name))) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    lacking = [number for number, found in enumerate(all_of(there)) if not found]
-    if first():
-        os.unlink(os.path.join(folder, name))
-    if lacking:
-        raise ValueError(
-            f"output = {str(folder)!r}: processes {lacking} do not see what the first process writes there; choose a "
-            "folder that all hosts share"
-        )
-
-
-def _marked(folder: Any) -> str:
-    """Creates an empty file with a unique hidden name in `folder` and returns the name, without the folder. It is for
-    `require_shared`, in which the other processes look for the file, and which removes it."""
-    name = f".shared_{os.getpid()}_{time.time_ns()}.tmp"
-    with open(os.path.join(folder, name), "xb"):
-        return name
-
-
 def _get(client: Any, key: str) -> str:
     """Waits for a key of the coordination service and returns its value. There is no time limit: if the process that
     should set the key ends, `_watch` ends this process, too. The wait is interrupted every second, so that Python can

@@ -47,7 +47,7 @@ from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.loading import loading
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO
-from jaxtune.train.planning import choice, cost, devices, fitting, search
+from jaxtune.train.planning import choice, cost, devices, fitting, search, teacher_pass
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import Sampled, phase, prefill_bytes, questions_at_a_time
 from jaxtune.train.program.program_cache import use_program_cache
@@ -460,6 +460,8 @@ def show_plan(config: TrainConfig, console: Console) -> None:
         most = min(objective.settings.slots, config.rows_per_step * objective.settings.steps_per_generation)
         slots = slots_for(cost.abstract_model(shape, config), room, config.data.length, most)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
+    for line in teacher_pass.pass_lines(config, shape, device):
+        console.print(fitted(line, console), markup=False, highlight=False)
     console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, parts.devices))
 
 

@@ -22,7 +22,7 @@ import optax
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition
-from jaxtune.system import processes
+from jaxtune.system import processes, shared_folders
 from jaxtune.system.files import remove_unfinished
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import outliving, say
@@ -130,7 +130,6 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
         self.steps_done = 0
         self.sampled: Sampled | None = None  # how many questions are answered at a time, if any will be
-
         self.stored = StoredTeacher(objective or objective_of(config), config, model, self.tokenizer)
         self.model = TrainedModel(self.stored.student(model), config, keeps_model, weights)
         if not jax.tree.leaves(self.model.trainable):
@@ -207,14 +206,13 @@ class Trainer:
         config = self.config
         self.output.mkdir(parents=True, exist_ok=True)
         with outliving(), contextlib.ExitStack() as stack:
-            if stop is None:
-                stop = stack.enter_context(StopSignal())
+            stop = stop or stack.enter_context(StopSignal())
             stack.enter_context(stop.deferred())
             stack.callback(self.batches.close)
             # The lock refuses a second process with the same folder before anything is written.
             checkpointer = Checkpointer(self.output / CHECKPOINTS, keep=config.checkpoint.keep)
             stack.enter_context(checkpointer)
-            processes.require_shared(self.output)
+            shared_folders.require_shared(self.output)
             if processes.first():
                 remove_unfinished(self.output)
             with stop.at_once():
@@ -353,6 +351,7 @@ class Trainer:
             return []
         of_plan = (planner.cost, planner.forecast, planner.device, self.config, partition.MeshShape.of(self.mesh).parts)
         phases = phases_of(model.prepared, model.trainable, *of_plan, self.sampled, self.slots)
+        phases = [*self.stored.phases(self.engine), *phases]
         return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
 
     def notes(self) -> list[str]:

@@ -1,13 +1,14 @@
 """One process of a run of several, in which something happens to it: the command, with a fault of its own.
 
 Usage: one_of_several.py FAULT STEP ARGUMENT...: of `jaxtune train`. When step number STEP of this process is handed to
-the device, "kill" sends it SIGKILL and "term" SIGTERM; "full" has it see a disk without room from the start; "outlive"
-has it miss one that is killed sooner.
+the device, "kill" sends it SIGKILL and "term" SIGTERM; "full" has it see a disk without room from the start, and
+"full cache" only where room is reserved in the token cache; "outlive" has it miss one that is killed sooner.
 """
 
 from __future__ import annotations
 
 import collections
+import errno
 import os
 import signal
 import sys
@@ -25,6 +26,12 @@ def main() -> int:
     if fault == "full":
         usage = collections.namedtuple("usage", "total used free")
         checkpoint.shutil.disk_usage = lambda folder: usage(1, 1, 0)
+    if fault == "full cache":
+
+        def no_room(*values):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.posix_fallocate = no_room
     if fault in ("kill", "term"):
         real, seen = programs.Engine.accumulate, 0
 

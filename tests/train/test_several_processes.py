@@ -22,7 +22,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from jaxtune import cli
-from jaxtune.system import processes
+from jaxtune.system import processes, shared_folders
 from jaxtune.train.config import MeshConfig
 from jaxtune.train.folder import record
 from jaxtune.train.trainer import Trainer
@@ -318,6 +318,37 @@ def test_preferences_and_qat_are_those_of_one_process(tmp_path):
     assert steps(output) == steps(whole)
     for file in (ADAPTER, Path("merged") / "model.safetensors"):
         same_tensors(output / file, whole / file)
+
+
+def test_a_teacher_runs_in_all_processes_and_the_first_stores_what_all_train_on(recipe, tmp_path):
+    """A full disk of the first one ends both; then one file has what one process computes, and both read it."""
+    wanted = ["objective=distill", f"objective.teacher={recipe.parent}/model", "objective.teacher_top_k=4"]
+    wanted += ["objective.on_policy=0", "objective.beta=0", "steps=2", "mesh.data=2", "export.adapter=false"]
+    whole, output, cache = tmp_path / "whole", tmp_path / "run", tmp_path / "cache"
+    assert cli.main(["train", str(recipe), f"output={whole}", f"data.cache_dir={tmp_path}/own", *wanted]) == 0
+    wanted.append(f"data.cache_dir={cache}")
+    (first, words), (second, heard) = run_all(recipe, output, wanted, [("full cache", 0), ("none", 0)])
+    assert (first, second) == (2, 2) and "cannot be written ([Errno 28]" in words and "process 0" in heard, (
+        words + heard
+    )
+    ended = run_all(recipe, output, wanted, [("none", 0), ("none", 0)])
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "log-probabilities of the teacher: one pass over" in ended[0][1]
+    assert steps(output) == steps(whole)
+    ours, theirs = (sorted(folder.glob("*teacher_*")) for folder in (cache, tmp_path / "own"))
+    assert len(ours) == 2 and [path.read_bytes() for path in ours] == [path.read_bytes() for path in theirs]
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_what_all_need_is_written_once_for_each_folder(index, monkeypatch):
+    """Processes 0, 1 and 4 share the first one's folder; 2 and 3, on another host, share another one."""
+    answers = iter([["a", "a", "b", "b", "b"], [True, True, False, False, True]])
+    monkeypatch.setattr(processes, "count", lambda: 5)
+    monkeypatch.setattr(processes, "index", lambda: index)
+    monkeypatch.setattr(processes, "first", lambda: False)  # the first one's file is not there to be removed
+    monkeypatch.setattr(processes, "all_of", lambda value: next(answers))
+    monkeypatch.setattr(processes, "of_first", lambda value: ".")
+    assert shared_folders.writes(Path("/")) == (index in (0, 2))
 
 
 def test_launch_ends_with_the_code_of_the_first_that_failed(recipe):

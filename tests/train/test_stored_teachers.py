@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxtune import cli
+from jaxtune.models.files.published import PUBLISHED
 from jaxtune.train.config import (
     AdapterConfig,
     CheckpointConfig,
     ConfigError,
     DataConfig,
     EvaluationConfig,
+    MemoryConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
@@ -26,8 +29,10 @@ from jaxtune.train.data.teacher_files import open_file
 from jaxtune.train.data.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS, TeacherValues
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.loading import loading
+from jaxtune.train.objectives import stored_teachers
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.teachers import open_teacher, teacher_shapes, with_teacher
+from jaxtune.train.planning.sizes import nbytes
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.test_distillation import ROWS, Cut, folder_of, of_metric, same_bits, student_model, teacher_model
@@ -91,6 +96,7 @@ def test_an_interrupted_run_continues_to_the_same_bits_from_the_stored_file(run,
     assert len(files) == 2  # of the rows to train on, and of the others
     again = trainer_of(tmp_path, teacher_top_k=VOCAB)
     same_bits(again.train(), run[1])
+    assert not again.stored.phases(again.engine)  # there was no pass
     shown = "".join(capsys.readouterr())
     assert "one pass over" not in shown and str(files[0]) in shown
     with pytest.raises(CheckpointError, match="teacher_digest"):
@@ -100,7 +106,9 @@ def test_an_interrupted_run_continues_to_the_same_bits_from_the_stored_file(run,
     damaged[-40] ^= 1
     files[0].write_bytes(damaged)
     again = trainer_of(tmp_path, teacher_top_k=VOCAB)
+    assert [phase.name for phase in again.stored.phases(again.engine)] == ["teacher"]
     again.stored.fill((again.train_data, again.eval_data), again.engine)
+    assert again.stored.phases(again.engine)
     shown = "".join(capsys.readouterr())
     assert f"{files[0]} is damaged" in shown.replace("\n", "") and shown.count("one pass over") == 1
 
@@ -159,6 +167,70 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_its_pass(tmp_path):
     trainer = Trainer(student, tokenizer, make_config(tmp_path, data=data, objective=objective), ROWS)
     with pytest.raises(ConfigError, match="objective.teacher = .*: its vocabulary has .* entries and the student's"):
         trainer.stored.fill((trainer.train_data,), trainer.engine)
+
+
+# ---- memory
+
+
+def of_command(folder, monkeypatch, budget_bytes: float):
+    """A trainer that only evaluates, whose teacher, larger than the student, is in a folder and must not be loaded;
+    bytes of the student; and of the teacher."""
+    tokenizer = make_tokenizer()
+    teacher = teacher_model(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512)
+    named = dict(teacher=folder_of(teacher, folder / "t"), teacher_top_k=5, on_policy=0.0)
+    config = make_config(
+        folder,
+        data=DataConfig(train="t", length=64, template="chatml", cache_dir=str(folder / "cache")),
+        objective=ObjectiveConfig("distill", **named),
+        memory=within(budget_bytes),
+    )
+    monkeypatch.setattr(stored_teachers, "load_teacher", lambda *arguments, **options: pytest.fail("it was loaded"))
+    student = student_model(vocab_size=len(tokenizer))
+    return Trainer(student, tokenizer, config, ROWS, trains=False), *(
+        nbytes(nnx.state(each)) for each in (student, teacher)
+    )
+
+
+def within(budget_bytes: float) -> MemoryConfig:
+    return MemoryConfig(budget_gb=budget_bytes / 1e9)
+
+
+def test_a_teacher_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    trainer, own, teacher = of_command(tmp_path, monkeypatch, 1e6)
+    assert teacher > 1e6
+    with pytest.raises(ConfigError, match="its weights of 0.00 GB and the student's.*objective.teacher_logprobs, a"):
+        trainer.stored.fill((trainer.train_data,), trainer.engine)
+    [phase] = trainer.stored.phases(trainer.engine)
+    assert phase.name == "teacher" and phase.device_bytes > own + teacher
+
+
+def test_the_table_of_phases_has_the_pass_and_what_would_make_it_fit(tmp_path, monkeypatch):
+    trainer, own, teacher = of_command(tmp_path, monkeypatch, 1e9)
+    planned = trainer.stored._pass(trainer.engine)
+    assert planned.warnings() == []
+    # While a tensor is loaded it exists twice more, which is all of this small teacher.
+    config = dataclasses.replace(planned.config, memory=within(own + 2.6 * teacher))
+    tight = dataclasses.replace(planned, config=config)
+    [line] = tight.warnings()
+    assert (
+        line.startswith("warning: teacher will need ")
+        and "GB of device memory: objective.teacher_load_in=nf4, " in line
+    )
+    attached = dataclasses.replace(planned, given=teacher_model())
+    assert "load_in" not in attached.phase.remedy  # it is there already
+
+
+def test_a_plan_of_another_device_has_the_pass_and_what_would_make_it_fit(tmp_path, capsys):
+    """From shapes alone: a teacher of 29 GB in 16 bits beside a small student."""
+    shape = PUBLISHED["meta-llama/Llama-3.1-8B"]
+    for name, changes in (("s", dict(num_hidden_layers=1)), ("t", dict(num_hidden_layers=8, intermediate_size=143360))):
+        (tmp_path / f"{name}.json").write_text(json.dumps(shape | changes))
+    asked = [f"model.path={tmp_path}/s.json", f"objective.teacher={tmp_path}/t.json", "objective.teacher_top_k=8"]
+    asked += ["objective.name=distill", "objective.on_policy=0", "plan.device=RTX 4090"]
+    assert cli.main(["train", "qlora-8b", "--plan", *asked]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "memory of each phase: teacher 3" in shown and "warning: teacher will need 3" in shown
+    assert "GB of device memory: objective.teacher_load_in=nf4, or objective.teacher_logprobs, a file of" in shown
 
 
 # ---- rows

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import xxhash
+from flax import nnx
 
 from jaxtune.models.placement import partition
 from jaxtune.system import processes
@@ -39,8 +40,8 @@ def fill_reference(
     engine: Engine,
     config: TrainConfig,
     base: str | None,
-    trainable: Any,
-    frozen: Any,
+    trainable: nnx.State,
+    frozen: nnx.State,
     say: Callable[[str], None],
 ) -> None:
     """Fills `rows.reference` in place if it is not computed yet (NaN): from a file beside the token cache, or by a pass
@@ -80,7 +81,7 @@ def fill_reference(
     rows.reference[:] = found
 
 
-def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any, frozen: Any) -> np.ndarray:
+def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: nnx.State, frozen: nnx.State) -> np.ndarray:
     """Computes the reference's log-probabilities of all rows by one pass over them on the devices. Returns
     float32[documents], a numpy array with the sum over each document's answer, 0 for pairs that are left out.
 
@@ -102,7 +103,7 @@ def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any,
 
 
 def values_of_rows(
-    engine: Engine, program: Callable[..., Any], trainable: Any, frozen: Any, rows: Rows
+    engine: Engine, program: jax.stages.Compiled, trainable: nnx.State, frozen: nnx.State, rows: Rows
 ) -> Iterator[tuple[np.ndarray, Any]]:
     """Runs a program over all packed rows in order, one batch after another, while the devices compute the next batch.
     Yields, for each batch, (numbers of its rows int[n], the program's result as numpy arrays); the result's first

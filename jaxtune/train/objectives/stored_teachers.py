@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 import xxhash
+from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.placement import partition
-from jaxtune.system import processes
+from jaxtune.system import processes, shared_folders
 from jaxtune.system.files import fingerprints, hold, remove_left, unfinished_name
 from jaxtune.system.terminal import say
-from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
+from jaxtune.train.config import ConfigError, TrainConfig
 from jaxtune.train.data.batches import Batch, BatchSource
 from jaxtune.train.data.cache import cache_folder
 from jaxtune.train.data.dataset import TokenDataset
@@ -39,11 +40,12 @@ from jaxtune.train.objectives.teachers import (
     BASE,
     described,
     load_teacher,
+    of_pass,
     require_same_tokens,
-    teacher_of,
     without_teacher,
 )
-from jaxtune.train.planning.forward import ForwardPlanner
+from jaxtune.train.planning.phases import Phase, phase
+from jaxtune.train.planning.teacher_pass import TeacherPass
 from jaxtune.train.program.loss import Forward
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.program.trained_model import TrainedModel
@@ -76,8 +78,13 @@ class StoredTeacher:
         self._config, self._tokenizer = config, tokenizer
         self._teacher, self._vocab_size = student.teacher, student.config.vocab_size
         self._file = None
+        self._was_read = False  # whether all values were found in files, so that there was no pass
         if self._objective is None:
             return
+        # Only shapes, because the trainer frees the student's arrays.
+        self._student = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), nnx.state(without_teacher(student))
+        )
         k = self._objective.teacher_top_k
         if self._objective.teacher_logprobs is not None:
             self._file = open_file(self._objective.teacher_logprobs, say)
@@ -131,13 +138,8 @@ class StoredTeacher:
           ValueError: the checkpoint cannot be loaded.
         """
         assert self._objective is not None
-        config = self._config
-        path, load_in = teacher_of(config) or self._objective.teacher, config.objective.teacher_load_in
-        if self._is_base:
-            path, load_in = config.model.path, config.model.load_in
-        if path is None:
-            raise ConfigError("objective.teacher = 'base': random weights (model.from_config) teach nothing; name one")
-        opened = Pretrained(path, config.dtype, load_in)
+        path, load_in = of_pass(self._config, self._objective.teacher)
+        opened = Pretrained(path, self._config.dtype, load_in)
         require_same_tokens(self._tokenizer, opened)
         if opened.config.vocab_size != self._vocab_size:
             raise ConfigError(
@@ -194,56 +196,88 @@ class StoredTeacher:
 
     def fill(self, sets: Sequence[TokenDataset | None], engine: Engine, say: Callable[[str], None] = say) -> None:
         """Fills in the log-probabilities of those data sets that lack them: from files beside the token cache, or by a
-        pass of the teacher, which is loaded for it and freed.
+        pass of the teacher, which is loaded for it and freed. In a run of several processes all must call this, and all
+        take part in the pass unless each has the same file.
 
         Args:
           sets: the run's rows, as `attach` returned them, or None for one that is missing.
           engine: of the run; the teacher computes on its mesh and with rows of its batches.
           say: shows a line to the user.
         Raises:
-          ConfigError: the cache cannot be written; several processes would have to compute; or the teacher cannot be
-            loaded alone (see `_opened`).
+          ConfigError: the cache cannot be written; the teacher cannot be loaded alone (see `_opened`), or its weights do
+            not fit the device.
+          OutOfDeviceMemory: the pass ran out of device memory.
+          ValueError: the processes of the run have different teachers.
         """
         lacking = [data.rows for data in sets if data is not None and data.teacher and data.teacher.stored is None]
         lacking = [rows for rows in lacking if isinstance(rows, TaughtRows)]
-        for rows in lacking:
-            path = self._path(rows)
-            rows.values.stored = None if path is None else _read(path, rows.values, say)
-        needed = [rows for rows in lacking if rows.values.stored is None]
-        if self._file is None and processes.count() > 1 and None in processes.all_of(None if needed else True):
-            raise ConfigError(
-                f"objective.teacher_top_k = {self.k}: {processes.count()} processes cannot compute the teacher's "
-                "log-probabilities yet; run one process first, which stores them in data.cache_dir, or give a file of "
-                "them (objective.teacher_logprobs)"
-            )
+        if not lacking:
+            return
+        processes.require_same({"the teacher's log-probabilities": self.digest}, "give all of them the same teacher")
+        needed = [rows for rows in lacking if not self._found(rows, say)]
+        self._was_read = not needed
         if not needed:
             return
-        compute = self._reading() if self._file is not None else self._teaching(engine, say)
-        for rows in needed:
-            with _stored(self._path(rows), rows.values) as array:
-                compute(rows, array)
+        with contextlib.ExitStack() as stack:
+            if self._file is None:
+                planned = self._pass(engine)
+                for line in planned.warnings():
+                    say(line)
+                stack.enter_context(phase(planned.phase.name, planned.phase.remedy))
+                compute = self._teaching(engine, planned, say)
+            else:
+                compute = self._reading()
+            for rows in needed:
+                with _stored(self._path(rows), rows.values) as array:
+                    compute(rows, array)
 
-    def _reading(self) -> Callable[[TaughtRows, np.ndarray], None]:
-        """A function that reads the values of rows from the file into an array."""
+    def phases(self, engine: Engine) -> list[Phase]:
+        """The pass of the teacher, with the memory that it needs, for the table of a run's phases; [] if there is none,
+        or none was needed, because files have the values. engine: of the run."""
+        passes = self._objective is not None and self._file is None and not self._was_read
+        return [self._pass(engine).phase] if passes else []
+
+    def _pass(self, engine: Engine) -> TeacherPass:
+        """What the memory of the teacher's pass depends on. engine: of the run."""
+        assert self._objective is not None
+        batches, name = engine.batches, self._objective.teacher
+        config = dataclasses.replace(self._config, rows_per_step=batches.rows_per_step)
+        of_run = (config, partition.MeshShape.of(engine.mesh), batches.length, engine.planner.device)
+        return TeacherPass(*of_run, self._student, self._teacher, name)
+
+    def _found(self, rows: TaughtRows, say: Callable[[str], None]) -> bool:
+        """Whether each process of the run has the same file with the values of these rows, which are then read. say:
+        shows a line to the user."""
+        path = self._path(rows)
+        found = None if path is None else _read(path, rows.values, say)
+        sums = processes.all_of(None if path is None or found is None else _sum_of(path))
+        there = None not in sums and len(set(sums)) == 1
+        rows.values.stored = found if there else None
+        return there
+
+    def _reading(self) -> Callable[[TaughtRows, np.ndarray | None], None]:
+        """A function that reads the values of rows from the file into an array; with None it does nothing."""
         assert self._file is not None
         file = self._file
-        return lambda rows, array: file.read(rows.values, self._vocab_size, array)
 
-    def _teaching(self, engine: Engine, say: Callable[[str], None]) -> Callable[[TaughtRows, np.ndarray], None]:
-        """A function that computes the values of rows into an array by a pass of the teacher, which is loaded here."""
+        def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
+            if array is not None:
+                file.read(rows.values, self._vocab_size, array)
+
+        return compute
+
+    def _teaching(
+        self, engine: Engine, planned: TeacherPass, say: Callable[[str], None]
+    ) -> Callable[[TaughtRows, np.ndarray | None], None]:
+        """A function that computes the values of rows into an array by a pass of the teacher, which is loaded here. All
+        processes must call it; with None in place of an array the process only takes part. planned: the pass."""
         assert self._objective is not None
         shape = partition.MeshShape.of(engine.mesh)
         teacher = self._teacher or load_teacher(self._opened, mesh=engine.mesh if shape.parts > 1 else None)
         assert teacher is not None
-        config = dataclasses.replace(
-            self._config,
-            qat=None,
-            precision=self._config.computes_in,
-            mesh=MeshConfig(data=shape.copies, fsdp=shape.parts),
-            rows_per_step=engine.batches.rows_per_step,
-        )
+        config = planned.own_config
         model = TrainedModel(teacher, config, self._teacher is not None, None)
-        planner = ForwardPlanner(model.prepared, config, engine.batches.length, engine.mesh.local_devices[0])
+        planner = planned.planner(model.prepared)
         program = dataclasses.replace(engine.program, graph=model.graph, noise_alpha=None)
         own = Engine(program, None, planner, engine.mesh, engine.batches, config, None)
         k, temperature = self.k, self._objective.temperature
@@ -252,7 +286,7 @@ class StoredTeacher:
         def of_batch(teacher: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array]:
             return forward.top_k(teacher, forward.frozen(teacher, batch), k, temperature)
 
-        def compute(rows: TaughtRows, array: np.ndarray) -> None:
+        def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
             say(f"log-probabilities of the teacher: one pass over {len(rows):,} rows")
             plain = rows.alone()
             compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)
@@ -260,6 +294,8 @@ class StoredTeacher:
                 own.follow_plan()
                 compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)
             for numbers, (ids, log_probs) in values_of_rows(own, compiled, trainable, frozen, plain):
+                if array is None:
+                    continue
                 for slot, row in enumerate(numbers.tolist()):
                     rows.take(row, ids[slot], log_probs[slot], array)
 
@@ -282,28 +318,54 @@ class StoredTeacher:
 
 
 @contextlib.contextmanager
-def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray]:
+def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | None]:
     """A context that gives an array to fill with the values, and on leaving sets `values.stored` to it: mapped from the
-    file `path`, which appears complete or not at all; or in memory, if `path` is None. Raises ConfigError if the file
-    cannot be written."""
-    entry = TeacherValues.entry(values.k)
+    file `path`, which appears complete or not at all; or in memory, if `path` is None. In a run of several processes
+    the first one writes the file, and one of each host that does not see it; the others get None, and map the file that
+    was written for them. Collective: every process must enter it. Raises ConfigError if the file cannot be written, or
+    not be read where it was written by another process."""
     if path is None:
-        array = np.zeros(values.total, entry)
+        array = np.zeros(values.total, TeacherValues.entry(values.k))
         yield array
         values.stored = array
         return
+    with _writable(path.parent):
+        if processes.first():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        writes = shared_folders.writes(path.parent)
+    if writes:
+        with _written(path, values) as array:
+            yield array
+    else:
+        yield None
+    first, *_ = processes.all_of(_sum_of(path) if writes else None)
+    if not shared_folders.seen(lambda: _sum_of(path) == first):
+        raise ConfigError(
+            f"data.cache_dir = {str(path.parent)!r}: process {processes.index()} does not find {path.name} there as "
+            "the first process has stored it; set a folder that the processes of a host share"
+        )
+    values.stored = np.load(path, mmap_mode="r")
+
+
+@contextlib.contextmanager
+def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
+    """A context that gives an array to fill with the values. On leaving, the file `path` appears with it. Raises
+    ConfigError if it cannot be written."""
     temporary = unfinished_name(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(".teacher_*.tmp"):
-            remove_left(left)
-        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=entry, shape=(values.total,))
-        descriptor = os.open(temporary, os.O_RDWR)
-        os.posix_fallocate(descriptor, 0, os.path.getsize(temporary))  # so that a full disk is an error here
-    except OSError as error:
+        with _writable(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for left in path.parent.glob(".teacher_*.tmp"):
+                remove_left(left)
+            shape, entry = (values.total,), TeacherValues.entry(values.k)
+            array = np.lib.format.open_memmap(temporary, mode="w+", dtype=entry, shape=shape)
+            descriptor = os.open(temporary, os.O_RDWR)
+    except ConfigError:
         temporary.unlink(missing_ok=True)
-        raise ConfigError(f"data.cache_dir = {str(path.parent)!r} cannot be written ({error}); set another") from None
+        raise
     try:
+        with _writable(path.parent):  # a full disk is an error here
+            os.posix_fallocate(descriptor, 0, os.path.getsize(temporary))
         hold(descriptor)  # another run does not remove it as one that was left
         yield array
         array.flush()
@@ -314,7 +376,25 @@ def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray]:
     finally:
         os.close(descriptor)
         temporary.unlink(missing_ok=True)
-    values.stored = np.load(path, mmap_mode="r")
+
+
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """A context in which an OSError is a ConfigError that says that `folder`, the token cache, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"data.cache_dir = {str(folder)!r} cannot be written ({error}); set another") from None
+
+
+def _sum_of(path: Path) -> str | None:
+    """The checksum at the end of the stored file `path`, in hexadecimal digits; None if there is no such file."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-_SUM, os.SEEK_END)
+            return file.read().hex()
+    except OSError:
+        return None
 
 
 def _checksum(name: str, path: Path, size: int) -> bytes:

@@ -98,6 +98,25 @@ def teacher_shapes(config: TrainConfig) -> Decoder | None:
     return None if path is None else _shapes(path, config.dtype, config.objective.teacher_load_in)
 
 
+def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
+    """(folder or hub name, format of its weights or None) of a teacher whose log-probabilities are stored before the
+    run. name: as objective.teacher says; "base" and None are the model that trains, without its adapter. Raises
+    ConfigError if that model has no folder, or the teacher's is that of an adapter."""
+    if name not in (None, BASE):
+        return teacher_of(config) or name, config.objective.teacher_load_in
+    if config.model.path is None:
+        raise ConfigError("objective.teacher = 'base': random weights (model.from_config) teach nothing; name one")
+    return config.model.path, config.model.load_in
+
+
+def pass_shapes(config: TrainConfig, name: str | None, load_in: str | None = None) -> Decoder:
+    """The teacher of `of_pass`, with shapes (jax.ShapeDtypeStruct) in place of its arrays, from its config.json alone.
+    load_in: a format for its weights in place of the one that the config asks for. Raises ConfigError as `of_pass`
+    does."""
+    path, asked = of_pass(config, name)
+    return _shapes(path, config.dtype, load_in or asked)
+
+
 @functools.lru_cache(4)
 def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
     """Builds the teacher with shapes (jax.ShapeDtypeStruct) in place of its arrays, from its config.json alone; no

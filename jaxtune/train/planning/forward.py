@@ -58,25 +58,29 @@ class ForwardPlanner:
       model: its arrays may be abstract.
       config: the run's, with its mesh.
       length: tokens of a row.
-      device: a jax.Device of this process.
+      device: a jax.Device of this process, for which all processes must make the planner; or the planner's Device.
+      beside_bytes: bytes of other weights that are on each device during the pass.
 
     Attributes:
-      device: the planner's Device for it.
+      device: the planner's Device.
       budget_bytes: device bytes that weights and programs may take; None if nothing limits them.
+      beside_bytes: the argument.
       weight_bytes: bytes of the model's weights on one device.
       cost: the StepCost of the model, without an optimizer.
       plan: the StepPlan in force: the number of micro-batches, and the tokens whose logits exist at a time; its
         residuals have no meaning here.
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any):
-        limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
+    def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any, beside_bytes: float = 0.0):
         mesh = config.mesh or MeshConfig()
         divided = partition.mesh_shape(*mesh.sizes)
-        sharing = devices.devices_here(divided.size)
-        self.device = devices.find_device(
-            "cpu" if device.platform == "cpu" else device.device_kind, limit, sharing=sharing
-        )
+        if not isinstance(device, Device):
+            limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
+            sharing = devices.devices_here(divided.size)
+            name = "cpu" if device.platform == "cpu" else device.device_kind
+            device = devices.find_device(name, limit, sharing=sharing)
+        self.device: Device = device
+        self.beside_bytes = beside_bytes
         self.budget_bytes = devices.budget(config, self.device)
         self.cost = parts = step_cost(model, config, length, optimizer=optax.identity())
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
@@ -90,7 +94,7 @@ class ForwardPlanner:
             if count >= (config.micro_batches or 1)
             for chunk in sorted(self._chunks(count), reverse=True)
         ]
-        room = None if self.budget_bytes is None else self.budget_bytes - self.weight_bytes
+        room = None if self.budget_bytes is None else self.budget_bytes - self.weight_bytes - beside_bytes
         fitting = (plan for plan in self._plans if room is None or self.working_bytes(plan) <= room)
         self.plan = next(fitting, self._plans[-1])
 
@@ -121,7 +125,7 @@ class ForwardPlanner:
         if self.budget_bytes is None or analysis is None:
             return False
         need = max(processes.all_of(float(analysis.temp_size_in_bytes)))
-        room = self.budget_bytes - self.weight_bytes
+        room = self.budget_bytes - self.weight_bytes - self.beside_bytes
         if need <= room:
             return False
         worse = max(need / self.working_bytes(self.plan), 1.0)

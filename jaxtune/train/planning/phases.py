@@ -122,6 +122,20 @@ def prefill_bytes(parts: StepCost, device: Device) -> float:
     return forward_bytes(parts, _PREFILL_TOKENS, 0, device)
 
 
+def loading_bytes(model: Decoder, itemsize: int, quantized: bool) -> tuple[float, float]:
+    """(device bytes, host bytes) that loading a model takes in addition to its weights. model: its arrays may be
+    abstract. itemsize: bytes of a number in the dtype of weights that are not quantised. quantized: whether weights are
+    quantised on loading."""
+    largest = max(
+        (m.stored_weight.size for _, m in matrices(model) if isinstance(m.stored_weight, Stored) or m.lora is None),
+        default=0,
+    )
+    encoding = _ENCODING_BYTES * largest if quantized else 0.0
+    # While a tensor is loaded it exists both as it was read and as it was cast.
+    arriving = float(min(IN_FLIGHT_BYTES, parameters(nnx.state(model)) * itemsize))
+    return max(2.0 * arriving, encoding), arriving
+
+
 def phases_of(
     model: Decoder,
     given: Any,
@@ -156,15 +170,9 @@ def phases_of(
     step = forecast.peak_bytes
     less_rows = "fewer rows_per_step, or more micro_batches"
 
-    largest = max(
-        (m.stored_weight.size for _, m in matrices(model) if isinstance(m.stored_weight, Stored) or m.lora is None),
-        default=0,
-    )
-    encoding = _ENCODING_BYTES * largest if config.model.load_in is not None else 0.0
-    # While a tensor is loaded it exists both as it was read and as it was cast.
-    arriving = min(IN_FLIGHT_BYTES, parameters(nnx.state(model)) * parts.dtype.itemsize)
+    loading, arriving = loading_bytes(model, parts.dtype.itemsize, config.model.load_in is not None)
     found = [
-        Phase("load", weights + start + max(2.0 * arriving, encoding), float(arriving), "model.load_in=nf4"),
+        Phase("load", weights + start + loading, arriving, "model.load_in=nf4"),
         Phase("resume", weights + trained + states, saved, "a device with more memory"),
     ]
     if config.objective.name in ("dpo", "kto"):
@@ -216,6 +224,15 @@ def phase_lines(
     host = ", ".join(f"{phase.name} {phase.host_bytes / 1e9:.2f}" for phase in phases if phase.host_bytes >= 1e7)
     room = "" if budget_bytes is None else f" of {budget_bytes / 1e9:.2f}"
     found = [f"  memory of each phase: {device} GB{room}; in host memory {host or 'nothing'}{' GB' if host else ''}"]
+    found += phase_warnings(phases, budget_bytes, host_bytes)
+    found += [] if sampled is None else [f"  {sampled}"]
+    return found + [f"  sampling in phase {name}: {own}" for name, own in slots.items()]
+
+
+def phase_warnings(phases: Sequence[Phase], budget_bytes: float | None, host_bytes: float | None) -> list[str]:
+    """A line for each phase that will not fit the memory of a device, `budget_bytes`, or of this machine, `host_bytes`
+    (None: no limit, or unknown), with its remedy."""
+    found = []
     for phase in phases:
         for need, there, what in (
             (phase.device_bytes, budget_bytes, "device"),
@@ -226,8 +243,7 @@ def phase_lines(
                     f"warning: {phase.name} will need {need / 1e9:.2f} GB of {there / 1e9:.2f} GB of {what} memory: "
                     f"{phase.remedy}"
                 )
-    found += [] if sampled is None else [f"  {sampled}"]
-    return found + [f"  sampling in phase {name}: {own}" for name, own in slots.items()]
+    return found
 
 
 @contextlib.contextmanager

@@ -1,0 +1,64 @@
+"""Folders of a run of several processes, which may be one folder for all of them, or another one on each host.
+
+The first process creates a file in a folder, and the others look for it. With one process nothing is created."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxtune.system import processes
+
+_LATE_SECONDS = 30.0  # after which a network file system shows a new name at the latest
+
+
+def require_shared(folder: Path) -> None:
+    """Raises ValueError, in all processes, if the path `folder` is not the same folder for all of them, as on hosts
+    without a shared file system. Collective: every process must call it, in the same order as its other collective
+    calls and in its main thread."""
+    lacking = [number for number, there in enumerate(_see_first(folder)) if not there]
+    if lacking:
+        raise ValueError(
+            f"output = {str(folder)!r}: processes {lacking} do not see what the first process writes there; choose a "
+            "folder that all hosts share"
+        )
+
+
+def writes(folder: Path) -> bool:
+    """Whether this process is one of those that write what all processes need to the path `folder`, so that each
+    process finds it in its own: the first process, and on each host where the path is another folder one more. The
+    first process must have the folder. Collective, as require_shared."""
+    own, hosts = processes.index(), processes.all_of(socket.gethostname())
+    without = [number for number, there in enumerate(_see_first(folder)) if not there and hosts[number] == hosts[own]]
+    return own == 0 or own in without[:1]
+
+
+def seen(look: Callable[[], bool]) -> bool:
+    """Whether `look`, which looks for what another process has written, returns True within half a minute, because a
+    network file system may show it late."""
+    deadline = time.monotonic() + _LATE_SECONDS
+    while not (there := look()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return there
+
+
+def _see_first(folder: Path) -> list[bool]:
+    """For each process whether it sees what the first process creates in the path `folder`. Collective."""
+    if processes.count() == 1:
+        return [True]
+    name = processes.of_first(lambda: _marked(folder))
+    found = processes.all_of(seen(lambda: os.path.exists(os.path.join(folder, name))))
+    if processes.first():
+        os.unlink(os.path.join(folder, name))
+    return found
+
+
+def _marked(folder: Path) -> str:
+    """Creates an empty file with a unique hidden name in `folder`, for which the other processes look, and returns the
+    name, without the folder."""
+    name = f".shared_{os.getpid()}_{time.time_ns()}.tmp"
+    with open(os.path.join(folder, name), "xb"):
+        return name
