@@ -204,8 +204,8 @@ class StoredTeacher:
           engine: of the run; the teacher computes on its mesh and with rows of its batches.
           say: shows a line to the user.
         Raises:
-          ConfigError: the cache cannot be written; the teacher cannot be loaded alone (see `_opened`), or its weights do
-            not fit the device.
+          ConfigError: the cache cannot be written; the teacher cannot be loaded alone (see `_opened`); or its weights
+            do not fit the device.
           OutOfDeviceMemory: the pass ran out of device memory.
           ValueError: the processes of the run have different teachers.
         """
