@@ -33,7 +33,6 @@ ROW_OPTIONS = (
     "on_bad_row",
 )
 
-
 # Columns of the formats of rows, which data.columns finds under other names.
 COLUMN_NAMES = (
     *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text", "system", "tools"),
@@ -44,7 +43,8 @@ COLUMN_NAMES = (
 @dataclass(frozen=True)
 class DataConfig:
     """The section `data` of a configuration: which rows are trained on and evaluated, how they are read, tokenised and
-    packed, and which tokens count in the loss."""
+    packed, and which tokens count in the loss. Keys that contradict each other, and values out of range, raise
+    ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -168,7 +168,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     """The section `optim` of a configuration: the optimizer with its learning rates and other numbers, and how trained
-    weights and its states are stored."""
+    weights and its states are stored. Values out of range, and `offload` with adafactor or sgd, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -189,7 +189,6 @@ class OptimConfig:
         Literal["fp32", "bf16"] | None,
         "How trained weights are kept; bf16: matrices, rounded stochastically; null: that above 2B parameters.",
     ] = None
-
     offload: Annotated[bool, "Keep the optimizer's states in host memory (adamw, adamw_8bit; full fine-tuning)."] = (
         False
     )
@@ -272,7 +271,8 @@ class MemoryConfig:
 @dataclass(frozen=True)
 class PlanConfig:
     """The section `plan` of a configuration: the device that --plan makes a forecast for, which need not be in this
-    machine, the host memory beside it, and the price of a device, from which the cost of a run is printed."""
+    machine, the host memory beside it, and the price of a device, from which the cost of a run is printed. `host_gb`
+    needs `device`."""
 
     __pydantic_config__ = _STRICT
 
@@ -354,7 +354,7 @@ class MeshConfig:
 class CheckpointConfig:
     """The section `checkpoint` of a configuration: when checkpoints are saved, which are kept, whether a run resumes
     from them, and whether its result is the best of them. If neither every_steps nor every_minutes is set, a run saves
-    only after a signal, for `best`, or for a callback."""
+    only after a signal, for `best`, or for a callback. `best` must begin with "eval_"."""
 
     __pydantic_config__ = _STRICT
 
