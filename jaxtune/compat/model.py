@@ -89,8 +89,7 @@ class CompatModel(ModelMethods):
 
     def __call__(self, tokens, segment_ids=None, positions=None) -> jax.Array:
         """Returns the module's logits float32[B, T, vocab] (a reward model's scores [B, T, 1]) of tokens int32[B, T].
-        The other two, int32[B, T], are each token's document (0: padding; None: a row is one) and position in it (None:
-        counted)."""
+        The others, int32[B, T], are the tokens' documents (0: padding; None: a row is one) and positions in them."""
         return self.module(tokens, segment_ids, positions)
 
     @property
