@@ -43,8 +43,7 @@ COLUMN_NAMES = (
 @dataclass(frozen=True)
 class DataConfig:
     """The section `data` of a configuration: which rows are trained on and evaluated, how they are read, tokenised and
-    packed, and which tokens count in the loss. Keys that contradict each other, and values out of range, raise
-    ConfigError."""
+    packed, and which tokens count in the loss. Contradictions, and values out of range, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -249,8 +248,8 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class MemoryConfig:
     """The section `memory` of a configuration: the memory that a run may use, and whether each residual (a value that
-    the forward pass computes and the backward pass needs) is kept, recomputed, stored in FP8 or offloaded to the
-    host."""
+    the forward pass computes and the backward pass needs) is kept, recomputed, stored in FP8 or offloaded to the host.
+    Whether `plan` can be read is checked when the run is planned."""
 
     __pydantic_config__ = _STRICT
 
@@ -270,9 +269,8 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The section `plan` of a configuration: the device that --plan makes a forecast for, which need not be in this
-    machine, the host memory beside it, and the price of a device, from which the cost of a run is printed. `host_gb`
-    needs `device`."""
+    """The section `plan` of a configuration: the device that --plan makes a forecast for, here or elsewhere, the host
+    memory beside it (only with `device`), and the price of a device, from which the cost of a run is printed."""
 
     __pydantic_config__ = _STRICT
 
@@ -297,7 +295,8 @@ class PlanConfig:
 class MeshConfig:
     """The section `mesh` of a configuration: how devices share the work. There are `data` groups of `fsdp` devices
     each. All devices divide the rows of a step among them. The devices of a group also divide the weights and optimizer
-    states; each group has all of these. One of the two sizes may be -1: as many as the other one leaves."""
+    states; each group has all of these. One of the two sizes may be -1: as many as the other one leaves. Other sizes
+    below 1, and a gradient_sync or gradient_rounding that would have no effect, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
