@@ -24,7 +24,7 @@ def wide_console() -> Any:
 
 def print_columns(rows: Sequence[tuple[str, str]]) -> None:
     """Prints (name, meaning) pairs in two columns, for help texts. The first column is as wide as the longest name; the
-    second is wrapped at the console's width. No line ends with spaces."""
+    second is wrapped at the console's width. No line ends with spaces. There must be at least one pair."""
     names, width = max(len(name) for name, _ in rows), wide_console().width
     for name, meaning in rows:
         begin = f"  {name:<{names}}  "
@@ -87,7 +87,8 @@ def load(options: argparse.Namespace):
         adapter or the model, else bfloat16; the dtype in a checkpoint's config.json is not used.
     Returns:
       (model, tokenizer); the tokenizer is None if the folder has none. For an adapter, the tokenizer's EOS and the
-        token that ends a turn in its chat template are added to the model's own end tokens.
+        token that ends a turn in its chat template are added to the model's own end tokens; for any other model a
+        command that generates does so itself (with_end_tokens).
     """
     import jaxtune
     from jaxtune.models.adapters import trained_over

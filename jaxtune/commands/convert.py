@@ -15,6 +15,8 @@ from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
 
+# arguments: the words after `jaxtune convert`: the path of the config. The recipe is checked before it is printed.
+# ConfigError: the file cannot be read, is of neither program, or gives a recipe with faults.
 def run(arguments: Sequence[str]) -> None:
     """Print the recipe that a config of axolotl or LLaMA-Factory means, and what of it has no counterpart."""
     parser = common.parser("convert", run.__doc__)

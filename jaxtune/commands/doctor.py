@@ -11,6 +11,8 @@ from jaxtune.commands import common
 from jaxtune.system.terminal import console, fitted, say
 
 
+# arguments: the words after `jaxtune doctor`: none, or --quick, which measures no speeds. Each finding is printed on
+# stdout as soon as it is known, with what to do in a line below it.
 def run(arguments: Sequence[str]) -> int:
     """Check this machine: driver, GPU, memory, disk, speed, a kernel; and say how to fix what is wrong.
 

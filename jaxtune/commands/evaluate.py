@@ -14,6 +14,9 @@ from jaxtune.system import processes
 from jaxtune.system.terminal import say
 
 
+# arguments: the words after `jaxtune evaluate`: config.yaml in a run's folder or a recipe, overrides (key=value), and
+# options. The numbers are one JSON object on stdout. ValueError: the config has faults, or a run has no trained weights
+# yet.
 def run(arguments: Sequence[str]) -> None:
     """Print the loss (and exact match) of a run's result, or of a recipe's model, on the held-out rows.
 

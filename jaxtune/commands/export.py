@@ -14,7 +14,9 @@ from jaxtune.system.terminal import console, fitted, say
 from jaxtune.train.signals import StopSignal
 
 
-# arguments: the words after `jaxtune export`: a model or an adapter, the folder to write, and options such as --to.
+# arguments: the words after `jaxtune export`: a model or an adapter, the folder to write, and options such as --to. The
+# folder must be new or empty; what is written is read back and compared. Notes and the names of the files are printed
+# on stdout. ValueError: an unknown format, or one that needs an adapter, for a model.
 def run(arguments: Sequence[str]) -> None:
     """Write a model or an adapter in the format of another program: merged, as GGUF for llama.cpp, in four bits."""
     parser = common.parser("export", run.__doc__)

@@ -11,6 +11,8 @@ from jaxtune.commands import common
 from jaxtune.system.terminal import say
 
 
+# arguments: the words after `jaxtune info`: none, or --kernels for the kernels in place of all else. Everything is
+# printed on stdout.
 def run(arguments: Sequence[str]) -> None:
     """Show versions, devices and packaged recipes, or which kernels would run here."""
     parser = common.parser("info", run.__doc__)

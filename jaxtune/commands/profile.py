@@ -16,6 +16,8 @@ from jaxtune.commands import common
 from jaxtune.system.terminal import say
 
 
+# arguments: the words after `jaxtune profile`: a subcommand, its traces, and options. The tables are printed on stdout
+# as text, the ceilings as JSON; --json and --html also write files, in place of earlier ones.
 def run(arguments: Sequence[str]) -> int | None:
     """Read a profile, compare two, or measure what this device can do.
 

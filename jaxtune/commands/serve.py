@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _KEY = "JAXTUNE_API_KEY"
 
 
+# arguments: the words after `jaxtune serve`: a model folder, hub name or adapter folder, and options. It returns after
+# a signal. ValueError: starlette or uvicorn is missing, or a model has no tokenizer or another one's name.
 def run(arguments: Sequence[str]) -> None:
     """Answer programs that speak OpenAI's API, with a model and adapters over it.
 

@@ -13,6 +13,8 @@ from jaxtune.commands import common
 from jaxtune.system.terminal import say
 
 
+# arguments: the words after `jaxtune tune`: the op, "attention" or "grouped_matmul", and options for its shapes.
+# Progress and the fastest sizes are printed on stdout. ValueError: JAX has no Hopper GPU.
 def run(arguments: Sequence[str]) -> None:
     """Measure the kernels' block sizes on this GPU and keep the fastest.
 

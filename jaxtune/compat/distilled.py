@@ -282,7 +282,7 @@ def _teacher(
     trainer: str, teacher_model: CompatModel | str | os.PathLike | None, args: SFTConfig
 ) -> CompatModel | None:
     """Returns the teacher of a distillation; None if the script neither gave nor named one. A teacher that is given by
-    a name is loaded in 16 bits, or as the config's teacher_model_init_kwargs say.
+    a name is loaded in bfloat16, or as the config's teacher_model_init_kwargs say.
 
     Args:
       trainer: the name of the trainer's class, for messages.
@@ -290,7 +290,8 @@ def _teacher(
         `args` is taken.
       args: the trainer's config.
     Raises:
-      ValueError: teacher_model is an object of another class.
+      ValueError: teacher_model is an object of another class, or teacher_model_init_kwargs has an argument that is
+        unknown or would change the result.
     """
     given = teacher_model if teacher_model is not None else getattr(args, "teacher_model_name_or_path", None)
     if isinstance(given, CompatModel) or given is None:

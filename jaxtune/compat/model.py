@@ -88,7 +88,8 @@ class CompatModel(ModelMethods):
         self.config = ModelSettings(**hf_config_of(module, tokenizer))
 
     def __call__(self, tokens, segment_ids=None, positions=None) -> jax.Array:
-        """The module's logits: int32[B, T] -> float32[B, T, vocab]."""
+        """Returns the module's logits float32[B, T, vocab] (a reward model's scores [B, T, 1]) of tokens int32[B, T].
+        The others, int32[B, T], are the tokens' documents (0: padding; None: a row is one) and positions in them."""
         return self.module(tokens, segment_ids, positions)
 
     @property
@@ -401,11 +402,10 @@ class FastLanguageModel:
         bias: str = "none",
         **others: Any,
     ) -> CompatModel:
-        """Returns a new model with LoRA adapters on `model`, whose arrays are shared. The default target_modules also
-        adapt experts. finetune_last_n_layers adapts that number of last layers only; random_state is the seed of the
-        initial values. Other arguments are those of LoraConfig and of from_pretrained, whose max_seq_length cannot be
-        changed here. Raises ValueError for an argument that is not supported or contradicts those of from_pretrained.
-        """
+        """Returns a new model, `model` with new LoRA adapters; arrays are shared. The default target_modules also adapt
+        experts. finetune_last_n_layers adapts only that number of last layers; random_state is the adapters' seed.
+        Other arguments are those of LoraConfig and of from_pretrained, whose max_seq_length cannot be changed here.
+        Raises ValueError for an argument that is not supported or contradicts those of from_pretrained."""
         where = "FastLanguageModel.get_peft_model"
         settle(where, others, PEFT, FastLanguageModel.get_peft_model)
         if model.full_finetuning:

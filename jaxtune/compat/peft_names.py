@@ -123,11 +123,12 @@ class AutoPeftModelForCausalLM:
         is_trainable: bool = False,
         **others: object,
     ) -> CompatModel:
-        """Returns the model of an adapter's folder: its base model, in 16 bits or as quantization_config says, with the
-        adapter on it.
+        """Returns the model of an adapter's folder: its base model with the adapter on it. The base is loaded in the
+        dtype that is given, else in the one that the folder records, else in bfloat16, or quantised as
+        quantization_config says.
 
         Args:
-          pretrained_model_name_or_path: the adapter's folder.
+          pretrained_model_name_or_path: the adapter's local folder.
           adapter_name: must be "default", because an adapter has no name here.
           is_trainable: has no effect: the adapter can always be trained further.
           others: PEFT's and transformers' other arguments, such as quantization_config and dtype. A printed line

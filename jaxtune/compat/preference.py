@@ -173,7 +173,8 @@ class PreferenceTrainer(SFTTrainer):
 
 class ReferencedTrainer(PreferenceTrainer):
     """The base class of DPOTrainer and KTOTrainer, whose loss compares the model with a reference model. The reference
-    here is the model with its adapter off. The arguments are those of SFTTrainer.
+    here is the model with its adapter off. The arguments are those of PreferenceTrainer. A model without an adapter has
+    no such reference, and train() raises ValueError.
 
     Raises:
       ValueError: the adapter has been trained before; TRL's reference would then be the model with that adapter.
@@ -197,7 +198,7 @@ def PatchDPOTrainer() -> None:
 class DPOTrainer(ReferencedTrainer):
     """TRL's DPOTrainer, on rows with chosen and rejected (and prompt): it makes the chosen answer likelier than the
     rejected one, relative to the model with its adapter off. The arguments are those of SFTTrainer, with a DPOConfig as
-    `args`."""
+    `args`. An adapter that has been trained before raises ValueError, and so do formatting_func and packing=True."""
 
     config_type = DPOConfig
 
@@ -217,7 +218,7 @@ class DPOTrainer(ReferencedTrainer):
 class ORPOTrainer(PreferenceTrainer):
     """TRL's ORPOTrainer, on rows with chosen and rejected (and prompt): cross-entropy of the chosen answer, and a term
     that compares the odds of both answers. It needs no reference model. The arguments are those of SFTTrainer, with an
-    ORPOConfig as `args`."""
+    ORPOConfig as `args`; formatting_func and packing=True raise ValueError."""
 
     config_type = ORPOConfig
 
@@ -229,7 +230,8 @@ class ORPOTrainer(PreferenceTrainer):
 class KTOTrainer(ReferencedTrainer):
     """TRL's KTOTrainer, on rows with prompt, completion and label (True for a desirable answer, False for an
     undesirable one): it makes desirable answers likelier and others less likely, relative to the model with its adapter
-    off. The arguments are those of SFTTrainer, with a KTOConfig as `args`."""
+    off. The arguments are those of SFTTrainer, with a KTOConfig as `args`. An adapter that has been trained before
+    raises ValueError, and so do formatting_func and packing=True."""
 
     config_type = KTOConfig
     form = LABELLED  # the name of the rows' format
@@ -251,7 +253,8 @@ class KTOTrainer(ReferencedTrainer):
 class RewardTrainer(PreferenceTrainer):
     """TRL's RewardTrainer, on rows with chosen and rejected: it trains a model with a head that gives a text one
     number, the reward, which is to be higher for the chosen text. A model without such a head gets one, in place,
-    unless it has an adapter. The arguments are those of SFTTrainer, with a RewardConfig as `args`.
+    unless it has an adapter. The arguments are those of SFTTrainer, with a RewardConfig as `args`; formatting_func and
+    packing=True raise ValueError.
 
     Raises:
       ValueError: the model has an adapter and no such head; FastLanguageModel.from_pretrained(num_labels=1) loads one

@@ -104,7 +104,8 @@ def load_plain(
         each.
       random_state: the seed of sampling and of a new adapter.
       full: True: all weights train, unless they are quantised; False: only an adapter trains.
-      given: {name: value} of the script's arguments of from_pretrained, such as quantization_config and dtype.
+      given: {name: value} of the script's arguments of from_pretrained, such as quantization_config and dtype;
+        num_labels, load_in_fp8 and load_in_8bit are those of FastLanguageModel.from_pretrained.
     Raises:
       ValueError: an argument that would change the result, or that is unknown.
     """
@@ -137,7 +138,8 @@ class AutoModelForCausalLM:
         Args:
           pretrained_model_name_or_path: the folder or the hub name.
           arguments: transformers' other arguments, such as quantization_config and dtype (bfloat16, float16 or float32;
-            "auto" is as if none were given). A printed line reports each one that has no effect here.
+            "auto" is as if none were given), or num_labels=1 for a head that scores texts. A printed line reports each
+            one that has no effect here.
         Raises:
           ValueError: one of `arguments` would change the result, or is unknown.
         """

@@ -63,7 +63,8 @@ _LIMITS = {
 def require_usable_numbers(value: object, key: str) -> None:
     """Raises `ConfigError` if the absolute value of an integer in a configuration is above the limit of its key
     (`_LIMITS`, such as 65,536 for adapter.r; 2**31 - 1 for keys without one), or if a float is neither 0 nor from 1e-37
-    to 3e38 in absolute value, which float32 can represent (infinity and NaN are refused).
+    to 3e38 in absolute value, which float32 can represent (infinity and NaN are refused). A TrainConfig calls it when
+    it is made, because the compiled programs compute with int32 and float32.
 
     Args:
         value: a configuration, one of its sections, or a value of it. Sections and mappings are walked; lists and

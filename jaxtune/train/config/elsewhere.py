@@ -1,7 +1,8 @@
 """Configs of axolotl and LLaMA-Factory, as the recipe that they mean.
 
 `recipe_of` goes through the keys of such a config. Either a key of a recipe has the same meaning, or it has no effect
-here, or it has no counterpart. Names and defaults are those of the two programs' documentation.
+here, or it has no counterpart. `jaxtune convert` prints the recipe. Names and defaults are those of the two programs'
+documentation.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ AXOLOTL, LLAMA_FACTORY = "axolotl", "LLaMA-Factory"
 
 @dataclasses.dataclass
 class Translation:
-    """A recipe made of another program's config, and what could not be translated."""
+    """A recipe made of another program's config, and what could not be translated. `recipe_of` makes it and fills it
+    key by key; the values are not checked (`config_from_dict` does that)."""
 
     program: str
     """The program that the config is for: "axolotl" or "LLaMA-Factory"."""
@@ -43,7 +45,8 @@ class Translation:
 
 def program_of(values: Mapping[str, Any]) -> str | None:
     """The program that a config is for, by the key that names its model: "axolotl" (base_model), "LLaMA-Factory"
-    (model_name_or_path), or None for neither. values: the keys and values of the YAML file."""
+    (model_name_or_path), or None for neither, and for a config that has the key `model`, as a recipe does. values: the
+    keys and values of the YAML file."""
     if "base_model" in values and "model" not in values:
         return AXOLOTL
     if "model_name_or_path" in values and "model" not in values:
@@ -52,13 +55,15 @@ def program_of(values: Mapping[str, Any]) -> str | None:
 
 
 def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
-    """The recipe that a config of another program means.
+    """Translates the config of another program into the recipe that it means, without checking the recipe's values.
 
     Args:
-      values: the keys and values of the config.
-      folder: where the config is, below which LLaMA-Factory's dataset_info.json is looked for.
+      values: the keys and values of the config, which stay as they are.
+      folder: where the config is, below which (and then below the current folder) LLaMA-Factory's dataset_info.json is
+        looked for.
     Returns:
-      The recipe. Keys without a counterpart are no error; they are listed in `lacking`.
+      The recipe. Keys without a counterpart are no error; they are listed in `lacking`. Keys that have no effect here
+        (`_IDLE`), and those whose value is null, false or empty, are left out without a note.
     Raises:
       ConfigError: the config is neither axolotl's nor LLaMA-Factory's.
     """
@@ -160,7 +165,8 @@ _INSTEAD = {
 def _common(made: Translation, left: dict[str, Any]) -> None:
     """Translates the keys that both programs have. Called after `_axolotl` or `_llama_factory`, as it reads what they
     have set. made: the recipe, which is extended. left: the config's keys that are not translated yet; those that this
-    function translates are removed from it."""
+    function translates are removed from it. Some are removed without effect: those of LoRA if the recipe makes no new
+    adapter, the number of epochs beside max_steps, and eval_steps if there are no held-out rows."""
     adapted = "adapter" in made.values and "path" not in (made.values["adapter"] or {})
     for name, key in _SAME.items():
         if name in left and (value := left.pop(name)) is not None and (adapted or name not in _ADAPTERS):
@@ -306,15 +312,16 @@ def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
 
 def _take(made: Translation, left: dict[str, Any], **names: str) -> None:
     """Sets keys of the section `adapter` of the recipe `made` from keys of `left`, which are removed; those that are
-    missing, null, false or empty stay unset. names: {name in the other program: name in the section}."""
+    missing, null, false or empty stay unset. names: {name of the key in the other program: its name in the section}."""
     for source, ours in names.items():
         if value := left.pop(source, None):
             made.set(f"adapter.{ours}", value)
 
 
 def _axolotl_rows(made: Translation, one: Mapping[str, Any]) -> str:
-    """Translates one entry of axolotl's `datasets` (`one`): returns the name of the rows as data.train takes it, and
-    sets data.columns in `made`. What has no counterpart is reported as lacking."""
+    """Translates one entry of axolotl's `datasets` (`one`): returns the name of the rows as data.train takes it (the
+    first of its data_files, or a path or hub name, with ":config:split" if it has these), and sets data.columns in
+    `made`. What has no counterpart is reported as lacking."""
     path, files = str(one.get("path")), one.get("data_files")
     if path in ("json", "csv", "parquet") and files:
         path = files[0] if isinstance(files, list) else str(files)
@@ -428,9 +435,10 @@ def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _registered(made: Translation, name: str, known: Mapping[str, Any]) -> str:
-    """The name, as data.train takes it, of a data set that is registered in dataset_info.json as `name`; its columns go
-    to data.columns in `made`, the recipe. A name that is not registered is returned as it is, with a note. known: the
-    entries of dataset_info.json, {name: entry}, from `_dataset_info`."""
+    """The name, as data.train takes it, of a data set that is registered in dataset_info.json as `name`: the path of
+    its file, or its hub name, with ":subset:split" if it has these; its columns go to data.columns in `made`, the
+    recipe. A name that is not registered is returned as it is, with a note. known: the entries of dataset_info.json,
+    {name: entry}, from `_dataset_info`."""
     entry = known.get(name)
     if entry is None:
         made.notes.append(

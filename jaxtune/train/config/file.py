@@ -38,7 +38,7 @@ class ConfigKey:
     name: str
     """The dotted key, such as "optim.learning_rate"."""
     type: str
-    """Its type in words, such as "number or null"."""
+    """Its type in words, such as "number or null"; "section" for a section that is null by default."""
     default: str
     """Its default as YAML, or "required"."""
     help: str

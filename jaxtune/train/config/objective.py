@@ -88,7 +88,8 @@ _OPTIONS |= {
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """The section `objective` of a configuration: what is trained for. The names and meanings of the options are TRL's.
-    An option that the objective `name` does not have raises ConfigError.
+    An option that the objective `name` does not have, one that contradicts another or is out of range, and a missing
+    one that the objective needs (rewards for grpo and rloo, a teacher for distill) raise ConfigError.
 
     An option that is None takes the default of the objective's class, which its description gives in brackets. So does
     loss_type = "sigmoid" for an objective that has no such loss.
@@ -277,8 +278,9 @@ class ObjectiveConfig:
         )
 
     def _check_stored(self) -> None:
-        """Raises `ConfigError` if a teacher's log-probabilities are to be stored or read before the run, and an option
-        does not go with that."""
+        """Raises `ConfigError` if a teacher's log-probabilities are to be stored (teacher_top_k) or read from a file
+        (teacher_logprobs) before the run, and on_policy is not 0, or teacher_logprobs stands beside another key of the
+        teacher; also if teacher_top_k is not positive."""
         positive("objective.teacher_top_k", self.teacher_top_k)
         for key in ("teacher", "teacher_load_in", "teacher_top_k"):
             require(

@@ -33,7 +33,6 @@ ROW_OPTIONS = (
     "on_bad_row",
 )
 
-
 # Columns of the formats of rows, which data.columns finds under other names.
 COLUMN_NAMES = (
     *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text", "system", "tools"),
@@ -44,7 +43,7 @@ COLUMN_NAMES = (
 @dataclass(frozen=True)
 class DataConfig:
     """The section `data` of a configuration: which rows are trained on and evaluated, how they are read, tokenised and
-    packed, and which tokens count in the loss."""
+    packed, and which tokens count in the loss. Contradictions, and values out of range, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -168,7 +167,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     """The section `optim` of a configuration: the optimizer with its learning rates and other numbers, and how trained
-    weights and its states are stored."""
+    weights and its states are stored. Values out of range, and `offload` with adafactor or sgd, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -189,7 +188,6 @@ class OptimConfig:
         Literal["fp32", "bf16"] | None,
         "How trained weights are kept; bf16: matrices, rounded stochastically; null: that above 2B parameters.",
     ] = None
-
     offload: Annotated[bool, "Keep the optimizer's states in host memory (adamw, adamw_8bit; full fine-tuning)."] = (
         False
     )
@@ -250,8 +248,8 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class MemoryConfig:
     """The section `memory` of a configuration: the memory that a run may use, and whether each residual (a value that
-    the forward pass computes and the backward pass needs) is kept, recomputed, stored in FP8 or offloaded to the
-    host."""
+    the forward pass computes and the backward pass needs) is kept, recomputed, stored in FP8 or offloaded to the host.
+    Whether `plan` can be read is checked when the run is planned."""
 
     __pydantic_config__ = _STRICT
 
@@ -271,8 +269,8 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The section `plan` of a configuration: the device that --plan makes a forecast for, which need not be in this
-    machine, the host memory beside it, and the price of a device, from which the cost of a run is printed."""
+    """The section `plan` of a configuration: the device that --plan makes a forecast for, here or elsewhere, the host
+    memory beside it (only with `device`), and the price of a device, from which the cost of a run is printed."""
 
     __pydantic_config__ = _STRICT
 
@@ -297,7 +295,8 @@ class PlanConfig:
 class MeshConfig:
     """The section `mesh` of a configuration: how devices share the work. There are `data` groups of `fsdp` devices
     each. All devices divide the rows of a step among them. The devices of a group also divide the weights and optimizer
-    states; each group has all of these. One of the two sizes may be -1: as many as the other one leaves."""
+    states; each group has all of these. One of the two sizes may be -1: as many as the other one leaves. Other sizes
+    below 1, and a gradient_sync or gradient_rounding that would have no effect, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -354,7 +353,7 @@ class MeshConfig:
 class CheckpointConfig:
     """The section `checkpoint` of a configuration: when checkpoints are saved, which are kept, whether a run resumes
     from them, and whether its result is the best of them. If neither every_steps nor every_minutes is set, a run saves
-    only after a signal, for `best`, or for a callback."""
+    only after a signal, for `best`, or for a callback. `best` must begin with "eval_"."""
 
     __pydantic_config__ = _STRICT
 

@@ -131,7 +131,8 @@ class TrainConfig:
 
     def require_rows_for(self, devices: int) -> None:
         """Raises `ConfigError` unless the rows of a micro-batch (rows_per_step / micro_batches) can be divided evenly
-        among `devices` devices."""
+        among `devices` devices. It is called again when the number of devices is known, which mesh.data = -1 leaves
+        open."""
         rows = self.rows_per_step // (self.micro_batches or 1)
         require(
             rows % devices == 0,

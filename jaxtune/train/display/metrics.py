@@ -31,12 +31,12 @@ JSONL = "metrics.jsonl"
 
 
 class MetricsLogger:
-    """Appends metrics to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio if asked. A context.
+    """Appends metrics to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio if asked.
 
     The file is the primary record: one JSON object per line, written at each call. NaN and infinities are written as
     the strings "nan", "inf" and "-inf", so that every line is valid JSON. A logger that fails during training (network,
     disk) is reported once, and training continues without it; the file is tried again at each line. In a run of several
-    processes only the first one records.
+    processes only the first one records; in the others all methods do nothing. As a context it closes them at its end.
 
     Args:
       folder: the run's folder.
@@ -84,7 +84,7 @@ class MetricsLogger:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Records `values`, {metric's name: number (also a 0-d array), string, None, or lists and dicts of them}, in
-        every logger. step: the number of optimizer steps done."""
+        every logger. step: the number of optimizer steps done. Raises ValueError for a value of another kind."""
         line = {"step": int(step), "time": round(time.time(), 3)} | {
             key: _plain(value) for key, value in values.items()
         }
@@ -93,7 +93,7 @@ class MetricsLogger:
                 sink.log(line)
 
     def close(self) -> None:
-        """Closes all loggers."""
+        """Closes all loggers. A failure is only logged; a later call of `log` or `close` does nothing."""
         for name, sink in list(self._sinks.items()):
             with self._survived(name):
                 sink.close()
@@ -139,7 +139,7 @@ class _JsonlSink(_Sink):
         self._torn = False  # whether the last line may be incomplete, as after a full disk
 
     def log(self, line: dict[str, Any]) -> None:
-        """Appends the line to the file; raises OSError if only a part was written."""
+        """Appends the line to the file. OSError if only a part was written; the next call then begins a new line."""
         data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
         self._torn = True
         if self._file.write(data) != len(data):
@@ -230,8 +230,8 @@ class _TrackioSink(_Sink):
 
 def require_packages(tensorboard: bool, wandb_project: str | None, trackio_project: str | None) -> None:
     """Imports the packages of the loggers that a config asks for: tensorboardX if `tensorboard` is true, wandb and
-    trackio if wandb_project and trackio_project, the names of their projects, are not None. Raises ValueError, with
-    the key and the command that installs it, if one is missing."""
+    trackio if wandb_project and trackio_project, the names of their projects, are not None. If one is missing, raises
+    ValueError with the key and the command that installs it; a run calls it before it loads its model."""
     if tensorboard:
         _require_package("tensorboardX", "metrics.tensorboard")
     if wandb_project is not None:

@@ -159,14 +159,17 @@ class Monitor:
     @contextlib.contextmanager
     def pause(self, name: str, step: int) -> Iterator[dict[str, Any]]:
         """A context for work between steps, such as a save, whose time is not part of any step. It first waits for the
-        steps that were dispatched. It yields a dict, to which the caller may add metrics. At the end it logs a line
-        with these and `{name}_seconds`, the duration of the work. The added metrics that end in "_seconds" are
-        durations of parts of the work, and are subtracted from `{name}_seconds`.
+        steps that were dispatched. It yields a dict, to which the caller may add metrics. A pause within another (a
+        save in an evaluation) counts in its own line only. At the end it logs a line with these and `{name}_seconds`,
+        the duration of the work. The added metrics that end in "_seconds" are durations of parts of the work, and are
+        subtracted from `{name}_seconds`. If the work raises, no line is logged.
 
         Args:
           name: what the work is: "load" (which has a part "compile"), "compile" (anew, after memory ran out), "save",
             "eval" or "profile".
           step: the number of steps done.
+        Raises:
+          TrainingStopped: a guard ends the run because of a step that was waited for.
         """
         self.flush()
         values: dict[str, Any] = {}

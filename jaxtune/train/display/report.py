@@ -49,8 +49,8 @@ LARGE_FOR_A_CPU = 400_000_000
 
 
 def cpu_note(model: Decoder) -> str:
-    """A warning that a large model is about to be trained on a CPU, with what to do; "" if there is a GPU, or the model
-    is small. The model's arrays may be abstract (jax.ShapeDtypeStruct)."""
+    """A warning that a large model is about to be trained on a CPU, with what to do; "" if JAX has an accelerator, or
+    the model has fewer than 400 million parameters. The model's arrays may be abstract (jax.ShapeDtypeStruct)."""
     count = parameters(nnx.state(model))
     if jax.default_backend() != "cpu" or count < LARGE_FOR_A_CPU:
         return ""

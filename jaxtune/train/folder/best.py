@@ -54,7 +54,8 @@ def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
 
 @dataclasses.dataclass
 class BestCheckpoint:
-    """Finds the best evaluation of a run, and keeps its checkpoint. With checkpoint.best unset it does nothing."""
+    """Finds the best evaluation of a run by checkpoint.best, and keeps its checkpoint, whose weights become the run's
+    result. `Saver` has one. With checkpoint.best unset it does nothing."""
 
     checkpointer: Checkpointer
     """Writes the run's checkpoints; `Checkpointer.best` says which of them to keep."""
@@ -80,7 +81,9 @@ class BestCheckpoint:
                 self._take(step, value)
 
     def _evaluated(self, path: Path, start: int, rows: str | None) -> list[tuple[int, float]]:
-        """The pairs (step, value of the metric) of the evaluations in the file `path`, as `resume` reads them."""
+        """The pairs (step, value of the metric) of the evaluations in the file `path`, as `resume` reads them: of those
+        whose checkpoint exists, after at most `start` steps, on the rows `rows`. The values may be NaN. Empty if there
+        is no file."""
         lines, saved = read_metrics(path) if path.exists() else [], self.checkpointer.steps()
         return [
             (line["step"], float(line[self.config.best]))

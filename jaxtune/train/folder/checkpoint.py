@@ -49,7 +49,7 @@ class CheckpointError(ValueError):
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint in `folder`, which may be missing, in ascending order."""
+    """The steps that have a checkpoint in `folder`, which may be missing, in ascending order; files are not checked."""
     if not folder.is_dir():
         return []
     found = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
@@ -275,7 +275,7 @@ class Checkpointer:
         check: Callable[[dict[str, Any]], None] | None = None,
         partial: bool = False,
     ) -> tuple[int, Any, dict[str, Any]]:
-        """Reads the newest intact checkpoint, or exactly `step`.
+        """Reads the newest intact checkpoint, or exactly `step`. A collective call.
 
         Args:
           step: None takes the newest whose every file has its recorded size and checksum; damaged ones are named in the
@@ -283,8 +283,8 @@ class Checkpointer:
           like: pytree of arrays or jax.ShapeDtypeStruct with the wanted structure, shapes, dtypes and shardings. A leaf
             without a sharding (or an uncommitted array) is returned uncommitted, a numpy leaf as numpy. None gives
             nested dicts of numpy arrays by name.
-          check: called with the meta before the arrays are read; it can refuse them for a better reason than their
-            shapes.
+          check: called with the meta before the arrays are read; by raising, it can refuse them for a better reason
+            than their shapes.
           partial: `like` has only some of the arrays, such as the weights without the optimizer; only these are read.
         Returns:
           (step, state, meta)

@@ -19,7 +19,8 @@ LOCK_NAME = "run.lock"
 
 class FolderLock:
     """An exclusive `flock` on the file `run.lock` in `folder`, which the kernel releases when the process dies. It is
-    taken when the object is made, without waiting; `release` releases it and removes the file.
+    taken when the object is made, without waiting; `release` releases it and removes the file. A Checkpointer has one
+    on its folder.
 
     The file says which run has the lock (pid, host, start time). The folder is created if it is missing. On a file
     system without locks, only a warning is logged.

@@ -148,7 +148,8 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
 
 
 def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-    """Whether the run with the record `current` has more steps than that of the checkpoint's record `saved`."""
+    """Whether the run with the record `current` has more steps than that of the checkpoint's record `saved`. False if
+    that does not say how many it has."""
     return current["total_steps"] > saved.get("total_steps", current["total_steps"])
 
 
@@ -271,7 +272,7 @@ class Difference:
 
 def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
     """The record `current` without keys that the record `saved` lacks because an older version of jaxtune wrote it. The
-    two can then be compared."""
+    two can then be compared. An equal copy if it lacks none."""
     return {key: value for key, value in current.items() if key in saved or key not in _NOT_ALWAYS}
 
 

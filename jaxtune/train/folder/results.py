@@ -2,7 +2,8 @@
 
 A folder gets its name when it is complete and contains `jaxtune_run.json`: the values that identify the run
 (record.same_run), the step whose weights it has, and size and CRC-32 of every file. A folder without a valid proof is
-never taken for a result, and never overwritten.
+never taken for a result, and never overwritten. At the end of a run the application (train/app.py) exports by these
+functions; evaluation and a run that is started again recognise its results by them.
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ class Reader:
 
     def row_set(self, rows: object) -> RowSet:
         """`rows` as one of the sets from which a run's batches are drawn during the run. Streamed rows are tokenised in
-        the background while the run trains; rows of a mixture that are not streamed are tokenised here, all at once."""
+        the background while the run trains; rows of a mixture that are not streamed are tokenised here, all at once.
+        Raises ValueError if they cannot be read, or as `tokenised` does."""
         data, name = self.config.data, str(rows) if isinstance(rows, str | os.PathLike) else "rows"
         if not is_stream(rows, data.streaming):
             return PreparedSet(name, self.tokenised(rows, data.max_rows))
