@@ -84,7 +84,7 @@ class Window:
 
 def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str] | None = None) -> list[Source]:
     """Finds the files or data sets that `source` names, and returns them in order. No rows are read, but a data set
-    given by name is downloaded.
+    given by name is downloaded unless `streaming` is set.
 
     Args:
         source: a file (.jsonl, .json, .parquet, .csv), a folder of such files, a folder written by

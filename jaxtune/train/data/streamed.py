@@ -71,7 +71,8 @@ class StreamedRows:
     for each lane (a device, or a group of devices, that computes on rows of its own).
 
     The constructor reads and tokenises a first window, with the shards in the order given. It shows whether the rows
-    can be used, and how many documents fit into a packed row.
+    can be used, and how many documents fit into a packed row. The attribute `first` is that window as a data set; the
+    feeds read its rows again.
 
     Args:
         name: the name of the stream in messages.
