@@ -132,7 +132,8 @@ def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
 
 
 class RowEncoder:
-    """Converts examples to tokens and masks for training, and to prompts (`encode_prompt`) for sampling and evaluation.
+    """Converts examples to tokens and masks, and to prompts (`encode_prompt`) for sampling and evaluation. `end_ids`
+    are the ids of the tokens that may end a turn: EOS, and all special tokens but BOS and UNK.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
