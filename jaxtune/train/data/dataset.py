@@ -185,8 +185,8 @@ def prepare(
         source: the rows, in any of the forms that `reading.open_sources` takes.
         tokenizer: a fast Hugging Face tokenizer.
         length: the number of tokens in a packed row.
-        format: the format of the rows, one of `formats.FORMATS`; "auto" detects it by their columns. With `pairs` it
-            must be PREFERENCE or LABELLED, and only then.
+        format: the format of the rows, one of `formats.FORMATS`; "auto" detects it by their columns. It must be
+            PREFERENCE or LABELLED if `pairs` is True, and neither of them if it is False.
         columns: {name of a format's column: its name in these rows}, where they differ.
         template: None or "tokenizer" (the tokenizer's own chat template), a name of packaged.py, the path of a .jinja
             file, or Jinja text. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed directly by its

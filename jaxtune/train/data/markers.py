@@ -29,8 +29,8 @@ _AFTER_TEXT = ("\n", "\n\n", "\nA", " a", " A", "a", "1")
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """The ids of the special tokens of `tokenizer`, a Hugging Face one: those that its list of added tokens marks as
-    special, and its named ones such as EOS. Only templates should write them, so a row whose own text has one is
-    treated with care."""
+    special, and its named ones such as EOS. Only templates should write them: a row whose own text has one is counted
+    in a warning."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
 

@@ -166,8 +166,8 @@ def is_array(file: Path) -> bool:
 
 def read_json(file: Path, after: int) -> Iterator[Row]:
     """Yields the rows of a .json file: an array of objects, which is read into memory as a whole and always from its
-    beginning (`after` is ignored), or one object a line. In an array, a row's number is the line on which it begins,
-    and what is not valid UTF-8 or JSON gives one bad row, after which nothing is read."""
+    beginning (`after` is ignored), or one object a line. In an array, a row's number is the line on which it begins.
+    Invalid JSON in it gives a bad row, after which nothing is read; one that is not UTF-8 gives only a bad row."""
     if not is_array(file):
         yield from read_jsonl(file, after)
         return
