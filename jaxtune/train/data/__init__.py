@@ -46,8 +46,9 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the name `name`, one of `__all__`, when it is first used, and returns what it names. Raises
-    AttributeError for any other name."""
+    """Called by Python for a name that the package does not have yet: imports what `name`, one of `__all__`, names,
+    keeps it as an attribute of the package, and returns it. So a process that only reads or tokenises rows does not
+    load JAX. Raises AttributeError for any other name."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

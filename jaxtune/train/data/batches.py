@@ -26,7 +26,9 @@ type Json = bool | int | float | str | list[Json] | dict[str, Json] | None
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed rows, as a JAX pytree. Every field except `extra` is a numpy or jax array `[rows, length]`."""
+    """Packed rows, which a train step or an evaluation computes on, as a JAX pytree. Every field except `extra` is an
+    array `[rows, length]`: a numpy array while a source fills it, and a jax array once its rows are placed on the
+    devices."""
 
     tokens: Any
     """int32: token ids; 0 on padding."""
@@ -89,8 +91,9 @@ class BatchSource:
     sampled_rows: SampledRows | None = None
     """The size of the batch in which the source samples answers with the model; None if it samples none."""
     lanes: int = 1
-    """The number of blocks of consecutive rows, all of the same size, into which a batch is divided. The rows of one
-    block, a lane, are computed by one device (or by one group of devices that have the same rows)."""
+    """1 if each process makes all rows of a batch. Otherwise the number of lanes: blocks of consecutive rows, all of
+    the same size, into which a batch is divided, each computed by one device (or by one group of devices that have the
+    same rows). A process then makes only the rows of its own lanes and leaves the others empty."""
 
     @property
     def length(self) -> int:
@@ -135,8 +138,8 @@ class BatchSource:
         raise NotImplementedError
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the rows of `step`, a recent one, came from, such as `file:line`, for error messages; [] if that is
-        not known."""
+        """Where the rows of `step`, a recent one, came from, such as `file:line`; [] if that is not known. A run shows
+        it if the loss or gradient of the step is not finite."""
         return []
 
     def limit_slots(self, slots: int) -> None:
@@ -256,7 +259,8 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def torch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation that transformers' Trainer uses for an epoch, int64[rows]: torch.randperm with seed + epoch.
+    """The permutation that transformers' Trainer uses for an epoch (from 0), int64[rows]: torch.randperm with seed +
+    epoch. A run in place of one of its runs thus sees the rows in the same order.
 
     torch.randperm swaps each index i with i + (r mod (rows - i)), where r is the next 32-bit output of the Mersenne
     Twister.
@@ -354,6 +358,9 @@ class Batches(BatchSource):
         return [source for row in self.rows_at(step) for source in self.rows.sources(int(row))]
 
     def identity(self) -> dict[str, Json]:
+        """What a resumed run must have in common with this one: {"rows": the number of packed rows, "tokens_crc32": a
+        checksum of all tokens, "trained_tokens": the number of targets that are trained on, "order": the order, unless
+        it is "shuffled"}."""
         return {
             "rows": len(self.rows),
             "tokens_crc32": self.rows.documents.tokens_crc32,
@@ -369,7 +376,8 @@ class Batches(BatchSource):
 
     def _epoch(self, epoch: int) -> np.ndarray:
         """The order of the epoch with this number (from 0), int64[rows]: the indices of the packed rows. The order
-        computed last is kept, because every step of an epoch asks for it."""
+        computed last is kept, because every step of an epoch asks for it. With order="given" all epochs have the
+        same."""
         if self.order == "given":
             epoch = 0
         known = self._order  # read once: the loader's thread may replace it with another epoch's meanwhile

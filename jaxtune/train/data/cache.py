@@ -41,8 +41,9 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # the error
 
 @dataclasses.dataclass
 class Summary:
-    """Counts of rows and tokens from reading and tokenising, before packing. Where rows are named, the lists have only
-    the first 10 (`OFFENDERS`) of them."""
+    """Counts of rows and tokens from reading and tokenising, before packing, for what a run prints and warns about.
+    They are collected while the rows are tokenised, and stored in the token cache. Where rows are named, the lists have
+    only the first 10 (`OFFENDERS`) of them."""
 
     rows: int = 0
     """Rows read."""
@@ -112,6 +113,7 @@ class Summary:
         self.max_token = max(self.max_token, int(chunk.tokens.max(initial=-1)))
 
     def __str__(self) -> str:
+        """The numbers of rows and documents, and the warnings, in one line."""
         return "; ".join([f"{self.rows:,} rows, {self.documents:,} documents", *self.warnings()])
 
     def warnings(self) -> list[str]:
@@ -206,8 +208,8 @@ class _Store:
         self.summary.add(chunk)
 
     def finish(self) -> None:
-        """Closes the files and writes meta.json, which makes the folder complete. Raises OSError if the disk is
-        full."""
+        """For a store with a folder: closes the files and writes meta.json, which makes the folder complete. Raises
+        OSError if the disk is full."""
         assert self.folder is not None
         sizes = {name: stream.tell() for name, stream in self.streams.items()}
         for name, stream in self.streams.items():
@@ -244,8 +246,8 @@ def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
 
 
 def collect(chunks: Iterable[Chunk]) -> tuple[Documents, Summary]:
-    """(documents, summary) of all chunks: the documents in memory, and the counts of their rows. It is for rows that
-    cannot be cached, such as a list of dicts."""
+    """(documents, summary) of all chunks: the documents in memory, and the counts of their rows. Without a chunk there
+    is no document, and all counts are 0. It is for rows that cannot be cached, such as a list of dicts."""
     store = _Store(None)
     for chunk in chunks:
         store.add(chunk)
@@ -263,7 +265,8 @@ def open_or_build(
     Args:
         folder: the folder of these documents; its name is their `cache_key`.
         build: makes the chunks to store; called only if the folder must be built.
-        say: called with a line for the user when another user's folder cannot be read or a folder is damaged.
+        say: called with a line for the user when another user's folder cannot be read, or a folder is damaged and is
+            built anew.
 
     Raises:
         ValueError: the cache folder cannot be written. What `build` raises passes through. A partial folder is
@@ -332,9 +335,9 @@ def _disk_errors(parent: Path) -> Iterator[None]:
 def _commit(temporary: Path, folder: Path) -> Path:
     """Renames the finished folder `temporary` to its final name `folder`, and returns the path that it has then.
 
-    If another run has meanwhile written the same folder, that one is kept and returned. If another user's folder has
-    the name and cannot be read, this user's id is added to the name (`_own_name`). Raises OSError if neither name can
-    be used.
+    If another run has meanwhile written the same folder, that one is kept and returned; `temporary` then stays, for the
+    caller to delete. A damaged folder of that name is deleted first. If another user's folder has the name and cannot
+    be read or replaced, this user's id is added to the name (`_own_name`). Raises OSError if neither name can be used.
     """
     for place in (folder, _own_name(folder)):
         if os.path.isdir(place):
@@ -421,7 +424,8 @@ def _require_sound(documents: Documents, summary: Summary) -> None:
 
 
 def _checksum(path: Path) -> int:
-    """The CRC-32 of the content of the file at `path`, which is compared with that in meta.json."""
+    """The CRC-32 of the content of the file at `path`, which is compared with that in meta.json. The file is read in
+    blocks of 16 MiB, so that it need not fit in memory."""
     value = 0
     with open(path, "rb") as stream:
         while block := stream.read(1 << 24):
@@ -443,7 +447,8 @@ def _remove_abandoned(parent: Path) -> None:
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
     """The folder of token caches: `cache_dir` (data.cache_dir), with ~ for the user's home; if it is None, the
-    environment variable JAXTUNE_CACHE, or else ~/.cache/jaxtune/tokens."""
+    environment variable JAXTUNE_CACHE, or else ~/.cache/jaxtune/tokens. It may not exist yet. Values of teachers and
+    reference models are stored there too."""
     if cache_dir is None:
         cache_dir = os.environ.get("JAXTUNE_CACHE") or Path("~", ".cache", "jaxtune", "tokens")
     return Path(cache_dir).expanduser()
@@ -457,7 +462,8 @@ def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) ->
     Args:
         sources: the sources of the rows; files are read to hash them.
         tokenizer: a fast Hugging Face tokenizer.
-        options: everything else that decides the tokens, as values that json.dumps or str can write.
+        options: everything else that decides which tokens are stored, such as the arguments of `RowEncoder` and the
+            text of the template, as values that json.dumps or str can write.
     """
     if any(source.identity is None for source in sources):
         return None
@@ -467,8 +473,9 @@ def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) ->
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash, 32 hex digits, of the parts of a fast tokenizer that decide the tokens: its model, special tokens and
-    chat template."""
+    """A hash, 32 hex digits, of the parts of a fast tokenizer that decide the tokens: its class, all of its
+    tokenizer.json, its special tokens and its chat template. It goes into `cache_key`, so that a changed tokenizer gets
+    another cache."""
     backend = tokenizer.backend_tokenizer.to_str()
     parts = [type(tokenizer).__name__, backend, repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -37,14 +37,16 @@ class TextRange(NamedTuple):
 
 
 class Conversations:
-    """Renders conversations with one chat template, and finds their responses. In all methods, `messages` are dicts as
-    in `formats.Example.messages`, and `tools` are the JSON schemas of tools, or None.
+    """Renders conversations with one chat template, and finds their responses, the messages with the role "assistant";
+    `templates.RowEncoder` makes it. In all methods, `messages` are dicts as in `formats.Example.messages`, and `tools`
+    are the JSON schemas of tools, or None.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         template: the template's Jinja text.
-        special_texts: a pattern that matches special tokens and marker strings, from `spans.special_texts`.
-        end_ids: the ids of the tokens that may end a turn.
+        special_texts: a pattern that matches special tokens and marker strings, or None, from `spans.special_texts`.
+        end_ids: the ids of the tokens that may end a turn, to find the end of a response that the template renders
+            differently once later turns follow.
     """
 
     def __init__(self, tokenizer: Any, template: str, special_texts: re.Pattern[str] | None, end_ids: Set[int]):
@@ -88,8 +90,8 @@ class Conversations:
     def render_prefixes(
         self, messages: list[dict], tools: list[dict] | None, first: int
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the (start, end) character range of each response, for a template without
-        `{% generation %}` marks. Each response costs two renderings.
+        """The text of a conversation, and the (start, end) character range of each response, in order, for a template
+        without `{% generation %}` marks. Each response costs two renderings.
 
         Args:
             messages, tools: the conversation.
@@ -196,7 +198,7 @@ class Conversations:
     def _text_of(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> TextRange:
         """The range of `text` that is the own text of message `index`; `text` is the whole conversation (messages,
         tools), rendered. It is found by changing the message's content, thought or calls, one at a time, and comparing
-        the rendered texts: what differs is the message's own.
+        the rendered texts: what differs is the message's own. Both ends are None if no change shows in the text.
 
         The changes "name" and "added" of `_changed` decide the end only if no other change shows it: a template may
         repeat a call's name in the turn of its result, and text that is added beside a call brings line breaks of its
@@ -228,7 +230,8 @@ class Conversations:
     def left_out(self, messages: list[dict], tools: list[dict] | None, text: str) -> str:
         """The parts of a conversation (messages, tools) that the template does not write into its text, in words for a
         warning, such as "reasoning_content of message 2 (assistant)"; "" if every part is written. text: the rendered
-        conversation."""
+        conversation. Checked are the thoughts, the `<think>` blocks of responses, the name of each message's first
+        call, contents that do not occur in the text unchanged, and the tools."""
         asked = [
             (index, part, changed)
             for index, message in enumerate(messages)

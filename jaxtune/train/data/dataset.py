@@ -35,7 +35,8 @@ TRUNCATED_TOKENS = 65_536
 
 @dataclasses.dataclass(frozen=True)
 class TokenDataset:
-    """Tokenised rows, ready to be packed and batched."""
+    """Tokenised rows, ready to be packed and batched. `prepare` makes it from rows to train or to evaluate on, and
+    objectives may add values to it with `dataclasses.replace`."""
 
     documents: Documents
     """The tokens: one document for each usable row (two for each preference pair)."""
@@ -59,11 +60,13 @@ class TokenDataset:
     max_documents: int | None = None
     """The most documents that a packed row may have, and for which its batches have room; None sets no limit."""
     teacher: TeacherValues | None = None
-    """A teacher's log-probabilities, which the batches of the rows then have too; None without."""
+    """A teacher's log-probabilities, which the batches of the rows then have too, for distillation from stored values;
+    None without."""
 
     @functools.cached_property
     def rows(self) -> PackedRows:
-        """The packed rows; packing is planned on first access.
+        """The packed rows, with a teacher's values (`TaughtRows`) if `teacher` is set. Packing is planned on first
+        access, and kept.
 
         Raises:
             NothingUsable: no token that is trained on is left within `length`.
@@ -114,8 +117,8 @@ class TokenDataset:
 
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
         """The source of batches of `rows_per_step` packed rows (`batches.Batches`). Each epoch has an order of its own
-        that depends on `seed` (the field `order` says how); with shuffle=False the rows keep the order in which they
-        were packed."""
+        that depends on `seed` (the field `order` says how); with shuffle=False, as in evaluations, the rows keep the
+        order in which they were packed. A run with packing="step" uses `steps.pack_steps` instead."""
         return Batches(self.rows, rows_per_step, seed=seed, order=self.order if shuffle else "given")
 
     def with_max_documents(self, documents: int) -> Self:
@@ -147,7 +150,8 @@ class TokenDataset:
         return self._of(train), self._of(held_out)
 
     def _of(self, documents: np.ndarray) -> TokenDataset:
-        """A copy of this data set with only the documents at the indices `documents` (int[n]), in that order."""
+        """A copy of this data set with only the documents at the indices `documents` (int[n]), in that order. `summary`
+        stays that of all rows."""
         return dataclasses.replace(self, documents=self.documents.select(documents))
 
 
@@ -181,7 +185,8 @@ def prepare(
         source: the rows, in any of the forms that `reading.open_sources` takes.
         tokenizer: a fast Hugging Face tokenizer.
         length: the number of tokens in a packed row.
-        format: the format of the rows, one of `formats.FORMATS`; "auto" detects it by their columns.
+        format: the format of the rows, one of `formats.FORMATS`; "auto" detects it by their columns. It must be
+            PREFERENCE or LABELLED if `pairs` is True, and neither of them if it is False.
         columns: {name of a format's column: its name in these rows}, where they differ.
         template: None or "tokenizer" (the tokenizer's own chat template), a name of packaged.py, the path of a .jinja
             file, or Jinja text. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed directly by its
@@ -198,8 +203,10 @@ def prepare(
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
         max_rows: the largest number of rows to read; None reads all.
         cache_dir: the folder of token caches; None: JAXTUNE_CACHE or ~/.cache/jaxtune/tokens. A list is not cached.
-        num_workers: the number of tokenising processes; None chooses it, 0 or 1 tokenises in this process.
-        vocab_size: the number of rows of the model's embedding; a larger token id is refused.
+        num_workers: the number of tokenising processes; None chooses it by the numbers of rows and of CPUs, 0 or 1
+            tokenises in this process.
+        vocab_size: the number of rows of the model's embedding; a token id that is not below it is refused. None: ids
+            are not checked.
         pairs: whether the rows are preferences (`formats.PREFERENCE`) or labelled answers (`formats.LABELLED`). Each
             row makes two documents: the prompt with the chosen answer, then the prompt with the rejected one. A
             labelled row has one answer, and the other document is empty.
@@ -210,7 +217,8 @@ def prepare(
         The documents with their counts. Nothing is packed before `TokenDataset.rows` is read.
 
     Raises:
-        ValueError: the data cannot be trained on; the message names the key, the file and line, and the fix.
+        ValueError: the data cannot be trained on, or an argument is wrong; the message names the key, the file and
+            line, and the fix. It is a `NothingUsable` if no row is usable or no token is trained on.
     """
     _require_known(format, pairs, on_bad_row, overflow)
     if template is not None:
@@ -288,8 +296,9 @@ def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> 
 
 
 def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-    """Yields the chunks of tokenised rows unchanged, and raises ValueError at the first one that has a bad row.
-    `prepare` uses it with on_bad_row="error"; otherwise bad rows are left out and counted."""
+    """Yields the chunks of tokenised rows unchanged, and raises ValueError, with the place of the row and the reason,
+    at the first one that has a bad row. `prepare` uses it with on_bad_row="error"; otherwise bad rows are left out and
+    counted."""
     for chunk in chunks:
         if chunk.problems:
             place, reason = chunk.problems[0]

@@ -28,8 +28,9 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Many documents in flat arrays, which may be memory-mapped files. A selection of documents (`select`) shares
-    `tokens` and `mask` with the set that it was made of."""
+    """Many documents in flat arrays, which may be memory-mapped files. The token cache opens them, and `gather` makes
+    them of arrays in memory. A selection of documents (`select`) shares `tokens` and `mask` with the set that it was
+    made of."""
 
     tokens: np.ndarray
     """int32[total]: the token ids of all documents, one document after another."""
@@ -70,7 +71,8 @@ class Documents:
         return Document(self.tokens[start : start + length], self.mask[start : start + length].astype(bool))
 
     def source(self, index: int) -> str:
-        """Where document number `index` came from, as `file:line`, or `document INDEX` if that is not known."""
+        """Where document number `index` came from, as `file:line`, or `document INDEX` if that is not known, for
+        messages."""
         if self.origins is None:
             return f"document {index}"
         file, line = self.origins[index]
@@ -87,8 +89,8 @@ class Documents:
         )
 
     def write(self, start: int, count: int, batch: Batch, slot: int, at: int, segment: int) -> int:
-        """Writes a run of the flat tokens into a row of a batch, with their targets, weights and positions. The last
-        token of the run gets no target, and positions count from 0 at its first token.
+        """Writes a run of the flat tokens into a row of a batch, in place, with their targets, weights, segment ids and
+        positions. The last token of the run gets no target, and positions count from 0 at its first token.
 
         Args:
             start, count: the run is `tokens[start : start + count]`, of one document.
@@ -111,12 +113,12 @@ class Documents:
     def held_out(self, firsts: np.ndarray, eval_rows: float, what: str) -> tuple[np.ndarray, np.ndarray]:
         """Chooses the held-out rows: those `eval_rows` whose documents' tokens have the smallest hashes.
 
-        The choice depends neither on the order of the rows nor on a seed. Training rows that equal a held-out row are
-        left out, so no document is on both sides.
+        The choice depends neither on the order of the rows nor on a seed, so that other runs with the same rows hold
+        out the same. Training rows that equal a held-out row are left out, so no document is on both sides.
 
         Args:
             firsts: int[n], the index of the document that identifies each row (or each pair).
-            eval_rows: how many to choose, or below 1 which share of them, of which one at least is chosen.
+            eval_rows: how many to choose, or below 1 which share of them, rounded to a whole number that is at least 1.
             what: what is chosen, in plural ("rows" or "pairs"), for error messages.
 
         Returns:
@@ -164,8 +166,9 @@ class Documents:
 
     @classmethod
     def gather(cls, documents: Iterable[Document | Sequence[int]]) -> Documents:
-        """The set of these documents, copied into flat arrays. A plain sequence of ints is a document of which every
-        token is trained on. Raises ValueError for tokens that are not integers, or a mask of another length."""
+        """The set of these documents, copied into flat arrays; without any, an empty set. It has no `origins` and no
+        `files`. A plain sequence of ints is a document of which every token is trained on. Raises ValueError for tokens
+        that are not integers, or a mask of another length."""
         tokens, masks = [], []
         for index, document in enumerate(documents):
             if isinstance(document, Document):

@@ -67,6 +67,7 @@ class RowSet(Protocol):
 
     def with_max_documents(self, documents: int) -> RowSet:
         """The set with batches that have room for `documents` documents in a row, a number not below `max_documents`.
+        It is a copy, or this set itself, changed in place.
 
         Sets that are mixed need batches of equal shapes.
         """
@@ -115,7 +116,7 @@ class FedBatches(BatchSource):
     Args:
         sets: one or several sets with rows of the same length.
         weights: a number for each set: rows are taken from the sets in these proportions, which need not sum to 1.
-        rows_per_step: the number of rows in a batch.
+        rows_per_step: the number of rows in a batch, a multiple of the number of lanes (`divide`).
         seed: decides the choice of sets and the order within each.
 
     Raises:
@@ -210,18 +211,21 @@ class FedBatches(BatchSource):
 
     def position(self, step: int) -> Json:
         """What a checkpoint before `step` records: {index of a lane, as text: [the position of its feed of each set]}
-        for all lanes. All processes call it, because each knows only the positions of its own lanes."""
+        for all lanes. All processes call it, because each knows only the positions of its own lanes. The batch of
+        `step` - 1 must be one of the last `_KEPT_STEPS` that were made; otherwise it raises KeyError."""
         own = self._positions[step]
         return {lane: place for found in processes.all_of(own) for lane, place in found.items()}
 
     def resume(self, step: int, position: Json) -> None:
         """Continues with `step` as the next step, at the `position` that an earlier process recorded before that step
-        (what the method `position` returned); feeds are opened anew."""
+        (what the method `position` returned). Open feeds are closed, and new ones are opened with the next batch."""
         assert isinstance(position, dict), "a checkpoint of these rows has a position"
         self.close()
         self._next, self._begin, self._made = step, position, None
 
     def identity(self) -> dict[str, Json]:
+        """The values of the only set, or of all sets with their shares ("sets"), and the number of lanes ("lanes"),
+        since other lanes would get other rows: a run with another number of devices cannot resume."""
         known = self.sets[0].identity() if len(self.sets) == 1 else {"sets": self._mixed_identity()}
         return {**known, "lanes": self.lanes}
 
@@ -286,7 +290,8 @@ class PreparedSet:
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> _PreparedFeed:
         """The feed of one lane, a device (or a group of devices that have the same rows) that computes on rows of its
-        own. It takes every `lanes`-th row of the set's epochs, one epoch after another, each in an order of its own.
+        own. It begins with row `lane` and takes every `lanes`-th row of the set's epochs, one epoch after another, each
+        in an order of its own.
 
         Args:
             lane: the number of the lane, from 0.

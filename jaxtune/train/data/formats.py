@@ -67,7 +67,8 @@ ALPACA_PREAMBLE_WITH_INPUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A row in the form that chat templates render.
+    """A row in the form that chat templates render; `normalize` makes it, and `templates.RowEncoder` renders and
+    tokenises it.
 
     Either `text` is set; or `messages` (with or without `tools`); or `prompt`, `completion` and `messages`: such a row
     is trained on as plain text if no template was chosen, and else as a conversation. Fields that are not set are None.
@@ -90,7 +91,8 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt, each an example with the prompt before it. A labelled row has only one answer."""
+    """Two answers to one prompt, each an example with the prompt before it, for preference objectives. A labelled row
+    has only one answer."""
 
     chosen: Example | None
     """The preferred or desirable answer; None for a labelled row with an undesirable answer."""
@@ -99,8 +101,9 @@ class Pair:
 
 
 def detect_format(columns: Iterable[str]) -> str:
-    """The row format, a key of `COLUMNS` such as "alpaca", of rows that have these columns (`columns`, their names).
-    Raises `RowError` if they fit no format, or are chosen and rejected, which need a preference objective."""
+    """The row format, a key of `COLUMNS` such as "alpaca", of rows that have these columns (`columns`, their names). Of
+    several formats that fit, it is the first in `COLUMNS`. Raises `RowError` if none fits, or if there are columns
+    chosen and rejected, which need a preference objective."""
     columns = list(columns)
     if {"chosen", "rejected"} <= set(columns):
         raise RowError("columns chosen and rejected are preference data: set objective=dpo, orpo or simpo")
@@ -115,7 +118,8 @@ def detect_format(columns: Iterable[str]) -> str:
 
 def unread(value: Mapping[str, Any], format: str) -> list[str]:
     """The names of the columns of a row (`value`, its columns by name) that have a value and are not read in this row
-    format, for a warning. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE or LABELLED."""
+    format, for a warning. Null and empty cells (texts, lists, objects) do not count. format: a key of `COLUMNS` such as
+    "alpaca", or PREFERENCE or LABELLED."""
     groups = _READ[format]
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     empty = (str, list, tuple, Mapping)
@@ -225,7 +229,7 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
 
 def _answered(value: Mapping[str, Any], side: str) -> Example:
     """The example of a row's prompt with one of its answers, in the formats of TRL and LLaMA-Factory. Raises `RowError`
-    if the row lacks one of them.
+    if the row lacks one of them, the answer is empty, or its turns do not end with one of the assistant.
 
     If both are text, the example has both as text and as a conversation. Otherwise it is a conversation only: the turns
     of the prompt (in a column of `_PROMPT`), then the answer, which is text, a turn or a list of turns. If there is no
@@ -252,7 +256,8 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
 def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
     """The example of a prompt (`asked`) and a completion (`answer`) of which at least one is a list of turns, TRL's
     conversational format: one conversation, in which only the responses of the completion are trained on. Raises
-    `RowError` if one of them is empty. value: the row's columns by name, for its system message and tools."""
+    `RowError` if one of them is empty, or the completion does not end with a turn of the assistant. value: the row's
+    columns by name, for its system message and tools."""
     if isinstance(answer, str):
         _not_empty(answer, "response")
         answer = {"role": "assistant", "content": answer}
@@ -280,8 +285,8 @@ def _asked_and_answered(value: Mapping[str, Any], asked: Any, answer: Any, side:
 
 
 def _parsed(turns: Any) -> Any:
-    """The turns of a cell, decoded from JSON if the cell is text, as in CSV files. Raises `RowError` if the text is not
-    JSON; whether the result is a list of turns is not checked here."""
+    """The turns of a cell, decoded from JSON if the cell is text, as in CSV files; any other value is returned
+    unchanged. Raises `RowError` if the text is not JSON; whether the result is a list of turns is not checked here."""
     if not isinstance(turns, str):
         return turns
     try:
@@ -360,7 +365,8 @@ def _not_empty(text: str, what: str) -> None:
 
 
 def _conversation(value: Mapping[str, Any], turns: Any, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Example:
-    """The example of a conversation. Raises `RowError` if it is empty, a turn is wrong, or a response is empty.
+    """The example of a conversation. The text of a column of `SYSTEM` becomes its first message, unless it begins with
+    a system message. Raises `RowError` if it is empty, a turn is wrong, or a response is empty and calls no tool.
 
     Args:
         value: the row's columns, of which the system message and the tools are read.

@@ -29,13 +29,15 @@ _AFTER_TEXT = ("\n", "\n\n", "\nA", " a", " A", "a", "1")
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """The ids of the special tokens of `tokenizer`, a Hugging Face one: those that its list of added tokens marks as
-    special, and its named ones such as EOS. Only templates should write them."""
+    special, and its named ones such as EOS. Only templates should write them: a row whose own text has one is counted
+    in a warning."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
 class _Marker:
-    """A marker string as token ids, which `find` searches for in the tokens of a row.
+    """A marker string as token ids, which `find` searches for in the tokens of a row. `Markers` makes it by tokenising
+    the marker between several texts and keeping the tokens that it has in all of them.
 
     Attributes:
         text: the marker.
@@ -127,7 +129,8 @@ def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
 
 def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
     """Divides the tokens `kept`, some of `tokens`, into runs that are consecutive in `tokens`, of which the longest
-    becomes a marker's core. Each token is (start, end, id): its characters in the marker, and its token id."""
+    becomes a marker's core. Each token is (start, end, id): its characters in the marker, and its token id. The last
+    run may be empty."""
     chosen, runs = set(kept), [[]]
     for token in tokens:
         if token in chosen:
@@ -144,7 +147,8 @@ def _is_blank(pieces: str) -> bool:
 
 
 class Markers:
-    """Finds responses by an instruction marker and a response marker: `spans` returns their token ranges in a row.
+    """Finds responses by an instruction marker and a response marker (data.instruction_part, data.response_part):
+    `spans` returns their token ranges in a row.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -166,7 +170,8 @@ class Markers:
 
     def _shared_special_prefix(self, instruction_part: str, response_part: str) -> np.ndarray:
         """int32[n]: the special tokens with which the tokens of both marker texts, instruction_part and response_part,
-        begin. They also open the turns of other roles, and so end a response."""
+        begin. They also open the turns of other roles, and so end a response. It is empty if they begin with different
+        tokens or with none that is special."""
         special = special_ids(self.tokenizer)
         parts = (instruction_part, response_part)
         both = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
@@ -178,7 +183,8 @@ class Markers:
         return np.array(shared, np.int32)
 
     def spans(self, tokens: np.ndarray) -> list[tuple[int, int]]:
-        """The (start, end) token ranges of the responses in `tokens` (int32[n]).
+        """The (start, end) token ranges of the responses in `tokens` (int32[n]), in order and without empty ones. A
+        response begins after its marker.
 
         A response ends after the first EOS, which belongs to it; or before the first BOS, special token that opens a
         turn, response marker or instruction marker; or at the end of the row.

@@ -73,8 +73,8 @@ def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _joined_parts(parts: Iterable[object]) -> dict[str, Any]:
     """The keys of a message whose content is a list of typed parts, such as {"type": "text", "text": ...}: "content" as
-    text, and "reasoning_content" and "tool_calls" if there are such parts. Raises `RowError` for a part of another
-    type, such as an image."""
+    text, and "reasoning_content" and "tool_calls" if there are such parts; the texts of several parts are joined
+    without a separator. Raises `RowError` for a part of another type, such as an image, or a wrong call."""
     texts, reasoning, calls = [], [], []
     targets = {"text": texts, "input_text": texts, "output_text": texts, "reasoning": reasoning, "tool_call": calls}
     for part in parts:
@@ -115,8 +115,9 @@ def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool_call(call: Any) -> dict[str, Any]:
     """Converts a call to the form that chat templates expect: {"id" (if it has one), "type": "function", "function":
-    {"name", "arguments": object}}. The call, and its arguments, may be given as JSON text. Raises `RowError` if that is
-    not valid, or the call has no name."""
+    {"name", "arguments": object}}. The call may be given as it is in OpenAI's API or as {"name", "arguments"}, and it
+    and its arguments as JSON text. Missing arguments become {}. Raises `RowError` if that is not valid, or the call has
+    no name."""
     if isinstance(call, str):
         try:
             call = json.loads(call)
@@ -137,7 +138,8 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 def tool_schemas(tools: Any) -> list[dict[str, Any]] | None:
     """The schemas of tools that chat templates expect, each {"type": "function", "function": schema}, from a row's
-    column `tools`: a list of schemas or its JSON text. None if there are none. Raises `RowError` if it is neither."""
+    column `tools`: a list of schemas or its JSON text. A schema that has this form already stays as it is. None if
+    there are none. Raises `RowError` if it is neither."""
     if isinstance(tools, str):
         if not tools.strip():
             return None

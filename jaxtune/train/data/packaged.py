@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).with_name("chat_templates")
 
 @dataclasses.dataclass(frozen=True)
 class Packaged:
-    """One packaged chat template."""
+    """One packaged chat template, an entry of `PACKAGED`."""
 
     name: str
     """The name by which data.template selects it, and of its file."""
@@ -30,7 +30,7 @@ class Packaged:
 
     @property
     def text(self) -> str:
-        """The template's Jinja text."""
+        """The template's Jinja text, read from its file, without the line break at the end."""
         return (_FOLDER / f"{self.name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
 
 

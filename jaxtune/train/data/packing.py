@@ -29,7 +29,8 @@ class NothingUsable(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class PackingReport:
-    """Counts of what packing did to a set of documents."""
+    """Counts of what packing did to a set of documents, for the lines that a run prints. For preference pairs
+    (pairs.py) documents are counted too, two for each pair."""
 
     documents: int
     """Documents given."""
@@ -50,7 +51,7 @@ class PackingReport:
     dropped: int
     """Documents left out: empty ones, and those that lost every trained token when they were cut."""
     max_documents: int
-    """The most documents (or pieces) in any row."""
+    """The most documents (or pieces) in any row; for pairs the number that batches have room for."""
     untrained_pieces: int = 0
     """Pieces of split documents that were left out because none of their tokens is trained on."""
 
@@ -60,6 +61,7 @@ class PackingReport:
         return self.tokens / self.slots if self.slots else 0.0
 
     def __str__(self) -> str:
+        """The counts in words, those of rows and slots included."""
         return self._text(f" in {self.rows:,} rows", f" in {self.slots:,} slots (fill {self.fill:.3f})")
 
     @property
@@ -83,7 +85,8 @@ class PackingReport:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The assignment of pieces to rows. A piece is a run of tokens of one document, usually all of it."""
+    """The assignment of pieces to rows, which `plan_rows` makes. A piece is a run of tokens of one document (or pair of
+    documents), usually all of it."""
 
     length: int
     """The number of tokens in a row."""
@@ -128,7 +131,8 @@ def plan_rows(
     is_trained: Callable[[int, int, int], bool] | None = None,
     max_documents: int | None = None,
 ) -> Plan:
-    """Assigns documents to rows by best fit decreasing: longest first, each into the fullest row with enough room.
+    """Assigns documents, or pairs of documents, to rows by best fit decreasing: longest first, each into the fullest
+    row with enough room. It needs their lengths only.
 
     The plan is deterministic: equally long documents are taken in the order of their indices. Within a row, pieces are
     in the order of their documents. Documents of length 0 are left out.
@@ -171,7 +175,8 @@ def _pieces(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Divides documents into pieces. Returns three arrays int64[pieces] in the order of the documents: for each piece
     the index of its document, the index of its first token there, and its number of tokens. A document is one piece
-    unless it is longer than `length`; then it is cut, split or refused, as `overflow` says.
+    unless it is longer than `length`; then it is cut, split or refused, as `overflow` says. An empty document has no
+    piece.
 
     Args:
         lengths: int64[n], the number of tokens of each document.
@@ -239,8 +244,9 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
 
 
 class PackedRows:
-    """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch. The attribute
-    `report` has the counts, a PackingReport, and `plan` the assignment of documents to rows.
+    """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch;
+    `TokenDataset.rows` makes them. Documents that are empty, or lose all their trained tokens when they are cut, are in
+    no row. The attribute `report` has the counts, a PackingReport, and `plan` the assignment of documents to rows.
 
     Args:
         documents: the documents.
@@ -348,7 +354,8 @@ class PackedRows:
         return at
 
     def sources(self, row: int) -> list[str]:
-        """Where the documents of row number `row` came from, as `file:line`, in the order in which the row has them."""
+        """Where the documents of row number `row` came from, as `file:line` (`Documents.source`), in the order in which
+        the row has them."""
         plan = self.plan
         pieces = slice(plan.row_starts[row], plan.row_starts[row + 1])
         return [self.documents.source(int(index)) for index in plan.document[pieces]]
@@ -364,7 +371,8 @@ class PackedRows:
 def pack(
     documents: Iterable[Document | Sequence[int]], length: int, overflow: Overflow = "truncate", *, packing: bool = True
 ) -> tuple[Batch, PackingReport]:
-    """Packs documents into rows of `length` tokens by best fit decreasing; equal arguments give equal rows.
+    """Packs documents into rows of `length` tokens by best fit decreasing, all at once and in memory, for scripts and
+    tests; equal arguments give equal rows.
 
     Args:
         documents: `Document`s, or plain sequences of ints, of which every token is trained on.

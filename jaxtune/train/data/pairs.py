@@ -24,9 +24,9 @@ REFERENCE = "reference"  # float32[rows, P, 2]: log-probabilities of the two ans
 
 
 class PackedPairs:
-    """Packed rows of preference pairs, which are built when they are written into a batch (`batches.Rows`). The
-    attribute `kept`, int64[pairs, 2], is the number of tokens of each document after truncation, 0 for a pair that is
-    left out.
+    """Packed rows of preference pairs, which are built when they are written into a batch (`batches.Rows`);
+    `PairDataset.rows` makes them. The attribute `kept`, int64[pairs, 2], is the number of tokens of each document after
+    truncation, 0 for a pair that is left out.
 
     With overflow="truncate", a pair that is longer than a row is cut: first its longer document, to the length of the
     shorter one, then both equally. A pair is left out if one of its documents has no trained token then.
@@ -172,7 +172,8 @@ def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class PairDataset(TokenDataset):
-    """Tokenised preference pairs, ready to be packed and batched. Documents 2i and 2i + 1 are pair i."""
+    """Tokenised preference pairs, ready to be packed and batched, which preference objectives make of a TokenDataset.
+    Documents 2i and 2i + 1 are pair i, the chosen and the rejected answer, each after the prompt."""
 
     reference: np.ndarray | None = None
     """float32[documents] or None: the sum of the log-probabilities of each document's answer under the reference model,
@@ -223,7 +224,7 @@ class PairDataset(TokenDataset):
         """Divides the pairs into (train, eval), each with the references and labels of its pairs. eval_rows: the number
         of pairs for evaluation, or below 1 a share of them. Those whose first documents have the smallest hashes are
         chosen (`Documents.held_out`); training pairs with the same first document as one of them are in neither data
-        set."""
+        set. Raises ValueError if either set would be empty."""
         rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:

@@ -22,13 +22,14 @@ MARKS = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHI
 
 def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> Text:
     """The decoded text of one row, as a `rich.text.Text`: trained tokens are green, other tokens plain, and lines show
-    where documents and padding begin. `jaxtune train --check` prints it.
+    where documents and padding begin. A line before them has the numbers of tokens and the legend. `jaxtune train
+    --check` prints it.
 
     A token counts as trained if it is a target, so its colour comes from the weight at the position before it in the
     row, where it is predicted.
 
     Args:
-        batch: packed rows, `[rows, length]`.
+        batch: packed rows, `[rows, length]`, as numpy or jax arrays.
         tokenizer: the tokenizer that made its tokens.
         row: the index of the row to show.
         marks: True puts trained tokens in brackets too, for output without colours; False only colours them.

@@ -45,7 +45,8 @@ _FIRST_ROWS = re.compile(r"(.+)\[:(\d+)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One file, data set or list that rows are read from."""
+    """One file, data set or list that rows are read from; `open_sources` makes it. Its functions may be called
+    repeatedly."""
 
     name: str
     """Its name in messages."""
@@ -53,7 +54,8 @@ class Source:
     """Yields in order the rows whose number is above the argument; 0 yields all. The others are skipped as cheaply as
     the file format allows."""
     identity: Callable[[], str] | None = None
-    """Returns a string that changes when the rows change; None for a list in memory, which has no such string."""
+    """Returns a string that changes when the rows change, which goes into the key of the token cache. None for a list
+    in memory, a window of a stream or a data set without a fingerprint, whose tokens are not cached."""
     count: Callable[[], int] | None = None
     """Returns roughly how many rows there are, for a progress bar; None if that is not known."""
     file: Path | None = None
@@ -68,7 +70,8 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Consecutive rows of a stream that are tokenised as one set. `open_sources` accepts it as a source."""
+    """Consecutive rows of a stream that are tokenised as one set, which streamed.py makes during a run. `open_sources`
+    accepts it as a source."""
 
     name: str
     """The name of the stream."""
@@ -80,13 +83,14 @@ class Window:
 
 
 def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str] | None = None) -> list[Source]:
-    """Finds the files or data sets that `source` names. No rows are read.
+    """Finds the files or data sets that `source` names, and returns them in order. No rows are read, but a data set
+    given by name is downloaded unless `streaming` is set.
 
     Args:
         source: a file (.jsonl, .json, .parquet, .csv), a folder of such files, a folder written by
             `datasets.save_to_disk`, the name of a data set (`name`, `name:config` or `name:config:split`; the split is
             `train` if it is not given), any of these with `[:N]` behind it, for its first N rows, a list of such paths
-            and names, a `datasets.Dataset` or IterableDataset, a list of dicts, or a Window.
+            and names, a `datasets.Dataset` or IterableDataset, a list (or other iterable) of dicts, or a Window.
         streaming: whether a data set given by name is read over the network during the run instead of being downloaded.
             A data set that streams gives one source for each of its shards.
         columns: {name of a format's column: its name in these rows}; other columns keep their names.
@@ -124,7 +128,8 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
 
 
 def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | None = None) -> Iterator[Row]:
-    """Yields the rows of all sources in order, each with its row format set.
+    """Yields the rows of all sources in order, as they are read, each with its row format set. A bad row, which cannot
+    be read or fits no format, is yielded too, without columns and with the reason.
 
     Args:
         sources: from `open_sources`.
@@ -144,7 +149,8 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
 
 
 def _window_source(window: Window, rows: list[Row]) -> Source:
-    """The `Source` of `rows`, those of `window` (consecutive rows of a stream) that come from one file."""
+    """The `Source` of `rows`, those of `window` (consecutive rows of a stream) that come from one file. They are in
+    memory and have no identity, so their tokens are not cached."""
     return Source(window.name, lambda after: iter(rows), part=window.part)
 
 
@@ -172,7 +178,8 @@ def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
 
 def _folder(folder: Path) -> list[Source]:
     """The sources of all data files below a folder, in the order of their names. Hidden files and folders are ignored.
-    Raises ValueError if there is none, or if the names are those of both training and test splits."""
+    Raises ValueError if there is none, if one is compressed, or if the names are those of both training and test
+    splits."""
     files = sorted(
         file
         for file in folder.rglob("*")
@@ -193,8 +200,8 @@ def _folder(folder: Path) -> list[Source]:
 
 
 def _file_source(file: Path) -> Source:
-    """The `Source` of the data file `file`, read by the reader for its suffix. Raises ValueError if no reader knows the
-    suffix."""
+    """The `Source` of the data file `file`, read by the reader for its suffix; lower and upper case are the same.
+    Raises ValueError if no reader knows the suffix."""
     readers = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet, ".csv": read_csv}
     reader = readers.get(file.suffix.lower())
     if reader is None:
@@ -282,7 +289,8 @@ def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -
 
 
 def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
-    """`source` with the columns of its rows renamed to the names that the row formats use (data.columns).
+    """A copy of `source` with the columns of its rows renamed to the names that the row formats use (data.columns);
+    other columns stay. The renaming is part of its identity.
 
     columns: {name of a format's column: its name in these rows}. A row that lacks one of them is a bad row.
     """

@@ -25,7 +25,7 @@ MAX_EXPANSION = 1000  # the most characters of all rows of a Parquet file, as a 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row as it was read."""
+    """One row as it was read: a good one with its columns, or a bad one with the reason why it cannot be used."""
 
     file: str
     """The file or data set that it comes from."""
@@ -38,7 +38,8 @@ class Row:
     error: str = ""
     """Why it cannot be read, if `value` is None."""
     size: int = 0
-    """Roughly how many characters it has."""
+    """Roughly how many characters it has, by which chunks of rows and windows of streams are limited; 0 if it was not
+    decoded."""
 
     @property
     def place(self) -> str:
@@ -70,7 +71,8 @@ def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
 
 
 def _without_none(value: object) -> object:
-    """A copy of `value`, a cell of a table. In its nested mappings, keys with the value None are left out."""
+    """A copy of `value`, a cell of a table. In its nested mappings, keys with the value None are left out; tuples
+    become lists."""
     if isinstance(value, Mapping):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value
@@ -122,7 +124,7 @@ _JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 def read_jsonl(file: Path, after: int) -> Iterator[Row]:
     """Yields the rows of a file with one JSON object a line whose line number is above `after`. Empty lines are
-    skipped; a line that cannot be read gives a bad row."""
+    skipped; a line that cannot be read, or is longer than `MAX_ROW_SIZE` bytes, gives a bad row."""
     with open(file, "rb") as stream:
         for number, line in enumerate(_lines(stream), start=1):
             if number <= after:
@@ -156,14 +158,16 @@ def _lines[AnyStr: (bytes, str)](stream: IO[AnyStr]) -> Iterator[AnyStr | None]:
 
 
 def is_array(file: Path) -> bool:
-    """Whether a .json file is one array of objects, which must be read as a whole, and not one object a line."""
+    """Whether a .json file is one array of objects, which must be read as a whole, and not one object a line: whether
+    its first character that is no white space is "["."""
     with open(file, "rb") as stream:
         return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def read_json(file: Path, after: int) -> Iterator[Row]:
     """Yields the rows of a .json file: an array of objects, which is read into memory as a whole and always from its
-    beginning (`after` is ignored), or one object a line."""
+    beginning (`after` is ignored), or one object a line. In an array, a row's number is the line on which it begins.
+    Invalid JSON in it gives a bad row, after which nothing is read; one that is not UTF-8 gives only a bad row."""
     if not is_array(file):
         yield from read_jsonl(file, after)
         return
@@ -194,8 +198,9 @@ def read_json(file: Path, after: int) -> Iterator[Row]:
 
 
 def read_csv(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a CSV file with a header whose line number is above `after`; an unreadable line gives a
-    bad row. Raises ValueError if the header names a column twice, or shows another separator than commas."""
+    """Yields the rows of a CSV file with a header whose number, the line on which they begin, is above `after`; all
+    values are text. An unreadable line gives a bad row. Raises ValueError if the header names a column twice, or shows
+    another separator than commas."""
     return (row for row in _csv_rows(file) if row.number > after)
 
 

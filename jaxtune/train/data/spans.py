@@ -15,9 +15,9 @@ from jaxtune.train.data.tokenizing import Tokens
 
 
 def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Pattern[str] | None:
-    """A pattern that matches the texts that only a template should write, because they open or end turns: the special
-    tokens of `tokenizer`, and the strings in `markers` without white space around them (None is no marker). Returns
-    None if there are no such texts."""
+    """A pattern that matches the texts that only a template should write, because they open or end turns, to search a
+    row's own text for them: the special tokens of `tokenizer`, and the strings in `markers` without white space around
+    them (None is no marker). Returns None if there are no such texts."""
     found = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
     found |= {marker.strip() for marker in markers if marker is not None}
     longest_first = sorted(filter(None, found), key=lambda text: (-len(text), text))

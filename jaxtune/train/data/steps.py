@@ -25,14 +25,15 @@ _WIDTH = 64  # the length of rows is a multiple of this number of tokens
 
 
 class StepBatches(Batches):
-    """The source of batches whose steps each train on `per_step` documents (or pairs), packed for each step.
+    """The source of batches whose steps each train on `per_step` documents (or pairs), packed for each step;
+    `pack_steps` makes it. The last step of an epoch may have fewer.
 
     A batch has `rows_per_step` rows of `length` tokens; both are the same for all steps. The attribute `rows_per_step`
     is the number of packed rows that the largest step needs, and not `per_step`.
 
     Args:
-        rows: rows of one document or pair each, without packing.
-        per_step: the number of documents or pairs of a step.
+        rows: rows of one document or pair each, without packing; an epoch has each of them once.
+        per_step: the number of documents or pairs of a step, a multiple of `parts`.
         steps: the number of steps of the run, which are all packed in advance to find the number of rows.
         length: the number of tokens in a row, at least that of the longest document or pair.
         parts: the number of micro-batches of a step. The documents of a step are divided among them in their order, and
@@ -160,7 +161,8 @@ def _most_equal(rows: np.ndarray) -> int:
 def pack_steps(
     train: TokenDataset, held_out: TokenDataset | None, config: TrainConfig, steps: int
 ) -> tuple[StepBatches, TokenDataset | None]:
-    """Packs all steps of a run with data.packing=step.
+    """Packs all steps of a run with data.packing=step. Rows are as long as the longest document (or pair), rounded up
+    to a multiple of 64 tokens, but no longer than data.length allows.
 
     Args:
         train, held_out: data sets with packing="step"; held_out is None if the run evaluates nothing.

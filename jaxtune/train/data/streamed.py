@@ -71,12 +71,14 @@ class StreamedRows:
     for each lane (a device, or a group of devices, that computes on rows of its own).
 
     The constructor reads and tokenises a first window, with the shards in the order given. It shows whether the rows
-    can be used, and how many documents fit into a packed row.
+    can be used, and how many documents fit into a packed row. The attribute `first` is that window as a data set; the
+    feeds read its rows again.
 
     Args:
         name: the name of the stream in messages.
         sources: its shards, from `reading.open_sources`.
-        prepare: a function that tokenises a Window and returns it as a data set.
+        prepare: a function that tokenises a Window and returns it as a data set, or raises `NothingUsable` if none of
+            it can be trained on. The threads of the feeds call it too.
         buffer_size: the most rows of a window; one with long rows has fewer.
 
     Raises:
@@ -142,8 +144,9 @@ class StreamedRows:
         return StreamFeed(self, lane, lanes, seed + (lane << 32), position)
 
     def identity(self) -> dict[str, Json]:
-        """Values that identify the stream: the buffer size, a checksum of the first window, and fingerprints of the
-        shards."""
+        """Values that identify the stream, by name: the buffer size, a checksum of the first window's tokens, and the
+        shards: {path: fingerprint}, with paths relative to their common folder; above `MOST_NAMED_SHARDS` files, the
+        number of shards and a digest of these; for shards that are no files, their number."""
         known: dict[str, Json] = {
             "buffer_size": self.buffer_size,
             "first_tokens_crc32": self.first.documents.tokens_crc32,
@@ -174,7 +177,8 @@ class StreamedRows:
     # ---- used by its feeds
 
     def read(self, source: Source, after: int) -> Iterator[Row]:
-        """Yields the rows of a shard (`source`) whose number is above `after`, if its file is unchanged.
+        """Yields the rows of a shard (`source`) whose number is above `after`, if its file is unchanged. The feeds read
+        with it, so that no run mixes two versions of a file.
 
         Raises:
             ValueError: the shard is missing, has changed since the run began, or cannot be read.
@@ -201,7 +205,7 @@ class StreamedRows:
             begin, end: the positions before its first row and after its last one.
             number: the number of the window in its lane, from 0.
             rows: the rows of the window, at least one.
-            key: the seed of the lane, from which the order of the packed rows is drawn.
+            key: the seed of the lane, from which, with `number`, the order of the packed rows is drawn.
 
         Raises:
             ValueError: its batches have other `extra` arrays than those of the first window.
@@ -242,7 +246,7 @@ class StreamedRows:
 
 class StreamFeed:
     """The feed of one lane of a stream: an endless iterator over the rows that one device takes (`feeds.Feed`). A
-    thread makes the next window while the rows of the current one are taken.
+    thread makes the next window while the rows of the current one are taken; it starts at once.
 
     Args:
       stream: the stream, whose shards are divided among the lanes.
@@ -269,8 +273,9 @@ class StreamFeed:
         self._loading = self._load()
 
     def next(self) -> tuple[Rows, int]:
-        """Returns (rows, index): the next row of this lane is row `index` of `rows`, the packed rows of a window.
-        Waits if the next window is not made yet, and raises the error of the thread that makes it."""
+        """Returns (rows, index): the next row of this lane is row `index` of `rows`, the packed rows of a window. Waits
+        if the next window is not made yet, and raises the error of the thread that makes it, such as ValueError if a
+        shard cannot be read or no row of a whole epoch can be trained on."""
         while self._window is None or self._taken >= len(self._window.order):
             if self._window is not None:
                 self._taken = 0
@@ -282,7 +287,8 @@ class StreamFeed:
 
     def position(self) -> Json:
         """Where to continue, for a checkpoint: the place at which the current window begins, its number, and how many
-        of its packed rows were taken."""
+        of its packed rows were taken: {"epoch", "shard", "row", "window", "taken"}. Before the first row is taken, it
+        is the position that the feed was made with."""
         if self._window is None:  # no row was taken yet
             return self._start
         begin = dataclasses.asdict(self._window.begin)
@@ -293,7 +299,8 @@ class StreamFeed:
         self._closed.set()
 
     def _load(self) -> Future[_TokenisedWindow]:
-        """Starts a daemon thread that makes the next window, and returns its future."""
+        """Starts a daemon thread that makes the next window, and returns its future, which also takes the thread's
+        error."""
         future: Future[_TokenisedWindow] = Future()
 
         def work() -> None:
@@ -306,8 +313,8 @@ class StreamFeed:
         return future
 
     def _make(self) -> _TokenisedWindow:
-        """Reads and tokenises windows until one has rows that can be trained on, and returns it. Raises ValueError if a
-        whole epoch has none, or after `close`."""
+        """Reads and tokenises windows, from the end of the last one on, until one has rows that can be trained on, and
+        returns it. It runs in the thread of `_load`. Raises ValueError if a whole epoch has none, or after `close`."""
         epoch = self._end.epoch
         while True:
             rows, begin, size = [], self._end, 0
@@ -347,7 +354,7 @@ class StreamFeed:
 
 
 def _file_fingerprint(file: Path) -> str:
-    """A string that differs when a file has (very probably) changed: its size, and a digest of 17 samples of 4 KiB
+    """A string that (very probably) differs when a file has changed: its size, and a digest of 17 samples of 4 KiB
     spread over it. Reading the whole file would take too long.
 
     Raises:
@@ -369,5 +376,5 @@ def _file_fingerprint(file: Path) -> str:
 
 
 def _digest(data: bytes) -> str:
-    """A hash of `data`, 16 hex digits."""
+    """A hash of `data`, 16 hex digits, for the fingerprints of shards."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()

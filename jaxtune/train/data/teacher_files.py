@@ -32,20 +32,22 @@ _SLACK = 1e-3  # by how much probabilities may add up to more than 1, because th
 
 @dataclasses.dataclass(frozen=True)
 class TeacherFile:
-    """A file with a teacher's log-probabilities, which `open_file` has read once."""
+    """A file with a teacher's log-probabilities, which `open_file` has read once. `require_all` reads it again when the
+    run's rows are known, and `read` before the first step."""
 
     path: str
     """The file or folder, as the config names it."""
     sources: list[Source]
     """Its files."""
     digest: str
-    """A hash of the content and the names of the files."""
+    """A hash of the content and the names of the files, 32 hex digits: a run is not resumed with another file."""
     k: int
-    """The most tokens of a distribution."""
+    """The most tokens that any distribution of the file has."""
 
     def require_all(self, values: TeacherValues, what: str) -> None:
-        """Raises ConfigError if a document with trained tokens is not in the file. values: of the documents. what: the
-        key of their rows, for messages."""
+        """Raises ConfigError if a document with trained tokens is not in the file, so that a run does not find this out
+        later. values: the places for the values of the documents. what: the key of their rows, such as data.train, for
+        messages."""
         wanted = _wanted(values)
         for row in _rows(self.sources):
             wanted.pop(_key(_tokens(row), values.limit), None)
@@ -63,8 +65,14 @@ class TeacherFile:
         )
 
     def read(self, values: TeacherValues, vocab_size: int, into: np.ndarray) -> None:
-        """Reads the values of the documents of `values` into the array `into`, as `TeacherValues.stored` has them.
+        """Reads the file's distributions for the trained tokens of the documents of `values`. Documents that the file
+        lacks are left as they are; `require_all` has refused them before.
 
+        Args:
+          values: the documents, and the places of their tokens.
+          vocab_size: the number of the model's token ids.
+          into: `[values.total]` of the dtype `TeacherValues.entry(k)`, filled in place, as `TeacherValues.stored` has
+            the values.
         Raises:
           ConfigError: a distribution is missing, or is none: token ids twice or beyond `vocab_size`, logarithms above 0
             or that are not finite, or probabilities that add up to more than 1.
@@ -81,8 +89,9 @@ class TeacherFile:
 
 
 def open_file(path: str, say: Callable[[str], None]) -> TeacherFile:
-    """Opens a file or folder (objective.teacher_logprobs) and reads it once, to find out how many tokens its
-    distributions have. say: shows a line to the user. Raises ConfigError if it is not in the format."""
+    """Opens a file or folder, `path` (objective.teacher_logprobs), and reads it once, to find out how many tokens its
+    distributions have. say: shows a line to the user. Raises ConfigError if it is not there or not in the format, or
+    has no log-probability. The distributions themselves are checked only by `TeacherFile.read`."""
     try:
         sources = open_sources(path)
         digest = hashlib.blake2b(digest_size=16)
@@ -102,7 +111,7 @@ def open_file(path: str, say: Callable[[str], None]) -> TeacherFile:
 
 
 def _rows(sources: Sequence[Source]) -> Iterator[Row]:
-    """The rows of all sources. Raises ConfigError for one that cannot be read."""
+    """Yields the rows of all sources, in order. Raises ConfigError for one that cannot be read."""
     for source in sources:
         for row in source.read(0):
             if row.value is None:
@@ -111,18 +120,20 @@ def _rows(sources: Sequence[Source]) -> Iterator[Row]:
 
 
 def _bad(row: Row, reason: str) -> ConfigError:
-    """The error that names a row of the file and what is wrong with it."""
+    """Returns the error, for the caller to raise, that names a row of the file by its file and line, and the
+    `reason`."""
     return ConfigError(f"{_KEY}: {row.file}:{row.number}: {reason}; {_FORMAT}")
 
 
 def _columns(row: Row) -> Mapping[str, object]:
-    """The columns of a row that can be read."""
+    """The columns by name of a row from `_rows`, which has some, as rows that cannot be read are refused there."""
     assert row.value is not None
     return row.value
 
 
 def _tokens(row: Row) -> np.ndarray:
-    """The token ids of a row, int32[n]. Raises ConfigError if it has none, or they are not whole numbers."""
+    """The token ids of a row, int32[n], from the column input_ids or else prompt_token_ids. Raises ConfigError if it
+    has none, or they are not whole numbers."""
     columns = _columns(row)
     name = next((name for name in ("input_ids", "prompt_token_ids") if columns.get(name) is not None), None)
     if name is None:
@@ -134,7 +145,9 @@ def _tokens(row: Row) -> np.ndarray:
 
 
 def _entries(row: Row) -> Sequence[Sequence[int] | Mapping[str, object] | None]:
-    """For each token of a row, its stored tokens or None. Raises ConfigError if there are not as many as tokens."""
+    """For each token of a row, its entry in top_ids (token ids) or else in prompt_logprobs ({token id as text:
+    log-probability, or a dict with it}), or None if it has no distribution. Raises ConfigError if there is neither
+    column, or it has not as many entries as the row has tokens."""
     columns = _columns(row)
     for name in ("top_ids", "prompt_logprobs"):
         found = columns.get(name)
@@ -146,8 +159,9 @@ def _entries(row: Row) -> Sequence[Sequence[int] | Mapping[str, object] | None]:
 
 
 def _distributions(row: Row, places: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The stored distributions at the tokens `places` of a row: (ids int32[n, k], -1 in places that are not used;
-    log-probabilities float32[n, k], 0 there). Raises ConfigError if one is missing or cannot be read."""
+    """The stored distributions of the tokens at the indices `places` of a row, which are trained on: (ids int32[n, k],
+    -1 in places that are not used; log-probabilities float32[n, k], 0 there). k: the most tokens of a distribution.
+    Raises ConfigError if one is missing or cannot be read; `_require_distributions` checks their values."""
     entries = _entries(row)
     logs = _columns(row).get("top_logprobs")
     ids, log_probs = np.full((len(places), k), -1, np.int32), np.zeros((len(places), k), np.float32)
@@ -173,7 +187,14 @@ def _distributions(row: Row, places: list[int], k: int) -> tuple[np.ndarray, np.
 def _require_distributions(
     row: Row, places: list[int], ids: np.ndarray, log_probs: np.ndarray, vocab_size: int
 ) -> None:
-    """Raises ConfigError if one of the distributions of a row (`_distributions`) is none."""
+    """Raises ConfigError if one of a row's distributions is none, as `TeacherFile.read` says.
+
+    Args:
+      row: the row, for the message.
+      places: the indices of its tokens that have these distributions, for the message.
+      ids, log_probs: the distributions, as `_distributions` returns them.
+      vocab_size: the number of the model's token ids.
+    """
     used, given = ids != -1, (ids != -1).sum(1)
     ordered = np.sort(np.where(used, ids, -1 - np.arange(ids.shape[1])), 1)
     total = np.where(used, np.exp(log_probs), 0.0).sum(1)
@@ -196,7 +217,8 @@ def _key(tokens: np.ndarray, limit: int | None) -> bytes:
 
 
 def _wanted(values: TeacherValues) -> dict[bytes, list[int]]:
-    """{hash of its tokens: the indices of the documents that have them} of all documents with trained tokens."""
+    """{hash of tokens (`_key`): the indices of the documents that have these tokens}, of all documents of `values` with
+    trained tokens, to find them in the file."""
     found: dict[bytes, list[int]] = {}
     for index in np.flatnonzero(values.counts).tolist():
         found.setdefault(_key(values.documents[index].tokens, values.limit), []).append(index)

@@ -1,5 +1,5 @@
-"""A teacher's stored log-probabilities beside packed rows: for each trained token of the rows, the k most probable
-tokens of the teacher's distribution and their log-probabilities."""
+"""A teacher's stored log-probabilities beside packed rows, for distillation without the teacher in memory: for each
+trained token of the rows, the k most probable tokens of the teacher's distribution and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ TEACHER_LOG_PROBS = "teacher_log_probs"  # float32[rows, length, k]: their log-p
 
 
 class TeacherValues:
-    """A teacher's k log-probabilities for each trained token of a set of documents, in one flat array, which may be a
-    memory-mapped file.
+    """The places of a teacher's k log-probabilities for each trained token of a set of documents, in one flat array,
+    which may be a memory-mapped file. A document's first token is never predicted and has none. It is made before the
+    values are known; `objectives.stored_teachers` sets `stored` before the first step.
 
     Attributes:
         documents: the documents.
@@ -28,7 +29,8 @@ class TeacherValues:
         k: the number of stored tokens of a distribution.
         stored: [total] of the dtype `entry(k)`, the values in the order of the documents; None until they are computed
             or read.
-        total: the number of trained tokens.
+        total: the number of trained tokens of all documents, within `limit`.
+        counts: int64[documents], the number of these tokens in each document.
     """
 
     def __init__(self, documents: Documents, limit: int | None, k: int):
@@ -44,12 +46,13 @@ class TeacherValues:
     @staticmethod
     def entry(k: int) -> np.dtype[np.void]:
         """The dtype of the values of one token: "ids" int32[k], -1 in places that are not used, and "log_probs"
-        float32[k], 0 there."""
+        float32[k], natural logarithms, 0 there."""
         return np.dtype([("ids", np.int32, (k,)), ("log_probs", np.float32, (k,))])
 
     def of(self, document: int, offset: int = 0, count: int | None = None) -> slice:
-        """The places in `stored` of a piece's trained tokens: the `count` tokens of a document from `offset` on (None:
-        all that can be in a row), of which the first is not predicted."""
+        """The places in `stored` of a piece's trained tokens. The piece is the `count` tokens (None: all that can be in
+        a row) of document number `document` from token `offset` on; its first token is not predicted, and is left out.
+        Without a count, `offset` must be 0."""
         start = int(self._starts[document])
         if count is None:
             return slice(start, start + int(self.counts[document]))
@@ -59,8 +62,9 @@ class TeacherValues:
 
 
 class TaughtRows(PackedRows):
-    """The packed rows `packed`, whose batches also have the teacher's values of their trained tokens in `extra`
-    (TEACHER_IDS and TEACHER_LOG_PROBS)."""
+    """The packed rows `packed`, whose batches also have the teacher's `values` of their trained tokens in `extra`
+    (TEACHER_IDS and TEACHER_LOG_PROBS). `TokenDataset.rows` makes it. values: those of the same documents; its `stored`
+    is read whenever a row is written, so it may be set later."""
 
     def __init__(self, packed: PackedRows, values: TeacherValues):
         self.__dict__.update(packed.__dict__)
@@ -68,7 +72,8 @@ class TaughtRows(PackedRows):
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of `rows` rows of padding, each of `length` tokens (None: as long as these rows), as new numpy
-        arrays; no place in `extra` is used. `shared` changes nothing."""
+        arrays; no place in `extra` is used. `shared`, how many of these rows may be written into one row of the batch,
+        changes nothing."""
         batch = super().empty(rows, length, shared)
         shape = (*batch.tokens.shape, self.values.k)
         return dataclasses.replace(
@@ -92,8 +97,9 @@ class TaughtRows(PackedRows):
         return end
 
     def take(self, row: int, ids: np.ndarray, log_probs: np.ndarray, into: np.ndarray) -> None:
-        """Puts the values of row number `row` into the array `into`, as `stored` has them. ids, log_probs: [length, k],
-        at the place of the token before the one that is predicted, as a batch with this row alone has it."""
+        """Puts the values of row number `row`, which the teacher has just computed, into the array `into`, in place:
+        `[values.total]`, as `TeacherValues.stored` has them. ids, log_probs: [length, k], at the place of the token
+        before the one that is predicted, as a batch with this row alone has it."""
         plan, at = self.plan, 0
         for piece in range(plan.row_starts[row], plan.row_starts[row + 1]):
             document, offset, count = (int(each[piece]) for each in (plan.document, plan.offset, plan.count))
@@ -103,5 +109,6 @@ class TaughtRows(PackedRows):
             at += count
 
     def alone(self) -> PackedRows:
-        """The same rows without the teacher's values."""
+        """The same rows without the teacher's values, whose batches have no `extra`: a copy of `packed`, on which the
+        teacher itself is run."""
         return copy.copy(self.packed)

@@ -34,7 +34,7 @@ TRAIN_ON = ("responses", "all")  # the values of data.train_on
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """One example as tokens, with counts for the summary of all rows."""
+    """One example as tokens, with counts for the summary of all rows; `RowEncoder.encode` makes it."""
 
     tokens: np.ndarray
     """int32[n]: token ids."""
@@ -132,7 +132,8 @@ def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
 
 
 class RowEncoder:
-    """Converts examples to tokens and masks.
+    """Converts examples to tokens and masks, and to prompts (`encode_prompt`) for sampling and evaluation. `end_ids`
+    are the ids of the tokens that may end a turn: EOS, and all special tokens but BOS and UNK.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -209,7 +210,9 @@ class RowEncoder:
 
     def encode_prompt(self, example: Example) -> np.ndarray:
         """int32[n]: the tokens of an example up to the begin of its last response, as the prompt to generate it from;
-        of an example of text alone, all of it. They are the same text, BOS and tokens that training has there."""
+        of an example of text alone, all of it. They are the same text, BOS and tokens that training has there. A
+        conversation that ends with another turn is kept whole. Raises `RowError` if the template fails, and
+        `SetupError` if there is none."""
         if example.text is not None:
             text = example.text
         elif self._is_raw(example):
@@ -223,7 +226,8 @@ class RowEncoder:
 
     def around_answer(self, example: Example) -> tuple[str, str]:
         """The texts that the template itself adds (before, after) the last answer of the conversation of `example`.
-        Exact match removes them from what a model generates, and compares the answer alone.
+        Exact match removes them from what a model generates, and compares the answer alone. Raises `RowError` if the
+        template fails.
 
         Before an answer, some templates write an empty thought or the name of a channel after the generation prompt;
         after it, they write the end of the turn. Both are "" for a plain prompt, or if they cannot be found.
@@ -451,9 +455,9 @@ class RowEncoder:
 
 
 def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, str]:
-    """Finds the markers (instruction_part, response_part) of a chat template, for a user who names none: the texts that
-    it writes before a user's message that follows a response, and before a response. A short conversation is rendered
-    with `template`, in any form that `resolve_template` takes (None: that of `tokenizer`).
+    """Returns the markers (instruction_part, response_part) of a chat template, for a user who names none: the texts
+    that it writes before a user's message that follows a response, and before a response. A short conversation is
+    rendered with `template`, in any form that `resolve_template` takes (None: that of `tokenizer`).
 
     Raises:
       ValueError: the markers cannot be found in what the template writes.

@@ -34,6 +34,7 @@ class Tokens:
     of it."""
 
     def __len__(self) -> int:
+        """The number of tokens."""
         return len(self.ids)
 
     def part(self, first: int, last: int, shift: int = 0, cut: bool = False) -> Tokens:
@@ -52,8 +53,8 @@ class Tokens:
 
 
 def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) -> list[Tokens]:
-    """The tokens of each text, without the special tokens that a tokenizer adds around a text. A text of more than
-    `WINDOW` characters is tokenised window by window.
+    """The tokens of each text, in order, without the special tokens that a tokenizer adds around a text. A text of more
+    than `WINDOW` characters is tokenised window by window.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -74,7 +75,8 @@ def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], max_tokens: int 
         tokenizer: a fast Hugging Face tokenizer.
         text: the text.
         cuts: indices of characters, in ascending order; each is the first character of a piece.
-        max_tokens: tokenising stops after the piece with which there are at least this many tokens; None never stops.
+        max_tokens: tokenising stops after the piece with which there are at least this many tokens, and the result's
+            `cut` is then True if text is left; a piece longer than a window may be cut itself. None never stops.
     """
     pieces, count = [], 0
     for low, high in itertools.pairwise([0, *cuts, len(text)]):

@@ -174,7 +174,7 @@ def encode_rows(
     num_workers: int | None = None,
     poll: Callable[[], None] = lambda: None,
 ) -> Iterator[Chunk]:
-    """Yields the chunks of all rows, in order.
+    """Tokenises rows, and yields the chunks of all of them in order, each as soon as it is made.
 
     Args:
         rows: from `reading.read_rows`.
@@ -182,7 +182,7 @@ def encode_rows(
         options: keyword arguments of `RowEncoder`.
         num_workers: the number of processes. None chooses it by the number of rows and of CPUs; with 0 or 1, a thread
             of this process tokenises.
-        poll: called several times a second; an exception that it raises ends the work at once.
+        poll: called several times a second; what it raises ends the work at once and passes through.
 
     Raises:
         ValueError: an option is wrong, a process was killed, or a chunk takes too long.
@@ -272,7 +272,7 @@ def _encode(
     """Tokenises chunks of rows with several workers at a time, and yields the results in the order of the chunks.
 
     Args:
-        chunks: chunks of rows.
+        chunks: chunks of rows, of which at most 2 x `count` + 1 are taken ahead, to limit the memory.
         count: the most workers, each a thread with an encoder of its own; no more are made than there are chunks.
         make: a function that makes the encoder of one worker.
         poll: called for each chunk, and several times a second while one is waited for; what it raises ends the work.
@@ -320,7 +320,7 @@ def _wait_for(
         poll: called several times a second; an exception that it raises passes through.
 
     Raises:
-        ValueError: the chunk takes too long; also what its encoder raised.
+        ValueError: the chunk takes more than 600 s and 1 s per 10,000 characters; also what its encoder raised.
     """
     size = sum(row.size for row in rows)
     patience = PATIENCE_SECONDS + size / CHARACTERS_PER_SECOND
