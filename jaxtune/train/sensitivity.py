@@ -147,7 +147,7 @@ class Sensitivity:
 
     def divergence(self, names: Sequence[str] | None = None) -> float:
         """The mean divergence, in nats a token, of the model with these modules (None: all that can be) quantised from
-        the model itself."""
+        the model itself, which stays as it is. names: of modules in checkpoints, as Matrix.name; others are ignored."""
         names = self._names if names is None else names
         model = copy_structure(self._model)
         for each, module in _quantizable(model):
@@ -167,7 +167,8 @@ def _quantizable(model: Decoder) -> list[tuple[Component, Linear | ExpertLinear]
 
 def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Batch]]:
     """Loads what `Sensitivity` needs: (the model of a recipe in 16 or 32 bits without its adapter; batches of the first
-    `rows` packed rows, held-out ones if the recipe has some, otherwise of those that it trains on).
+    `rows` packed rows, held-out ones if the recipe has some, otherwise of those that it trains on). Batches have up to
+    8,192 tokens, or one longer row; rows that do not fill a last one are left out.
 
     Raises:
       ValueError: the recipe trains on other rows than those of supervised fine-tuning, or on rows that are not all read
