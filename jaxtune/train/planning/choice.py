@@ -322,8 +322,9 @@ def _best_pairs(
     relatives: _Relatives | None = None,
 ) -> list[Forecast]:
     """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time. The
-    other arguments are passed to _best_pair: the step's costs, the layer plans, the number of micro-batches, the device
-    and its memory, tokens of a tile, whole layers, and pairs to leave out.
+    other arguments are passed to _best_pair: the step's costs (`parts`), the layer plans (`table`), the number of
+    micro-batches, the device and its memory (`budget`), tokens of a tile, whole layers (`resident`), and pairs to leave
+    out (`relatives`).
 
     More tokens only take more memory. So the best pair for fewer tokens stays the best as long as it fits, and if no
     pair fits, none fits with more tokens.

@@ -252,7 +252,8 @@ def _stored(masters, storage: str):
 
 def _sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
     """({name: bytes of the errors that a quantised sync of gradients keeps on a device}, if it keeps any; bytes that
-    the sync takes in the update). masters: the trained weights' shapes. shape: of the mesh."""
+    the sync takes in the update); ({}, 0.0) if gradients are exchanged in float32. masters: the trained weights'
+    shapes. config: says how gradients are exchanged. shape: of the mesh."""
     sync = gradient_sync_of(config.mesh)
     kept, taken = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
     return {SYNC_ERRORS: kept} if kept else {}, taken
@@ -324,8 +325,9 @@ def _exchange(trained, frozen, shape: partition.MeshShape, sync: GradientSync | 
 
 
 def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
-    """The largest number of bytes that the gradients of one layer's trained matrices take, each once as it is computed
-    and once in float32 as it is summed. storage: the dtype in which trained weights are stored, "fp32" or "bf16"."""
+    """The largest number of bytes that the gradients of the trained matrices of one layer of `model` take, each once as
+    it is computed and once in float32 as it is summed: what a layer's backward takes if weights are divided over
+    devices. storage: the dtype in which trained weights are stored, "fp32" or "bf16"."""
     layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
     sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)

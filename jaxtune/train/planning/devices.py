@@ -200,7 +200,8 @@ def find_device(
 
 def limit(config: TrainConfig, device: Device) -> float | None:
     """Bytes of the memory of `device` that the allocator may give out to the run of `config`: all that the device has,
-    or memory.budget_gb if that is set and less. None if nothing limits them, as on a CPU."""
+    or what a card of memory.budget_gb GiB would have (on a CPU, those GiB) if that is set and less. None if nothing
+    limits them, as on a CPU without it."""
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
     if config.memory.budget_gb is not None:
         size = config.memory.budget_gb
@@ -244,8 +245,8 @@ _WIDTH = {
 
 
 def float32_time(device_kind: str) -> float:
-    """How many times as long a matrix product in float32 takes as one in 16 bits, by the device's data sheet; 1 for a
-    device without one."""
+    """How many times as long a matrix product in float32 takes as one in 16 bits, by the data sheet of `device_kind`
+    (jax.Device.device_kind); 1 for a device without one."""
     wide, usual = (device_peak_flops(device_kind, dtype) for dtype in ("float32", "bfloat16"))
     return usual / wide if wide and usual else 1.0
 

@@ -87,6 +87,8 @@ def choose_mesh(
     Returns:
       (mesh, reason in words); the reason also says how fast the other meshes would be or what they need, and how many
         devices are left out.
+    Raises:
+      ValueError: the host's memory is too small for the optimizer's states.
     """
     rows = config.rows_per_step // (config.micro_batches or 1)
     used = next(number for number in range(count, 0, -1) if rows % number == 0)

@@ -79,6 +79,7 @@ class Sampled:
     answer: int
 
     def __str__(self) -> str:
+        """As `phase_lines` says it, such as "sampling: 32 slots of 1,024 tokens"."""
         return f"sampling: {self.rows} slots of {self.prompt + self.answer:,} tokens"
 
     def bytes(self, parts: StepCost, device: Device) -> float:
@@ -148,7 +149,8 @@ def phases_of(
     sampled: Sampled | None = None,
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[Phase]:
-    """The phases of a run under a plan, in their order, without those that the config does not ask for.
+    """The phases of a run under a plan, in their order, without those that the config does not ask for: "load",
+    "resume", "reference", "step", "evaluate", those of `slots`, "save", "sample" and "export".
 
     Args:
       model: what trains; its arrays may be abstract.

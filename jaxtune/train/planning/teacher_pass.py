@@ -133,7 +133,7 @@ class TeacherPass:
 
 def pass_lines(config: TrainConfig, shape: DecoderConfig, device: Device) -> list[str]:
     """The lines about the pass of the teacher in a plan that is made without weights and rows; [] for a config without
-    such a pass.
+    such a pass. Raises ConfigError if the teacher's config.json cannot be used.
 
     Args:
       config: the run's, with its mesh.

@@ -199,8 +199,8 @@ def as_saved(like, saved: Mapping):
 
 def fitted(state, like, note: Callable[[list[str]], object]):
     """A state that was read with the shapes of `as_saved`, with errors that this run can use. It is returned as it is
-    if neither has errors, or they are those of this mesh; otherwise this run's errors start from zero, or are left out
-    if it keeps none.
+    if neither has errors, they are those of this mesh, or it has weights alone (a dict); otherwise this run's errors
+    start from zero, or are left out if it keeps none.
 
     Args:
       state: the state that was read.

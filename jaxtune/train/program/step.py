@@ -305,8 +305,8 @@ class StepProgram:
         return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
 
     def total(self, sums: Sums, state: TrainState) -> tuple[Sums, dict[str, list[jax.Array]]]:
-        """Adds the sums of all devices, with which the update begins: (the same fields without the leading axis of
-        devices, the errors that a quantised sync leaves for the next step). It runs under jit, on the mesh."""
+        """Adds the sums of all devices, as the update begins, under jit: (the same fields without the leading axis of
+        devices, the errors that a quantised sync leaves for the next step, else {}). state: has those of the last."""
         if self.devices == 1:
             return sums, {}
         sums = self._divided(sums, state.trainable)

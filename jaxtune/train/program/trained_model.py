@@ -54,9 +54,9 @@ class TrainedModel:
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
-        """Sets the attributes that describe `model`, which the caller gave or whose weights have been loaded; raises
-        ValueError if the model's dtype cannot hold the weights that QAT rounds, or the model does not
-        follow the config's precision map. It is called when the object is made and by `take_weights`."""
+        """Sets the attributes that describe `model`, which the caller gave or whose weights have been loaded, when the
+        object is made and in `take_weights`. Raises ValueError if the model's dtype cannot hold the weights that QAT
+        rounds, or the model does not follow the config's precision map."""
         config = self._config
         if config.components:
             model = copy_structure(model)
