@@ -48,7 +48,7 @@ class KnownFailures:
 
     def of(self, forecast: Forecast, budget_bytes: float | None) -> Failed | None:
         """The recorded failure of exactly the plan of `forecast`, if it shows that the plan is too large for
-        `budget_bytes` of device memory (None: no limit, and then every failure with a known need counts); otherwise
+        `budget_bytes` of device memory (None: no limit, and then every failure of this plan counts); otherwise
         None. A known need must exceed the budget; a plan that ran out of memory while it ran is too large for budgets
         up to the one that it had then."""
         plan = forecast.plan.to_record()
