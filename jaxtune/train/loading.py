@@ -105,8 +105,9 @@ def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
 
 
 def adapted(model: Decoder, config: TrainConfig) -> Decoder:
-    """Makes the loaded `model` ready for a run as `config` asks, and returns it: with matrix products in FP8
-    (model.compute), the head that the objective needs, and the adapter from adapter.path or a new one."""
+    """Returns the loaded `model` as `config` asks for a run: with matrix products in FP8 (model.compute), the head that
+    the objective needs, and the adapter from adapter.path or a new one. It shares the arrays of `model`, which is
+    returned itself if nothing of this is asked for. Raises ValueError if the model cannot be changed so."""
     if config.model.compute == "fp8":
         model = compute_in_fp8(model)
     model = with_head(model, objective_of(config).head, config.seed)

@@ -109,7 +109,7 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
 
 
 def _best(found: BestEvaluation) -> str:
-    """A best evaluation in words: "the best by eval_loss, 0.1234"."""
+    """A best evaluation (`found`) in words: "the best by eval_loss, 0.1234"."""
     return f"the best by {found['metric']}, {found['value']:.4f}"
 
 
@@ -183,7 +183,8 @@ def evaluate(
       {"weights": in words, "eval_loss", "eval_UNIT": the number of targets or pairs}; and "exact_match", "rows" and
         "samples", and the metrics of evaluation.generate, where the config asks for them.
     Raises:
-      ValueError: there are no such weights, or the held-out rows are not those that the run left out.
+      ValueError: there are no such weights, no held-out rows, or these are not those that the run left out.
+      CheckpointError: the run has no intact checkpoint, or it does not fit the config.
     """
     use_program_cache()
     console = terminal.console(stderr=True, soft_wrap=True)

@@ -62,8 +62,9 @@ def _hidden(graph: nnx.GraphDef, state: nnx.State, batch: Batch) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _divergence(graph: nnx.GraphDef, state: nnx.State, batch: Batch, expected: jax.Array) -> jax.Array:
-    """float32[]: the sum of KL(expected || model) over the trained tokens of `batch`, in nats. expected: the hidden
-    states [B, T, hidden] of the unquantised model, which has the same head."""
+    """float32[]: the sum of KL(expected || model) over the trained tokens of `batch`, in nats, for the model
+    nnx.merge(graph, state). expected: the hidden states [B, T, hidden] of the unquantised model, which has the same
+    head."""
     model = nnx.merge(graph, state)
     hidden = model.hidden_states(batch.tokens, batch.segment_ids, batch.positions)
     head, hidden = model.head_operands(hidden)
@@ -147,7 +148,7 @@ class Sensitivity:
 
     def divergence(self, names: Sequence[str] | None = None) -> float:
         """The mean divergence, in nats a token, of the model with these modules (None: all that can be) quantised from
-        the model itself."""
+        the model itself, which stays as it is. names: of modules in checkpoints, as Matrix.name; others are ignored."""
         names = self._names if names is None else names
         model = copy_structure(self._model)
         for each, module in _quantizable(model):
@@ -167,7 +168,9 @@ def _quantizable(model: Decoder) -> list[tuple[Component, Linear | ExpertLinear]
 
 def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Batch]]:
     """Loads what `Sensitivity` needs: (the model of a recipe in 16 or 32 bits without its adapter; batches of the first
-    `rows` packed rows, held-out ones if the recipe has some, otherwise of those that it trains on).
+    `rows` packed rows, held-out ones if the recipe has some, otherwise of those that it trains on). Batches have up to
+    8,192 tokens, or one longer row; rows that do not fill a last one are left out. config: the recipe's; its formats
+    and adapter are not used.
 
     Raises:
       ValueError: the recipe trains on other rows than those of supervised fine-tuning, or on rows that are not all read
@@ -229,8 +232,9 @@ def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> 
 
 
 def patterns(model: Decoder, kept: Sequence[str], word: str) -> dict[str, str]:
-    """The precision map {pattern: word} that names the modules `kept`: by the last part of a name where all modules
-    with this end are kept, otherwise by whole names. word: their dtype, such as "bf16"."""
+    """The precision map {pattern: word} that names the modules `kept` of `model`, as `choose` returns them: by the last
+    part of a name where all modules with this end that can be quantised are kept, otherwise by whole names. word: their
+    dtype, such as "bf16"."""
     listed, found = [each for each, _ in _quantizable(model)], {}
     for name in kept:
         end = name.rpartition(".")[2]

@@ -84,7 +84,8 @@ def step_programs(
       (the program of a step, None); if qat.start is above 0, (the program of a step with rounded weights, the program
         of a step before that).
     Raises:
-      ValueError: optim.embedding_learning_rate is set, and no embedding is trained.
+      ValueError: optim.embedding_learning_rate is set, and no embedding is trained; or a coefficient is set for a loss
+        that the model's layers do not have.
     """
     rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
     size = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
@@ -135,10 +136,12 @@ def planned(
       optimizer: an optimizer given to the Trainer, whose states count in the forecast; None is the config's.
       trains: True: training steps are planned, by a Planner. False: only a forward pass is, by a ForwardPlanner.
     Returns:
-      (the config with the chosen mesh, the mesh, the planner).
+      (the config with the chosen mesh and the rows of a step of `batches`, the mesh, the planner).
     Raises:
-      ConfigError: answers cannot be sampled on this mesh.
-      ConfigError, a ValueError: the rows of a micro-batch cannot be divided evenly among the devices.
+      ConfigError, a ValueError: answers cannot be sampled on this mesh; or the rows of a micro-batch cannot be divided
+        evenly among the devices.
+      PlanError, a ValueError: no training step fits the memory.
+      ValueError: the GPU is refused; or the host's memory is too small for the optimizer's states.
     """
     config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
     length, reference_runs = batches.length, objective.reference_runs

@@ -104,6 +104,7 @@ class Trainer:
     by), `batches` (the BatchSource of its steps), `train_data` (TokenDataset; None where not all rows are known before
     the run), `eval_data` (TokenDataset or None), `answers` (AnswerMetrics of evaluation.generate, or None), `output`
     (Path), `total_steps`, and after train() `history`, the metrics of every step as dicts, and `steps_done`.
+    Raises ValueError for a config, model or rows that cannot be trained, and PlanError, one too, if no plan fits.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Trainer:
           TrainingInterrupted: SIGTERM, SIGINT or SIGHUP arrived, and the state was saved.
           Interrupted: the signal arrived before the first step or after the last one, when there was nothing to save.
           TrainingStopped: a guard stopped the run.
-          ValueError: the output folder has another run; or the trainer was made with trains=False.
+          ValueError: the output folder has another run; the trainer was made with trains=False; or memory ran out.
         """
         if not self.trains:
             raise ValueError("Trainer(trains=False) only evaluates: make one without `trains` to train")
@@ -381,8 +382,8 @@ class Trainer:
 
     def evaluate(self, trained: bool = False) -> dict[str, Any]:
         """Evaluates the model as given, without training: {"eval_loss": a mean, "eval_targets", ...}, with the
-        objective's other metrics; {} if the held-out rows have only questions (`answers`). With qat.start above 0,
-        weights are rounded if `trained`, as after the last step, and not rounded otherwise, as before the first one."""
+        objective's other metrics; {} if the held-out rows have only questions (`answers`), ValueError without any. With
+        qat.start above 0, weights are rounded as after the last step (`trained`), or not, as before the first one."""
         program = self.program if trained else self.engine.before_qat or self.program
         return self._eval_loss(program, *self.model.weights(self.engine))
 

@@ -37,10 +37,11 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
     """Adam's direction m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) with 8-bit states; the counterpart of
     optax.scale_by_adam.
 
-    The state takes 2 + 8/256 bytes per element, and 8 bytes in tensors of less than 4096 elements. The direction is
-    float32, computed from moments that are not yet rounded to 8 bits in this step. The update takes three more
-    arguments: `scale`, a factor of the gradients; `finite`, a bool, without which the states stay as they are; and
-    `divided`, a bool for each gradient, whether it is divided over devices (None: none is).
+    The state (Adam8State) takes 2 + 8/256 bytes per element, and 8 bytes in tensors of less than 4096 elements. The
+    direction is float32, computed from moments that are not yet rounded to 8 bits in this step, and is not multiplied
+    by minus the learning rate. The update takes three more arguments: `scale`, a factor of the gradients; `finite`, a
+    bool: if it is false, the states stay as they are, and the direction must not be used; and `divided`, a bool for
+    each gradient, whether it is divided over devices (None: none is). Other arguments are ignored.
 
     Args:
       beta1, beta2: decay rates of the first and second moments.

@@ -69,7 +69,8 @@ def decayed_tensors(parameters) -> list[bool]:
 
 def embedding_tensors(parameters) -> list[bool]:
     """[bool], in the order of jax.tree.leaves: whether each tensor of `parameters`, an nnx.State, is the matrix of the
-    input embeddings or of the output head; these may have a learning rate of their own."""
+    input embeddings or of the output head; these may have a learning rate of their own. They are known by their names,
+    "embedding.weight" and "head.weight"."""
     names = [
         [getattr(key, "key", None) for key in path[:2]] for path, _ in jax.tree_util.tree_leaves_with_path(parameters)
     ]
@@ -123,8 +124,9 @@ class StepOptimizer(optax.GradientTransformationExtraArgs):
 
 def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
     """Returns `optimizer` as a StepOptimizer, so that a train step can treat all optimizers alike: itself if it is one,
-    else an optimizer whose update multiplies gradients by its argument `scale` before, and returns the old states
-    instead of the new ones if its argument `finite` is false. Further arguments are passed on."""
+    else an optimizer whose update casts gradients to float32 and multiplies them by its argument `scale` before, and
+    returns the old states instead of the new ones if its argument `finite` is false. It ignores `divided`; further
+    arguments are passed on."""
     if isinstance(optimizer, StepOptimizer):
         return optimizer
 
@@ -144,8 +146,11 @@ def _where(finite, new, old):
 
 
 def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimizer:
-    """Makes the optimizer that `config` names, for float32 parameters. It does not clip: the factor `scale` of its
-    update may clip gradients. Its states are float32, except the stored moments of adamw_8bit, which have 8 bits.
+    """Makes the optimizer that `config` names, "adamw", "adamw_8bit", "adafactor" or "sgd" (with config.momentum, if
+    that is not 0), for float32 parameters. It does not clip: the factor `scale` of its update may clip gradients. Its
+    states are float32, except the stored moments of adamw_8bit, which have 8 bits. If tensors are updated one by one,
+    its update must also be given `decayed` and, with embedding_learning_rate, `embeddings`: lists of a bool for each
+    tensor, from decayed_tensors and embedding_tensors.
 
     Each optimizer's update is minus the learning rate times (a direction plus weight_decay times the parameter), so
     that decay has the same meaning in all; norms, biases and DoRA magnitudes do not decay. Embeddings and the output

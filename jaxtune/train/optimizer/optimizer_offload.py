@@ -80,9 +80,9 @@ def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
 
 
 def first_states(optimizer: optax.GradientTransformation, parameters: Any, device: Sharding) -> Any:
-    """The result of optimizer.init, made one parameter at a time, so that the device never has more than one
-    parameter's states at once. Arrays of 64 KiB or more are in pinned host memory, smaller ones on the device.
-    `parameters` may be abstract. device: the sharding of arrays that stay in device memory."""
+    """The result of optimizer.init for a run with optim.offload, made one parameter at a time, so that the device never
+    has more than one parameter's large states at once. Arrays of 64 KiB or more are in pinned host memory, smaller ones
+    on the device. `parameters` may be abstract. device: the sharding of arrays that stay in device memory."""
     leaves, structure = jax.tree.flatten(parameters)
     parts = []
     for leaf in leaves:
@@ -129,7 +129,8 @@ def _groups(sizes: list[int]) -> list[list[int]]:
 
 
 def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any, offload: bool) -> tuple[Any, Any]:
-    """Updates every tensor by `work`, in order: returns (new parameters, new states), trees like the given ones.
+    """Updates every tensor by `work`, in order: returns (new parameters, new states), trees like the given ones. It is
+    called within jit, and so determines what the compiled update keeps on the device at a time.
 
     Args:
       work: updates one tensor: gets (its index, the parameter, its states as states_of returns them, its gradient), and

@@ -66,7 +66,8 @@ def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int
 
 
 def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.Schedule:
-    """The schedule of `cycles` cosines over `steps` steps, each from `peak` to peak * min_ratio."""
+    """The schedule of `cycles` equal cosines over `steps` steps, each from `peak` to peak * min_ratio, where the rate
+    stays after the last one."""
 
     def rate(step):
         done = cycles * jnp.minimum(jnp.asarray(step), steps)

@@ -41,12 +41,13 @@ CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 
 class LayerPlans(Sequence[LayerPlan]):
-    """Plans for one layer, stored as an array and converted to LayerPlan when they are indexed. A plan gives each
-    residual a placement: keep, keep in fp8, offload to the host, or recompute.
+    """Plans for one layer, stored as an array, because there are thousands whose forecasts are computed at once, and
+    converted to LayerPlan when they are indexed. A plan gives each residual a placement: keep, keep in fp8, offload to
+    the host, or recompute.
 
     Args:
       known: the layer's residuals.
-      placed: int[plans, known], indices into PLACEMENTS, the tuple of the four placements.
+      placed: int[plans, known], indices into PLACEMENTS, the tuple of the four placements; also an attribute.
     """
 
     def __init__(self, known: tuple[Residual, ...], placed: np.ndarray):
@@ -57,17 +58,17 @@ class LayerPlans(Sequence[LayerPlan]):
         return len(self.placed)
 
     def __getitem__(self, index: Any) -> LayerPlan:
-        """The plan at an index."""
+        """The plan at `index`, an int, in its shortest form (LayerPlan.resolved)."""
         hows = (PLACEMENTS[at] for at in self.placed[index])
         return LayerPlan(**{r.name: how for r, how in zip(self._known, hows, strict=True)}).resolved(self._known)
 
 
 def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
-    """The plans to choose from, each for one layer: every combination of placements of its residuals. Residuals that
-    are decided jointly have the same placement, and residuals that are declared `small` are kept.
+    """The plans to choose from, each for one layer: every combination of placements that its residuals allow. Residuals
+    that are decided jointly have the same placement, and residuals that are declared `small` are kept.
 
-    If there are many groups of residuals, the largest ones are placed independently and all small ones alike: each
-    further group triples the number of plans, and small groups have too few bytes to justify that.
+    If there are more than seven groups that may be recomputed, the seven largest are placed independently and all
+    others alike: each further group triples the number of plans, and small groups have too few bytes to justify that.
 
     Args:
       parts: the step's costs.
@@ -104,8 +105,8 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
     """The numbers of micro-batches into which the `rows` rows of a step can be divided, ascending, so that each of
-    `devices` devices has equally many rows of each micro-batch. wanted: the number that the config sets, which is then
-    the only one and is not checked here; None: it sets none."""
+    `devices` devices has equally many rows of each micro-batch; [] if they cannot share the rows equally. wanted: the
+    number that the config sets, which is then the only one and is not checked here; None: it sets none."""
     if wanted is not None:
         return [wanted]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
@@ -120,10 +121,11 @@ def choose(
     resident: int = 0,
     unlike: Sequence[StepPlan] = (),
 ) -> Forecast:
-    """The fastest plan whose predicted peak is within `budget_bytes`; of equally fast plans the one with the lowest
-    peak.
+    """The forecast of the fastest plan whose predicted peak is within `budget_bytes`; of equally fast plans (to 0.1 ms)
+    the one with the lowest peak.
 
-    What config.memory.plan and config.micro_batches set is not changed.
+    What config.memory.plan and config.micro_batches set is not changed. Plans that are searched for also respect the
+    host memory that the device may pin; that of config.memory.plan is not checked against it.
 
     Args:
       parts: the step's costs.
@@ -132,7 +134,7 @@ def choose(
       budget_bytes: device memory; None: no limit.
       chunk_logits: the candidates for the most logits (tokens times vocabulary size) that exist at a time in the loss.
       resident: the least number of layers whose frozen weights are whole on each device, because they already are.
-      unlike: plans that failed; plans that resemble them are left out.
+      unlike: plans that failed; plans that resemble them (`_related`) are left out.
     Raises:
       PlanError: nothing fits.
       ValueError: the host's memory is too small for the optimizer's states.
@@ -298,10 +300,10 @@ class _Relatives:
 
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
-    """The forecast of the plan with the lowest predicted peak, which is tried last and shown if nothing fits. parts:
-    the step's costs. config: the run's, whose fixed placements and micro-batches are kept. resident: the least number
-    of layers whose frozen weights are whole on each device. Raises ValueError if the host's memory is too small for the
-    optimizer's states."""
+    """The forecast of the plan with the lowest predicted peak, whether it fits or not; it is tried last and shown if
+    nothing fits. parts: the step's costs. config: the run's, whose fixed placements and micro-batches are kept.
+    resident: the least number of layers whose frozen weights are whole on each device. Raises ValueError if the host's
+    memory is too small for the optimizer's states."""
     try:
         return choose(parts, config, device, 0.0, resident=resident)
     except PlanError as error:
@@ -320,8 +322,9 @@ def _best_pairs(
     relatives: _Relatives | None = None,
 ) -> list[Forecast]:
     """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time. The
-    other arguments are passed to _best_pair: the step's costs, the layer plans, the number of micro-batches, the device
-    and its memory, tokens of a tile, whole layers, and pairs to leave out.
+    other arguments are passed to _best_pair: the step's costs (`parts`), the layer plans (`table`), the number of
+    micro-batches, the device and its memory (`budget`), tokens of a tile, whole layers (`resident`), and pairs to leave
+    out (`relatives`).
 
     More tokens only take more memory. So the best pair for fewer tokens stays the best as long as it fits, and if no
     pair fits, none fits with more tokens.
@@ -370,7 +373,7 @@ def _best_pair(
       budget: bytes of its memory.
       tile: tokens of a tile in which MLPs run; None: they run whole.
       resident: number of layers whose frozen weights are whole on each device.
-      relatives: pairs that are left out, unless no other fits.
+      relatives: pairs that are left out, unless no other fits; None: none are.
     """
     count = parts.num_layers
     plans, of = table
@@ -428,8 +431,8 @@ def _best_pair(
 
 
 def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
-    """The layer plans from which pairs are formed: those that no other plan beats in kept bytes, working bytes, time
-    and bytes on the host at once.
+    """The layer plans from which pairs are formed: those of `layer_plans` that no other plan beats in kept bytes,
+    working bytes, time and bytes on the host at once. If the device has no host link, no plan offloads.
 
     Args:
       parts: the step's costs.

@@ -79,7 +79,8 @@ class Exchange:
 @dataclasses.dataclass(frozen=True)
 class StepCost:
     """Bytes and work of a step on one of `devices` that share the rows: what the planner knows of a step before it
-    decides which residuals to keep, the number of micro-batches, and which weights stay gathered."""
+    decides which residuals to keep, the number of micro-batches, and which weights stay gathered. `step_cost` makes it;
+    forecasts and the choice of a plan take it as `parts`."""
 
     rows: int  # of the step, on all devices
     length: int  # tokens of a row
@@ -151,7 +152,8 @@ class StepCost:
         return resident * self.resident_layer_bytes + around
 
     def residual_bytes(self, name: str, tokens: float) -> float:
-        """Bytes of the residual `name` of the mean layer, for `tokens` tokens on a device."""
+        """Bytes of the residual `name` of the mean layer, for `tokens` tokens on a device. Layers without it count as
+        zero in the mean."""
         return self.residuals[name] * tokens + self.padding[name]
 
 
@@ -163,9 +165,12 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """Computes a step's costs from shapes; the arrays of `model` may be abstract. length: tokens of a row; None: that
-    of config.data. keeps_model: whether the given model stays in memory beside the copies that train. optimizer: None
-    is that of config.optim. reference_runs: number of forward passes of a frozen model in each micro-batch."""
+    """Computes a step's costs from shapes; the arrays of `model` may be abstract. config: the run's, with the mesh on
+    which a step is planned; None in it is one device. length: tokens of a row; None: that of config.data. keeps_model:
+    whether the given model stays in memory beside the copies that train. optimizer: updates the weights (only its
+    states count); None is that of config.optim, and optax.identity() makes the costs those of a forward pass.
+    reference_runs: number of forward passes of a frozen model in each micro-batch, which is model.teacher if it has
+    one."""
     length, shape = length or config.data.length, model.config
     dtype = jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
@@ -238,7 +243,8 @@ def step_cost(
 
 
 def _stored(masters, storage: str):
-    """The shapes of the trained weights, float32 in `masters`, in the dtypes of `storage`, "fp32" or "bf16"."""
+    """The shapes of the trained weights, float32 in `masters`, in the dtypes in which a run stores them with `storage`:
+    all float32 ("fp32"), or those of two and more dimensions bfloat16 ("bf16")."""
     return jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
@@ -246,14 +252,16 @@ def _stored(masters, storage: str):
 
 def _sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
     """({name: bytes of the errors that a quantised sync of gradients keeps on a device}, if it keeps any; bytes that
-    the sync takes in the update). masters: the trained weights' shapes. shape: of the mesh."""
+    the sync takes in the update); ({}, 0.0) if gradients are exchanged in float32. masters: the trained weights'
+    shapes. config: says how gradients are exchanged. shape: of the mesh."""
     sync = gradient_sync_of(config.mesh)
     kept, taken = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
     return {SYNC_ERRORS: kept} if kept else {}, taken
 
 
 def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The optax optimizer that `config` asks for, of which only the shapes of its states are used."""
+    """The optax optimizer that `config` asks for, of which only the shapes of its states are used; its learning rates
+    are those of a run of 1,000 steps if config.steps is not set."""
     schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
     return make_optimizer(config.optim, schedule)
 
@@ -317,8 +325,9 @@ def _exchange(trained, frozen, shape: partition.MeshShape, sync: GradientSync | 
 
 
 def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
-    """The largest number of bytes that the gradients of one layer's trained matrices take, each once as it is computed
-    and once in float32 as it is summed. storage: the dtype in which trained weights are stored, "fp32" or "bf16"."""
+    """The largest number of bytes that the gradients of the trained matrices of one layer of `model` take, each once as
+    it is computed and once in float32 as it is summed: what a layer's backward takes if weights are divided over
+    devices. storage: the dtype in which trained weights are stored, "fp32" or "bf16"."""
     layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
     sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)
@@ -385,10 +394,10 @@ def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
 
 
 def _update_bytes(masters, config: TrainConfig) -> float:
-    """Device bytes that the update takes in addition to weights, states and gradients. It is done tensor by tensor
-    (optimizer_offload.py), so they are those of the largest tensor; 0 with an adapter, where they are negligible, and
-    for optimizers other than adamw_8bit whose states are on the device. masters: the trained weights' shapes in
-    float32. config: has the optimizer."""
+    """Device bytes that the update takes in addition to weights, states and gradients, on one device if nothing is
+    divided. It is done tensor by tensor (optimizer_offload.py), so they are those of the largest tensor; 0 with an
+    adapter, where they are negligible, and for optimizers other than adamw_8bit whose states are on the device.
+    masters: the trained weights' shapes in float32. config: has the optimizer."""
     if config.adapter is not None:
         return 0.0
     size = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0)
@@ -402,8 +411,9 @@ def _update_bytes(masters, config: TrainConfig) -> float:
 
 
 def abstract_model(shape, config: TrainConfig) -> Decoder:
-    """The model that `config` asks for (quantised, with head and adapter), with abstract arrays: for plans of models
-    that are not loaded. `shape` is its DecoderConfig."""
+    """The model that `config` asks for (quantised or in FP8, with the objective's head, adapter and teacher), with
+    shapes in place of arrays: for plans of models that are not loaded. `shape` is its DecoderConfig. Of a teacher the
+    config.json is read."""
 
     def make():
         model = Decoder(shape, jax.random.key(0), config.dtype)

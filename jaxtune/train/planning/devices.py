@@ -31,8 +31,10 @@ _FRAGMENTS, _FRAGMENT_BYTES = 0.02, 0.5e9
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The planner's view of a device: its memory, and the rates (FLOP/s and bytes/s) from which it forecasts times."""
+    """The planner's view of a device: its memory, and the rates (FLOP/s and bytes/s) from which it forecasts times.
+    `find_device` makes it."""
 
+    # jax.Device.device_kind, a card's name as the user wrote it, or "cpu".
     name: str
     # Bytes for arrays and programs; None where nothing limits them.
     memory_bytes: float | None
@@ -85,8 +87,8 @@ def allow_pinned_memory() -> None:
 
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
-    """Bytes of host memory that one device may pin: the smaller of its share of what the machine allows, and its share
-    of what XLA lets this process pin.
+    """Bytes of host memory that one device may pin: the smaller of its share of what the machine allows (70 % of its
+    memory), and its share of what XLA lets this process pin (see allow_pinned_memory).
 
     Args:
       on_host: number of the run's devices on this host.
@@ -97,7 +99,8 @@ def _pinnable_bytes(on_host: int, in_process: int) -> float:
 
 
 def devices_here(count: int) -> tuple[int, int]:
-    """(devices on this host, devices of this process) among JAX's first `count` devices.
+    """(devices on this host, devices of this process) among JAX's first `count` devices, which the run uses. They share
+    the host's memory.
 
     A collective call: all processes of the run must make it.
     """
@@ -127,7 +130,7 @@ def find_device(
     sharing: tuple[int, int] = (1, 1),
 ) -> Device:
     """Returns the planner's Device of this name, with rates measured on it (`jaxtune profile ceilings`) or from its
-    data sheet.
+    data sheet. A GPU of this machine that has neither gets the rates of an RTX 3060, which only rank plans.
 
     Args:
       name: jax.Device.device_kind, a card's name, or "cpu".
@@ -138,7 +141,8 @@ def find_device(
       sharing: (devices of the run on this host, devices of this process), as `devices_here` returns them; they share
         the host's memory.
     Raises:
-      ValueError: the device is refused, with the reason, or unknown, with the known ones.
+      ValueError: the device is refused, with the reason; or it is one of another machine and unknown, with the known
+        ones.
     """
     if name == "cpu":  # for tests and tiny runs: one memory for device and host, and rates that only rank plans
         return Device("cpu", memory_bytes, 1e11, 2e10, 0.0, 0.0, "not measured")
@@ -196,7 +200,8 @@ def find_device(
 
 def limit(config: TrainConfig, device: Device) -> float | None:
     """Bytes of the memory of `device` that the allocator may give out to the run of `config`: all that the device has,
-    or memory.budget_gb if that is set and less. None if nothing limits them, as on a CPU."""
+    or what a card of memory.budget_gb GiB would have (on a CPU, those GiB) if that is set and less. None if nothing
+    limits them, as on a CPU without it."""
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
     if config.memory.budget_gb is not None:
         size = config.memory.budget_gb
@@ -240,15 +245,16 @@ _WIDTH = {
 
 
 def float32_time(device_kind: str) -> float:
-    """How many times as long a matrix product in float32 takes as one in 16 bits, by the device's data sheet; 1 for a
-    device without one."""
+    """How many times as long a matrix product in float32 takes as one in 16 bits, by the data sheet of `device_kind`
+    (jax.Device.device_kind); 1 for a device without one."""
     wide, usual = (device_peak_flops(device_kind, dtype) for dtype in ("float32", "bfloat16"))
     return usual / wide if wide and usual else 1.0
 
 
 def device_peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     """Dense peak FLOP/s of matrix products in `dtype` on one device (jax.Device.device_kind), fp32 without TF32; None
-    if no data sheet states it."""
+    if no data sheet states it. dtype: "bfloat16", "float16", "float32", "float8_e4m3fn" or "float8_e5m2"; None is
+    returned for any other."""
     sheet = data_sheet(device_kind)
     tflops = None if sheet is None or dtype not in _WIDTH else getattr(sheet, _WIDTH[dtype])
     return None if tflops is None else tflops * 1e12

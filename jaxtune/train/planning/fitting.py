@@ -36,8 +36,8 @@ def fitting_settings(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> list[str]:
-    """Up to `wanted` changes of the config, each of which alone lets a plan fit; the least intrusive first. A PlanError
-    shows them.
+    """Up to `wanted` changes of the config, each of which alone lets a plan fit; the least intrusive first, and at most
+    one of each first key (such as the longest data.length). A PlanError shows them.
 
     Args:
       shape: the model's DecoderConfig.
@@ -45,7 +45,8 @@ def fitting_settings(
       device: the device.
       budget_bytes: its memory.
       wanted: how many changes to look for.
-      optimizer: updates the weights; None: the one that config.optim asks for.
+      optimizer: updates the weights; None: the one that config.optim asks for. With one of the caller's own, no change
+        of config.optim is proposed.
       reference_runs: how many forward passes of a frozen reference model each loss has.
     Returns:
       changes as they are written on the command line, such as "model.load_in=nf4"; if there are fewer than `wanted`,
@@ -133,7 +134,8 @@ def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: f
 
 
 def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
-    """The longest single row with which some plan fits, for the report of --plan.
+    """The longest single row with which some plan fits, for the report of --plan. The step then has one row on each
+    device and one micro-batch; what config.memory.plan sets stays.
 
     Args:
       parts: the step's costs.

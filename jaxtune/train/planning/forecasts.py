@@ -290,7 +290,7 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
       sizes: the sizes of its residuals, and which are recomputed.
     Returns:
       (bytes at a feed-forward's backward, bytes at a mixer's backward); a feed-forward whose scratch memory exists
-      while the mixers before it are recomputed counts as a mixer.
+      while the mixers before it are recomputed counts as a mixer. -inf if the layer has no such part.
     """
     block = kind.block
     dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
@@ -354,7 +354,7 @@ def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tu
     """Bytes of gathered weights, and of their gradients, in a step with the costs `parts`: (at the loss, in a layer's
     forward, in a layer's backward when the next layer's weights arrive). whole_weights: the number of layers whose
     weights stay gathered from forward to backward. resident: the number of layers whose frozen weights stay whole for
-    the whole run."""
+    the whole run. All are 0 if weights are not divided over devices."""
     frozen = parts.frozen_layer_bytes
 
     def of(layers: int) -> float:
@@ -404,8 +404,8 @@ def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: 
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds per step to copy the optimizer's offloaded states from the host to `device` and back. parts: the step's
-    costs."""
+    """Seconds per step to copy the optimizer's offloaded states from the host to `device` and back; 0 if none are on
+    the host. parts: the step's costs."""
     return 2 * parts.hosted_bytes / (device.link or device.copy)
 
 

@@ -56,7 +56,7 @@ class ForwardPlanner:
 
     Args:
       model: its arrays may be abstract.
-      config: the run's, with its mesh.
+      config: the run's, with its mesh; config.micro_batches is the least number of micro-batches that is tried.
       length: tokens of a row.
       device: a jax.Device of this process, for which all processes must make the planner; or the planner's Device.
       beside_bytes: bytes of other weights that are on each device during the pass.
@@ -67,7 +67,8 @@ class ForwardPlanner:
       beside_bytes: the argument.
       weight_bytes: bytes of the model's weights on one device.
       cost: the StepCost of the model, without an optimizer.
-      plan: the StepPlan in force: the number of micro-batches, and the tokens whose logits exist at a time; its
+      plan: the StepPlan in force: the number of micro-batches, the fewest that fit, and the tokens whose logits exist
+        at a time, the most that fit with them. If nothing fits, it is the smallest plan, and no error is raised. Its
         residuals have no meaning here.
     """
 
@@ -110,12 +111,14 @@ class ForwardPlanner:
         return self.cost.rows / count / self.cost.devices * self.cost.length
 
     def working_bytes(self, plan: StepPlan) -> float:
-        """Device bytes that a forward pass under a plan takes in addition to the weights."""
+        """Device bytes that a forward pass under `plan` takes in addition to the weights, by forecast."""
         return forward_bytes(self.cost, self._tokens(plan.micro_batches), plan.chunk_tokens, self.device)
 
     def smaller(self, program: Any) -> bool:
-        """Changes `plan` to a smaller one if the compiler says that `program`, compiled for the present plan, needs
-        more device memory than there is.
+        """Changes `plan` to a smaller one if the compiler says that `program` (jax.stages.Compiled), compiled for the
+        present plan, needs more device memory than there is. The next plan must fit even if its forecast is as much too
+        low as this one's was; if none does, the smallest is taken. If the budget is limited, all processes of a run
+        must call it, and the largest need of any decides.
 
         Returns:
           whether the plan was changed, so that it must be compiled again. False: the program fits, or its need is

@@ -48,7 +48,9 @@ class KnownFailures:
 
     def of(self, forecast: Forecast, budget_bytes: float | None) -> Failed | None:
         """The recorded failure of exactly the plan of `forecast`, if it shows that the plan is too large for
-        `budget_bytes` of device memory (None: no limit); otherwise None."""
+        `budget_bytes` of device memory (None: no limit, and then every failure of this plan counts); otherwise
+        None. A known need must exceed the budget; a plan that ran out of memory while it ran is too large for budgets
+        up to the one that it had then."""
         plan = forecast.plan.to_record()
         for one in self._found:
             # A plan that ran out of memory may still fit a larger budget.
@@ -60,8 +62,8 @@ class KnownFailures:
         return None
 
     def add(self, failed: Failed, budget_bytes: float | None) -> None:
-        """Records in the cache that the plan `failed` was too large. budget_bytes: the device memory that it might
-        take; None: nothing limited it, and memory ran out."""
+        """Records that the plan `failed` was too large, in this object and, by the first process, in the cache.
+        budget_bytes: the device memory that it might take; None: nothing limited it, and memory ran out."""
         self._found.append({"plan": failed.plan.to_record(), "need": failed.need_bytes, "budget": budget_bytes})
         if self._cache is not None and processes.first():
             self._cache.put(self._key, json.dumps(self._found).encode())
@@ -75,7 +77,8 @@ def _cache() -> ProgramCache | None:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of the package's sources, because other code compiles to other programs."""
+    """A hexadecimal SHA-256 of all Python files of jaxtune, because other code compiles to other programs. It is
+    computed once in a process."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[2].rglob("*.py")):
         digest.update(path.read_bytes())

@@ -67,7 +67,7 @@ class LayerKind:
 
     def residual_bytes(self, name: str, tokens: float) -> float:
         """Bytes of the residual `name` (an intermediate value that the backward reads) of such a layer, for `tokens`
-        tokens."""
+        tokens: in proportion to the tokens, plus its padding. KeyError if the layer has no such residual."""
         return self.residuals[name] * tokens + self.padding[name]
 
     @functools.cached_property
@@ -84,7 +84,8 @@ class LayerKind:
     @functools.cached_property
     def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
         """For each segment that is differentiated as soon as it is recomputed: (the names of its outputs, a function
-        from Sizes, the residuals' sizes, to the bytes that it then keeps until the gradient of its outputs arrives)."""
+        from Sizes, the residuals' sizes in the whole layer, to the bytes that it then keeps until the gradient of its
+        outputs arrives). Other segments have no entry."""
         block = self.block
 
         def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
@@ -97,9 +98,10 @@ class LayerKind:
 
 
 def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
-    """The LayerKind of a layer, whose arrays may be abstract; equal layers get the same object, so that each kind is
-    traced once. `spec` is its entry in DecoderConfig.layers, `shape` the model's DecoderConfig, `length` the tokens of
-    a row, `dtype` the compute dtype."""
+    """The LayerKind of a layer, whose arrays may be abstract. Layers with the same structure, shapes and dtypes get the
+    same object (a cache of 64), so that each kind is traced once, and callers tell kinds apart by identity. `spec` is
+    its entry in DecoderConfig.layers, `shape` the model's DecoderConfig, `length` the tokens of a row, on which the
+    work of attention depends, `dtype` the compute dtype."""
     graph, trained, rest = nnx.split(layer, nnx.Param, ...)
     leaves, structure = jax.tree.flatten((trained, rest))
     abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
@@ -135,7 +137,8 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> Layer
 
 
 def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
-    """The work of one segment of a layer, in FLOPs and bytes for each token.
+    """The work of one segment of a layer, in FLOPs and bytes for each token. Products that are slower or faster than
+    16-bit ones (quantised, FP8 or float32 matrices) count by their time on the GPU of `dispatch.device_kind`.
 
     Args:
       segment: the segment, which names its matrices and the values that it reads and makes.

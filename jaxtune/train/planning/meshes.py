@@ -23,7 +23,8 @@ _ALIKE = 0.92
 
 
 def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -> tuple[MeshConfig, str | None]:
-    """The mesh of a run and the reason for it: what the config names, or a choice for the GPUs of this machine.
+    """The mesh of a run and the reason for it: what the config names, or a choice for the GPUs of the run. All
+    processes must call it, and the first one chooses for all.
 
     Args:
       config: the run's.
@@ -32,7 +33,10 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
       changes: further arguments of step_cost, such as the optimizer.
     Returns:
       (mesh, reason in words); the reason is None if there was no choice: the config names a mesh, there is one device,
-        or the devices are CPUs. The CPUs that JAX shows in one process are one machine, and get a mesh of one device.
+        or the devices are CPUs. The CPUs that JAX shows in one process are one machine, and get a mesh of one device;
+        those of several processes share the rows (data=-1).
+    Raises:
+      ValueError: the GPU is refused; or the host's memory is too small for the optimizer's states.
     """
     found, here = jax.devices(), jax.local_devices()[0]
     if config.mesh is not None or len(found) == 1 or (here.platform == "cpu" and processes.count() == 1):
@@ -81,7 +85,10 @@ def choose_mesh(
       count: number of devices.
       on_one_host: number of devices of one host; None: all are on one host.
     Returns:
-      (mesh, reason in words)
+      (mesh, reason in words); the reason also says how fast the other meshes would be or what they need, and how many
+        devices are left out.
+    Raises:
+      ValueError: the host's memory is too small for the optimizer's states.
     """
     rows = config.rows_per_step // (config.micro_batches or 1)
     used = next(number for number in range(count, 0, -1) if rows % number == 0)

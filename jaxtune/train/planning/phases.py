@@ -79,6 +79,7 @@ class Sampled:
     answer: int
 
     def __str__(self) -> str:
+        """As `phase_lines` says it, such as "sampling: 32 slots of 1,024 tokens"."""
         return f"sampling: {self.rows} slots of {self.prompt + self.answer:,} tokens"
 
     def bytes(self, parts: StepCost, device: Device) -> float:
@@ -93,7 +94,8 @@ class Sampled:
 def questions_at_a_time(
     parts: StepCost, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
 ) -> Sampled:
-    """Plans how many questions the model answers at a time: `most`, halved until their caches fit beside the model.
+    """Plans how many questions the model answers at a time: `most`, halved until their caches fit beside the model, or
+    only one is left, which may not fit either.
 
     Args:
       parts: the step's costs.
@@ -117,8 +119,8 @@ def questions_at_a_time(
 
 
 def prefill_bytes(parts: StepCost, device: Device) -> float:
-    """Device bytes of the forward pass by which a sampler prefills prompts, in addition to the weights and to the
-    caches of the answers that it samples."""
+    """Device bytes of the forward pass by which a sampler prefills prompts, 2,048 tokens at a time, in addition to the
+    weights and to the caches of the answers that it samples. parts: the step's costs. device: the device."""
     return forward_bytes(parts, _PREFILL_TOKENS, 0, device)
 
 
@@ -147,7 +149,8 @@ def phases_of(
     sampled: Sampled | None = None,
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[Phase]:
-    """The phases of a run under a plan, in their order, without those that the config does not ask for.
+    """The phases of a run under a plan, in their order, without those that the config does not ask for: "load",
+    "resume", "reference", "step", "evaluate", those of `slots`, "save", "sample" and "export".
 
     Args:
       model: what trains; its arrays may be abstract.
@@ -231,7 +234,7 @@ def phase_lines(
 
 def phase_warnings(phases: Sequence[Phase], budget_bytes: float | None, host_bytes: float | None) -> list[str]:
     """A line for each phase that will not fit the memory of a device, `budget_bytes`, or of this machine, `host_bytes`
-    (None: no limit, or unknown), with its remedy."""
+    (None: no limit, or unknown), with its remedy; two lines if it fits neither, [] if all phases fit."""
     found = []
     for phase in phases:
         for need, there, what in (
@@ -250,7 +253,7 @@ def phase_warnings(phases: Sequence[Phase], budget_bytes: float | None, host_byt
 def phase(name: str, remedy: str) -> Iterator[None]:
     """A context around one phase of a run. If the device's memory runs out in it, the error of the allocator is raised
     as OutOfDeviceMemory, whose message has the phase (`name`) and a change of the config with which it needs less
-    (`remedy`).
+    (`remedy`). Other errors pass unchanged.
 
     Raises:
       OutOfDeviceMemory: device memory ran out.

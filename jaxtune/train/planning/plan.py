@@ -52,14 +52,15 @@ class StepPlan:
     @classmethod
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
         """The plan in a checkpoint's `record`, which to_record made, for a model of `num_layers` layers that have these
-        residuals."""
+        residuals. Raises ValueError, as parse_residuals does, if it is that of another model."""
         plan = parse_residuals(record["residuals"], num_layers, residuals)
         return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]))
 
 
 def residuals_text(plan: ResidualPlan) -> str:
     """The text of a residual plan, such as "recompute; tile=8192", for configs, checkpoints and reports;
-    parse_residuals reads it."""
+    parse_residuals reads it. Consecutive layers with the same placements are written as one range, and no range is
+    written if all layers have them."""
     groups: list[tuple[int, int, LayerPlan]] = []
     for index, layer in enumerate(plan.layers):
         if groups and groups[-1][2] == layer:
@@ -76,7 +77,8 @@ def residuals_text(plan: ResidualPlan) -> str:
 
 def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -> ResidualPlan:
     """Reads a residual plan from its `text`, such as "gate=offload, up=offload" or "0-11: recompute; 12-31: keep", for
-    a model of `num_layers` layers that have these residuals (intermediate values that the backward reads).
+    a model of `num_layers` layers that have these residuals (intermediate values that the backward reads). The module's
+    docstring describes the text; layers are counted from 0, and a range includes its last layer.
 
     Raises:
       ValueError: an unknown word, residual or placement; a layer that is named twice, not at all, or does not exist;

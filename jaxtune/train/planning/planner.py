@@ -30,7 +30,9 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class Planner:
-    """Chooses the plan of a run on a device, and a smaller one if the first was too large.
+    """Chooses the plan of a run on a device, and a smaller one if the first was too large. A run has one, with which
+    its Engine compiles. In a run of several processes all must make it, and call `replan`, at the same time, because
+    the first one decides for all.
 
     Args:
       model: what trains.
@@ -101,8 +103,8 @@ class Planner:
         return lines if self._note is None else [self._note, *lines]
 
     def adopt(self, record: dict[str, Any]) -> None:
-        """Takes the plan in `record`, that of the checkpoint from which the run resumes, because a plan chosen anew
-        might differ and would then change results in the last bits.
+        """Takes the plan in `record` (StepPlan.to_record and the mesh's sizes), that of the checkpoint from which the
+        run resumes, because a plan chosen anew might differ and would then change results in the last bits.
 
         The plan is not taken if the config asks for another one, if its micro-batches do not divide the rows of a step,
         or if the mesh is another. Results on another mesh differ in any case, and its devices may have less memory,
@@ -138,8 +140,8 @@ class Planner:
     def replan(
         self, problem: str, need_bytes: float | None, print_line: Callable[[str], None], placed: bool = False
     ) -> None:
-        """Chooses another plan after the one in force failed; what the failure showed corrects the forecasts
-        (search.py).
+        """Chooses another plan after the one in force failed, and prints it; what the failure showed corrects the
+        forecasts (search.py), and is recorded for later runs. The caller has to compile the new plan.
 
         Args:
           problem: why it failed, for the line that is printed.

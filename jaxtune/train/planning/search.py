@@ -30,7 +30,8 @@ _EXCESS = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """A plan that was compiled or run and needed more device memory than there was."""
+    """A plan that was compiled or run, in this run or an earlier one, and needed more device memory than there was. The
+    next plan is chosen by what it shows of the forecasts."""
 
     plan: StepPlan
     peak_bytes: float  # as predicted
@@ -70,8 +71,9 @@ class Room:
 
 def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
     """The largest predicted peak, in bytes, that the next plan may have, if a step may take budget_bytes (None: no
-    limit). The failures `failed` lower it, because they show by how much forecasts are too low. None if there is
-    neither a failure nor a budget."""
+    limit). The failures `failed` lower it, because they show by how much forecasts are too low; if there are several,
+    it falls further by the factor by which they differ, at least 1.03. None if there is neither a failure nor a
+    budget."""
     if not failed:
         return budget_bytes
     ratios = [one.ratio for one in failed]
@@ -82,7 +84,8 @@ def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
 def next_plan(
     parts: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = (), resident: int = 0
 ) -> tuple[Forecast, bool]:
-    """The plan to compile next for a step of which the plans `failed` were too large.
+    """The plan to compile next for a step of which the plans `failed` were too large: after fewer than three failures
+    the fastest one within `goal`, if there is one, else the smallest.
 
     Args:
       parts: the step's costs.
@@ -95,6 +98,7 @@ def next_plan(
       (its forecast, whether it is the smallest plan there is)
     Raises:
       PlanError: no plan is left: the smallest one failed, or its forecast exceeds the allocator's memory.
+      ValueError: the host's memory is too small for the optimizer's states.
     """
     if len(failed) < _BEFORE_SMALLEST:
         try:

@@ -13,13 +13,14 @@ from jaxtune.pallas.formats import Stored, format_of
 
 
 def nbytes(tree) -> float:
-    """Bytes of the arrays of a tree, which may be abstract."""
+    """Bytes of all arrays of a tree, which may be abstract (jax.ShapeDtypeStruct), counted whole and not per device."""
     return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))
 
 
 def packed_slack(frozen) -> float:
     """Device bytes that the allocator loses on a model's quantised weights, because the 16-bit originals, which are
-    freed after encoding, leave gaps of other sizes. `frozen` is the nnx.State of the weights that do not train."""
+    freed after encoding, leave gaps of other sizes: a share of their bytes, fitted for each format and GPU. `frozen` is
+    the nnx.State of the weights that do not train; 0 if none is quantised. Divided weights count whole here."""
     stored = [leaf for leaf in jax.tree.leaves(frozen, is_leaf=_is_stored) if isinstance(leaf, Stored)]
     return sum(format_of(leaf).slack.of("xla", dispatch.device_kind() or "") * nbytes(leaf) for leaf in stored)
 

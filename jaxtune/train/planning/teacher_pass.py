@@ -32,7 +32,8 @@ _SHORTEST = 256  # tokens of the shortest rows that are proposed
 
 @dataclasses.dataclass(frozen=True)
 class TeacherPass:
-    """What a teacher's pass over the rows of a run depends on, from which its memory is planned.
+    """What a teacher's pass over the rows of a run depends on, from which its memory is planned. A run that stores a
+    teacher's values makes it before it loads the teacher (objectives/stored_teachers.py), and `pass_lines` for --plan.
 
     Attributes:
       config: the run's.
@@ -55,8 +56,8 @@ class TeacherPass:
 
     @property
     def own_config(self) -> TrainConfig:
-        """The config of the pass: the run's with its mesh, without QAT and a map of precisions, which are the
-        student's."""
+        """The config of the pass: the run's with the mesh of `shape`, without QAT, and with one precision, the compute
+        dtype, instead of a map of precisions: both are the student's alone."""
         mesh = MeshConfig(data=self.shape.copies, fsdp=self.shape.parts)
         return dataclasses.replace(self.config, qat=None, precision=self.config.computes_in, mesh=mesh)
 
@@ -73,7 +74,8 @@ class TeacherPass:
 
     @functools.cached_property
     def phase(self) -> Phase:
-        """The memory of the pass; its remedy names what would make a teacher fit that does not."""
+        """The memory of the pass, its weights, the student's and loading included, as a Phase named "teacher". Its
+        remedy names what would make a teacher fit that does not."""
         teacher = self.teacher()
         planner = self.planner(teacher)
         need, host = self._need(teacher, planner)
@@ -84,7 +86,7 @@ class TeacherPass:
 
     def warnings(self) -> list[str]:
         """A line for each memory in which the pass will not fit, of the device or the host, to be shown before the
-        teacher is loaded.
+        teacher is loaded; [] if it fits both.
 
         Raises:
           ConfigError: the teacher has to be loaded, and its weights and the student's alone are more than a device may
@@ -109,7 +111,9 @@ class TeacherPass:
 
     def _changes(self, teacher: Decoder, budget_bytes: float | None) -> Iterator[str]:
         """Changes of the config, as they are written on the command line, each of which alone lets the pass fit
-        `budget_bytes`; with None they are not checked. teacher: the one of the config."""
+        `budget_bytes`; with None they are not checked. They are the teacher in NF4, if it has to be loaded and is not
+        quantised yet, and the longest row of half, a quarter and so on of the tokens, down to 256. teacher: the one of
+        the config."""
 
         def fits(made: Callable[[], Decoder], length: int | None = None) -> bool:
             """Whether the pass of a teacher fits, over rows of this many tokens."""
@@ -129,7 +133,7 @@ class TeacherPass:
 
 def pass_lines(config: TrainConfig, shape: DecoderConfig, device: Device) -> list[str]:
     """The lines about the pass of the teacher in a plan that is made without weights and rows; [] for a config without
-    such a pass.
+    such a pass. Raises ConfigError if the teacher's config.json cannot be used.
 
     Args:
       config: the run's, with its mesh.

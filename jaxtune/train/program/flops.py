@@ -15,7 +15,8 @@ from jaxtune.train.data.batches import Batch
 
 
 def document_lengths(batch: Batch) -> np.ndarray:
-    """int[documents]: the number of tokens of each of the documents of `batch`, row by row, padding left out."""
+    """int[documents]: the number of tokens of each of the documents of `batch`, row by row, padding (segment 0) left
+    out; it waits for arrays on a device. `flop_counter` and the logged counts of a step need it."""
     return np.concatenate([np.bincount(row)[1:] for row in np.asarray(batch.segment_ids)])
 
 
@@ -73,7 +74,8 @@ def model_flops_per_step(
     adapter_params: int = 0,
     attention: float,
 ) -> float:
-    """FLOPs that the model needs for one optimizer step, without recomputation; the basis of model FLOP utilisation.
+    """FLOPs that the model needs for one optimizer step on all devices, without recomputation; the basis of model FLOP
+    utilisation.
 
     The count uses T tokens (without padding); N = matmul_params, the elements of every matrix that a token is
     multiplied by (with the head, without the embedding look-up, and of a mixture only the experts that a token visits);

@@ -72,8 +72,9 @@ class GradientSync:
 
     @staticmethod
     def buffers(tensors: Sequence[tuple[int, bool]], shape: MeshShape) -> list[Buffer]:
-        """The buffers in which a mesh of this shape adds gradients. tensors: for each of the trained ones (the numbers
-        of it that a device has, whether `fsdp` divides it)."""
+        """The buffers in which a mesh of this shape adds gradients: first those of whole tensors, then those of divided
+        ones, each kind in the tensors' order. A kind that is on one device along its axes has none. tensors: for each
+        of the trained ones (the numbers of it that a device has, whether `fsdp` divides it)."""
         names = tuple(axis.name for axis in partition.AXES)
         rest = tuple(name for name in names if name != partition.TENSORS)
         found: list[Buffer] = []
@@ -127,7 +128,8 @@ class GradientSync:
         the update in a function that `partition.divided` runs on each device.
 
         Args:
-          gradients: this device's, a tree in which those that `fsdp` divides are Shards of this device's parts.
+          gradients: this device's sums, a tree in which those that `fsdp` divides are Shards of this device's parts,
+            summed over `fsdp` already. The result has the same tree and dtypes.
           errors: those of the step before, [n] arrays of this device, as in `first_errors`; {} without error feedback.
           shape: of the mesh.
           unit: float32[], by which the mean gradient is multiplied in `gradients`.
@@ -172,7 +174,8 @@ def gradient_sync_of(mesh: MeshConfig | None) -> GradientSync | None:
 
 
 def as_saved(like, saved: Mapping):
-    """The shapes with which the state of a checkpoint is read.
+    """The shapes with which the state of a checkpoint is read, because its errors may have other shapes than this
+    run's; `fitted` then makes the state that was read fit the run.
 
     Args:
       like: the shapes, with shardings, of this run's TrainState; or {"trainable": weights}, which is returned as it is.
@@ -196,8 +199,8 @@ def as_saved(like, saved: Mapping):
 
 def fitted(state, like, note: Callable[[list[str]], object]):
     """A state that was read with the shapes of `as_saved`, with errors that this run can use. It is returned as it is
-    if neither has errors, or they are those of this mesh; otherwise this run's errors start from zero, or are left out
-    if it keeps none.
+    if neither has errors, they are those of this mesh, or it has weights alone (a dict); otherwise this run's errors
+    start from zero, or are left out if it keeps none.
 
     Args:
       state: the state that was read.

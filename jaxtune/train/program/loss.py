@@ -59,8 +59,8 @@ class AuxLosses:
         return tuple(dict.fromkeys(name for name, *_ in self.losses))
 
     def values(self, sums: Mapping[str, object]) -> jax.Array:
-        """float32[n]: the value of each of the n losses, in the order of `names`, not yet multiplied by its
-        coefficient. sums: {name in `made_of`: the sum over all layers, rows and devices}."""
+        """float32[n]: the value of each of the n losses, at least one, in the order of `names`, not yet multiplied by
+        its coefficient. sums: {name in `made_of`: the sum over all layers, rows and devices}."""
         return jnp.stack([loss.value(sums[name]) for name, loss, _ in self.losses])
 
     def added(self, values: jax.Array) -> jax.Array:
@@ -154,7 +154,9 @@ class Forward:
         self.aux: jax.Array | None = None
 
     def __call__(self, model: Decoder, batch: Batch) -> jax.Array:
-        """[rows, length, hidden]: the trained model's hidden states after its final norm, in the compute dtype."""
+        """[rows, length, hidden]: the hidden states of `batch` after the final norm of `model`, the trained one, in the
+        compute dtype. It counts the run in `runs` and adds the layers' own losses to `aux`. Further runs of a
+        micro-batch get other dropout masks and noise."""
         key, sums, noise = self._dropout_key, self._gradient_sums, self._noise
         if self.runs:  # a further run gets other dropout masks, and does not add to the sums, which would count twice
             key, sums = None if key is None else jax.random.fold_in(key, self.runs), None
@@ -320,8 +322,9 @@ class Forward:
             return loss, (entropies * weights).sum()
 
     def top_k(self, model: Decoder, hidden: jax.Array, k: int, temperature: float) -> tuple[jax.Array, jax.Array]:
-        """(token ids, log-probabilities), int32 and float32[rows, length, k]: the k most probable next tokens under the
-        head of `model`. hidden: [rows, length, hidden], as `frozen` returns them. temperature: divides the logits."""
+        """(token ids, log-probabilities in nats), int32 and float32[rows, length, k]: the k most probable next tokens
+        under the head of `model`, the most probable first, without gradient. They are what `top_k_divergence` takes.
+        hidden: [rows, length, hidden], as `frozen` returns them. temperature: divides the logits."""
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)
             return linear_top_k(
@@ -336,8 +339,8 @@ class Forward:
 
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
         """Returns what `function`, a loss of pallas/linear_cross_entropy, returns for hidden states, the weight of the
-        head of `model`, and the targets and weights of `batch`. The head's gradient is computed only if the head
-        trains."""
+        head of `model`, and the targets and weights of `batch`, with the model's scale and cap of logits. The head's
+        gradient is computed only if the head trains."""
         head = model.head_variable
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)

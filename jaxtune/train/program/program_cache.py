@@ -34,9 +34,10 @@ _XLA_CACHES = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
 
 
 def use_program_cache() -> None:
-    """Makes JAX cache compiled programs between runs, each verified before it runs: in the folder
-    JAX_COMPILATION_CACHE_DIR if that variable is set, else in the user's cache folder. Commands call it before they
-    compile."""
+    """Makes JAX cache compiled programs between runs, each verified before it runs: in the folder that JAX is
+    configured with or JAX_COMPILATION_CACHE_DIR names, else in ~/.cache/jaxtune/xla. Small programs are cached too, and
+    XLA's own caches are turned off, unless JAX's environment variables for these are set. Commands call it before they
+    compile; further calls change nothing."""
     if jax.config.jax_compilation_cache_dir is None:
         folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -53,7 +54,8 @@ def use_program_cache() -> None:
 
 
 def in_use() -> ProgramCache | None:
-    """The cache that use_program_cache set up; None if programs are not cached."""
+    """A ProgramCache over the folder in which JAX caches compiled programs, as use_program_cache set it; None if
+    programs are not cached. The record of plans that were too large is stored in it, too."""
     folder = jax.config.jax_compilation_cache_dir
     if folder is None or not jax.config.jax_enable_compilation_cache:
         return None
@@ -61,8 +63,8 @@ def in_use() -> ProgramCache | None:
 
 
 def _checked_cache(path: str) -> tuple[CacheInterface, str]:
-    """Returns (a ProgramCache in the folder `path`, `path`). It replaces JAX's function with this signature, which
-    makes a cache that trusts its files."""
+    """Returns (a ProgramCache in the folder `path`, `path`). use_program_cache puts it in place of JAX's function with
+    this signature, which makes a cache that trusts its files."""
     return ProgramCache(Path(path), jax.config.jax_compilation_cache_max_size), path
 
 
@@ -107,8 +109,9 @@ class ProgramCache(CacheInterface):
         return content
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores the bytes `value` under `key`, replacing earlier ones; nothing is stored if they alone exceed
-        max_bytes."""
+        """Stores the bytes `value` under `key`, replacing earlier ones, in a file that appears only when it is whole;
+        entries that were used least recently are removed to make room, and nothing is stored if these bytes alone
+        exceed max_bytes. Raises OSError if the file cannot be written."""
         entry = _entry(key, value)
         if self._make_room(len(entry)):
             atomic_write(self._file(key), entry, mode=0o600, durable=False)
@@ -148,8 +151,9 @@ def _entry(key: str, content: bytes) -> bytes:
 
 
 def _read(path: Path) -> tuple[bytes, str | None]:
-    """(the bytes of the file `path`, the reason why they must not be trusted or None): it is no plain file, or another
-    user's, or others may write it. It follows no link and does not block on a named pipe."""
+    """(the bytes of the file `path`, None), or (b"", the reason in words why it must not be trusted): it is no plain
+    file, or another user's, or others may write it. It follows no link and does not block on a named pipe. Raises
+    OSError if the file is missing, is a link or cannot be read."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

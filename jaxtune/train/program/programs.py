@@ -193,9 +193,9 @@ class Engine:
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
-        """Micro-batch `part` of `parts` of a step's batch, with its rows placed on the devices of the mesh. If the
-        batch is in lanes (equal parts, one for each device that computes on rows of its own), a micro-batch has equally
-        many rows of each."""
+        """Micro-batch `part` (from 0) of `parts` of a step's batch, with its rows placed on the devices of the mesh. If
+        the batch is in lanes (equal parts, one for each device that computes on rows of its own), a micro-batch has
+        equally many rows of each."""
         size, lanes = batch.tokens.shape[0] // parts, self.batches.lanes if parts > 1 else 1
 
         def rows(array: np.ndarray) -> np.ndarray:
@@ -475,8 +475,8 @@ class Engine:
         shown: Callable[[int, int], None] = lambda done, count: None,
         between: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Metrics of `batches` with the prefix "eval_": the mean loss, the count that it is the mean over, and what the
-        objective computes from its sums.
+        """Metrics of `batches`, on the host, with the prefix "eval_": "loss", a mean; objective.unit, such as
+        "targets", the count that it is the mean over; and what the objective computes from its sums.
 
         Args:
           evaluate: the program of one batch, from compile_evaluate.

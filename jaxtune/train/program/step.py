@@ -126,6 +126,7 @@ class StepProgram:
 
     @property
     def _shape(self) -> partition.MeshShape:
+        """The numbers of devices along the axes of the mesh; AssertionError without a mesh."""
         assert self.mesh is not None
         return partition.MeshShape.of(self.mesh)
 
@@ -195,7 +196,7 @@ class StepProgram:
         return dataclasses.replace(sums, gradients=partition.divide_like(self._marked(trainable), sums.gradients))
 
     def _marked(self, trainable):
-        """Marks which of the trained tensors are divided over devices, with the format of their gradients."""
+        """Returns `trainable` with each divided tensor as a partition.Shard, which has the format of its gradient."""
         return partition.divide(trainable, self.mesh, None if self.sync is None else self.sync.format)
 
     def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
@@ -304,8 +305,8 @@ class StepProgram:
         return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
 
     def total(self, sums: Sums, state: TrainState) -> tuple[Sums, dict[str, list[jax.Array]]]:
-        """Adds the sums of all devices, with which the update begins: (the same fields without the leading axis of
-        devices, the errors that a quantised sync leaves for the next step). It runs under jit, on the mesh."""
+        """Adds the sums of all devices, as the update begins, under jit: (the same fields without the leading axis of
+        devices, the errors that a quantised sync leaves for the next step, else {}). state: has those of the last."""
         if self.devices == 1:
             return sums, {}
         sums = self._divided(sums, state.trainable)
@@ -340,8 +341,8 @@ class StepProgram:
         Returns:
           (state, zeroed sums, metrics). The metrics are loss (the mean, without the layers' own losses), aux
             ({name: such a loss before its coefficient}, if any is added), own (the objective's metrics), grad_norm
-            (before clipping), learning_rate, count, finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms
-            float32[n], one for each trainable tensor.
+            (before clipping), learning_rate (if `schedule` is known), count, finite (bool; False: weights and optimizer
+            states stay), skipped, skipped_in_row, loss_scale, and grad_norms float32[n], one for each trainable tensor.
         """
         with jax.named_scope("optimizer"):
             given, (sums, errors) = sums, self.total(sums, state)
@@ -424,9 +425,9 @@ class StepProgram:
         }
 
     def _next(self, state: TrainState, trainable, opt_state, finite: jax.Array) -> TrainState:
-        """The state after a step from `state`, with the counts and the loss scale updated. trainable, opt_state: the
-        weights and optimizer states that it has: the new ones if the step is `finite`, else the old ones; the step then
-        counts as skipped."""
+        """The state after a step from `state`, with the counts and the loss scale updated; the caller sets sync_errors.
+        trainable, opt_state: the weights and optimizer states that it has: the new ones if the step is `finite`, else
+        the old ones; the step then counts as skipped."""
         skip = (~finite).astype(jnp.int32)
         loss_scale, good_steps = state.loss_scale, state.good_steps
         if self.scale_loss:

@@ -21,7 +21,8 @@ _STACKED_ELEMENTS = 1 << 20
 
 
 def of_each(reduce, tensors: list[jax.Array]) -> jax.Array:
-    """[n]: `reduce` of each tensor, in order; reduce maps [k, ...] to [k].
+    """[n]: `reduce` of each of the n tensors, at least one, in order; reduce maps a stack of k tensors, [k, ...], to a
+    number for each, [k].
 
     Small tensors of one shape are reduced as one stack. There are hundreds of adapter matrices, and on a GPU two
     launches for each would be most of the optimizer's time.
@@ -35,8 +36,8 @@ def of_each(reduce, tensors: list[jax.Array]) -> jax.Array:
 
 
 def trainable_names(trainable) -> list[str]:
-    """Dotted names, such as "head.weight", of the tensors of `trainable`, an nnx.State, in the order of
-    metrics["grad_norms"]."""
+    """Dotted names, such as "head.weight", of the tensors of `trainable`, an nnx.State, in the order of jax.tree.leaves
+    and so of metrics["grad_norms"], for metrics and checkpoints."""
     paths = jax.tree_util.tree_flatten_with_path(trainable)[0]
     return [
         ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path if _names_a_place(k)) for path, _ in paths

@@ -54,9 +54,9 @@ class TrainedModel:
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
-        """Sets the attributes that describe `model`, which the caller gave or whose weights have been loaded; raises
-        ValueError if the model's dtype cannot hold the weights that QAT rounds, or the model does not
-        follow the config's precision map."""
+        """Sets the attributes that describe `model`, which the caller gave or whose weights have been loaded, when the
+        object is made and in `take_weights`. Raises ValueError if the model's dtype cannot hold the weights that QAT
+        rounds, or the model does not follow the config's precision map."""
         config = self._config
         if config.components:
             model = copy_structure(model)
@@ -131,7 +131,8 @@ class TrainedModel:
         return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
 
     def placed_frozen(self, engine: Engine) -> Any:
-        """The frozen weights on the mesh of `engine`, whole or divided over devices as its plan in force says.
+        """The frozen weights on the mesh of `engine`, whole or divided over devices as its plan in force says. Raises
+        ValueError if processes have loaded different base models.
 
         If the caller does not keep the model, each array is freed before the next one is moved, so that a device never
         has all whole arrays beside its shares of them. All processes start this at the same time, because gathering is
@@ -194,8 +195,8 @@ class TrainedModel:
         return state, engine.first_sums(state), frozen
 
     def free_given(self) -> None:
-        """Frees the memory of the given model's trained tensors, once the run has copied them, unless the caller keeps
-        them."""
+        """Frees the memory of the given model's trained tensors (`release`), once the run has copied them or before a
+        checkpoint's take their place, unless the caller keeps them."""
         if not self.keeps_model:
             self.release()
 
@@ -216,8 +217,8 @@ class TrainedModel:
     # ---- the result
 
     def finished(self, trainable: Any) -> Decoder:
-        """The given model with `trainable`, the trained tensors of a TrainState, each in the dtype in which it was
-        given.
+        """A new model, without a teacher: the given one with `trainable`, the trained tensors of a TrainState, each in
+        the dtype in which it was given. It shares the frozen arrays.
 
         Its arrays are on the mesh's devices; in a run of several processes, each process that has all of it gets it on
         one device. After QAT, a model with adapters still rounds its weights whenever it computes, and merge_adapter
