@@ -107,7 +107,8 @@ def values_of_rows(
 ) -> Iterator[tuple[np.ndarray, Any]]:
     """Runs a program over all packed rows in order, one batch after another, while the devices compute the next batch.
     Yields, for each batch, (numbers of its rows int[n], the program's result as numpy arrays); the result's first
-    dimension may be longer than n, because the last batch is filled up.
+    dimension may be longer than n, because the last batch is filled up. In a run of several processes, all of them must
+    consume it to the end together.
 
     Args:
       engine: places the batches on the devices.
@@ -207,11 +208,13 @@ def _disagreement(objective: Referenced, line: Mapping[str, float]) -> str | Non
     agree.
 
     Two programs that compute the same numbers in 16 bits differ by about a hundredth of a nat a token, in any
-    direction; log-probabilities of other weights or rows differ by several hundredths of themselves at least.
+    direction; log-probabilities of other weights or rows differ by several hundredths of themselves at least. So the
+    mean log-ratio of chosen or rejected answers may be 0.25 nats plus a hundredth of their mean log-probability.
 
     Args:
-      objective: its beta divides the metrics of rewards; with DPO's sigmoid loss, the loss is checked too.
-      line: {name: value} of the metrics.
+      objective: its beta divides the metrics of rewards; with DPO's sigmoid loss, the loss, which should be ln 2, is
+        checked too.
+      line: {name: value} of the metrics: rewards/chosen, rewards/rejected, logps/chosen, logps/rejected and loss.
     """
     slack = {}
     for side in ("chosen", "rejected"):
