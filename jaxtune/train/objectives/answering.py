@@ -122,7 +122,8 @@ class Sampling:
         )
 
     def without_end(self, ids: Sequence[int]) -> list[int]:
-        """`ids`, the token ids of an answer, as a list, without the last one if it is a token that ends an answer."""
+        """`ids`, the token ids of an answer, as a list, without the last one if it is a token that ends an answer, to
+        be decoded or parsed."""
         return list(ids[:-1] if ids and ids[-1] in self.ends else ids)
 
 
@@ -255,8 +256,8 @@ class ToolTurns:
     """Parses the calls in the tokens that the model wrote, and makes tokens of what tools returned, in the model's
     format."""
     encode: Callable[[Sequence[Message], Mapping[str, object]], tuple[int, ...]]
-    """Maps (messages, a row's columns) to the token ids of the prompt, which includes the schemas of the row's
-    tools."""
+    """Maps (messages, a row's columns) to the token ids of the prompt, which includes the schemas of the row's tools.
+    It serves prompts to which an environment added text."""
     length: int
     """The most tokens of a prompt with its answer."""
     most_iterations: int | None = None

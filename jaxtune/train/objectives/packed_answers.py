@@ -117,13 +117,13 @@ class Answer:
 
     @property
     def mask(self) -> np.ndarray:
-        """bool[tokens], with an entry for each of `ids`: True where the token is trained on, because the model sampled
-        it. It is `sampled`, or all True if that is None."""
+        """bool[tokens], with an entry for each of `ids`: True where the token is trained on: the model sampled it, or
+        it is a trained token of the data set's own answer. It is `sampled`, or all True if that is None."""
         return np.ones(len(self.ids), bool) if self.sampled is None else np.asarray(self.sampled, bool)
 
     @property
     def length(self) -> int:
-        """The number of tokens of the answer that the model sampled."""
+        """The number of tokens of the answer that are trained on; of a sampled one, those that the model sampled."""
         return int(self.mask.sum())
 
     def to_json(self) -> dict[str, Json]:

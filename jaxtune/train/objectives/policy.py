@@ -132,8 +132,8 @@ class GRPO:
 
     @property
     def reuses(self) -> bool:
-        """True: answers are trained on in several steps, so the weights change after they were sampled, and batches
-        need the log-probabilities of the model that sampled. False: each generation is used in one step."""
+        """True: a generation of answers is used in several steps, so the weights change after it was sampled, and
+        batches need the log-probabilities of the model that sampled. False: each generation is used in one step."""
         return self.settings.steps > 1
 
     @property

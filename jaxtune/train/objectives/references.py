@@ -44,10 +44,10 @@ def fill_reference(
     frozen: nnx.State,
     say: Callable[[str], None],
 ) -> None:
-    """Fills `rows.reference` in place if it is not computed yet (NaN): from a file beside the token cache, or by a pass
-    of the reference over the rows, whose result is then stored in such a file. If it cannot be stored, a line says so
-    and the run continues. In a run of several processes all of them call this; unless each can read the file, all take
-    part in the pass, and the first process stores the result.
+    """Fills `rows.reference` in place if it is an array that is not computed yet (NaN): from a file beside the token
+    cache, or by a pass of the reference over the rows, whose result is then stored in such a file. If it cannot be
+    stored, a line says so and the run continues. In a run of several processes all of them call this; unless each can
+    read the file, all take part in the pass, and the first process stores the result.
 
     Args:
       rows: the packed pairs.
@@ -175,7 +175,8 @@ def first_check(
     reference's log-probabilities are not those of the model before training, as those of other weights or rows.
 
     The function checks nothing where model and reference may rightly differ: if the data set brought log-probabilities
-    of its own, if the adapter has trained before, with noise on the embeddings (NEFTune), and with QAT's rounding.
+    of its own, if the adapter has trained before, with noise on the embeddings (NEFTune), and with QAT's rounding from
+    the first step on.
 
     Args:
       objective: the objective of the run; only `preference.Referenced` ones have a reference to check.

@@ -30,6 +30,7 @@ from jaxtune.train.config import ConfigError
 from jaxtune.train.objectives.user_functions import EventLoop, arguments, in_words, is_async, load_from_file
 
 logger = logging.getLogger(__name__)
+# A reward function, with the signature that the module's docstring describes.
 type RewardFunction = Callable[..., Any]
 # A message of a conversation: its role, its content, and what else chat templates read.
 type Message = dict[str, Any]

@@ -39,7 +39,7 @@ _SEED_BITS = 0x7FFFFFFF
 class RolloutModel:
     """What a rollout function samples with: the model that is trained, with the run's sampling options. `encode` makes
     token ids of a prompt, `generate` samples their continuations, and `decode` makes text of them. RolloutFunction
-    makes one for each generation, with a sampler whose caches take the free device memory.
+    makes one for each generation, with a sampler of its own.
 
     Args:
       model: the model.
