@@ -124,7 +124,7 @@ class Distill(SFT):
     all."""
 
     drawing: Drawing = dataclasses.field(default_factory=Drawing)
-    """How answers are sampled."""
+    """How answers are sampled, if on_policy is above 0."""
 
     teacher_top_k: int | None = None
     """The number of log-probabilities of the teacher that are stored for each trained token before the run, in which

@@ -386,7 +386,14 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray
 
 def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
     """The log-probabilities of the targets (next tokens) of a batch under the reference, which is `model` with its
-    adapter off: float32[rows, length], a numpy array, 0 where the weight is 0. temperature: divides the logits."""
+    adapter off: float32[rows, length], a numpy array, 0 where the weight is 0. With the temperature bound, RLOO's batch
+    source gets the divergence of answers from it (`rollouts.Score`).
+
+    Args:
+      temperature: divides the logits.
+      model: the model that trains, with its adapter.
+      batch: packed rows, numpy arrays.
+    """
     return log_probs_of(temperature, without_adapter(model), batch)
 
 
