@@ -83,7 +83,7 @@ class Drawing:
     repetition_penalty: float = 1.0
     """The penalty on tokens that the prompt or the answer already has: above 1 they become less probable; 1 is none."""
     slots: int = 64
-    """The most answers that are sampled at a time; they are fewer if memory has no room for so many."""
+    """The most answers that are sampled at a time; fewer are sampled if there is too little memory."""
     temperature: float | None = None
     """The logits are divided by it when answers are sampled. None: by the temperature of the loss."""
 

@@ -74,7 +74,7 @@ class Settings:
     them."""
 
     slots: int = 64
-    """The most answers that a device samples at a time; they are fewer if memory has no room for so many."""
+    """The most answers that a device samples at a time; fewer are sampled if there is too little memory."""
 
     def __post_init__(self) -> None:
         for name in ("max_completion_length", "num_iterations", "steps_per_generation", "slots"):

@@ -108,7 +108,7 @@ def values_of_rows(
     """Runs a program over all packed rows in order, one batch after another, while the devices compute the next batch.
     Yields, for each batch, (numbers of its rows int[n], the program's result as numpy arrays); the result's first
     dimension may be longer than n, because the last batch is filled up. In a run of several processes, all of them must
-    consume it to the end together.
+    consume it to the end.
 
     Args:
       engine: places the batches on the devices.

@@ -185,8 +185,8 @@ class RewardFunctions:
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
         """Calls all functions with the answers: float32[answers, functions], NaN where a function does not apply. Async
-        functions run at the same time, in an event loop; the others run one after another, each in a thread, which goes
-        on if its call times out.
+        functions run at the same time, in an event loop; the others run one after another, each in a thread, which a
+        timeout does not stop.
 
         Raises:
           RewardError: a function failed (errors = "stop"), took too long, or returned no list of numbers.

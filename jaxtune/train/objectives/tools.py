@@ -224,7 +224,7 @@ class Tools:
 
     async def _called(self, call: Call, tool: Callable | None) -> tuple[str, bool]:
         """Calls one tool: (what it answered as text, whether the call failed). An async tool runs in the event loop,
-        any other in a new thread, which goes on after a timeout. An unknown tool, an exception and a timeout are
+        any other in a new thread, which a timeout does not stop. An unknown tool, an exception and a timeout are
         failures, and the text is then "{'error': ...}", which the model reads as the tool's answer.
 
         Args:
