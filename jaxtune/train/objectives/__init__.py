@@ -8,5 +8,6 @@ reference model before training. `policy.py` has GRPO and RLOO, with the losses 
 `reward_functions.py` and the metrics of `answer_report.py`. `answering.py` samples their answers, which may call
 `tools.py` in the form of `tool_formats.py`, or come from a function of the user's (`rollout_function.py`);
 `user_functions.py` loads and calls such functions. `distillation.py` has distillation, `teachers.py` the model that it
-learns from, and `own_samples.py` its batch source. `named.py` makes the objective that a config names.
+learns from, `stored_teachers.py` that model's log-probabilities if they are stored before the run, and `own_samples.py`
+its batch source. `named.py` makes the objective that a config names.
 """

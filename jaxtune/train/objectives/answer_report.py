@@ -1,4 +1,5 @@
-"""What a run that learns from rewards says about a generation of answers: metrics, a sample, and warnings."""
+"""What a run that learns from rewards says about a generation of answers (those that are sampled at once): metrics for
+the log, a sample and warnings for the screen. `rollouts.SampledAnswers` calls it."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ _CUT_OFF, _EQUAL = 0.5, 0.8  # shares of answers cut off, and of groups with equ
 def measured(
     answers: Sequence[Answer], table: np.ndarray, rewards: RewardFunctions, settings: Settings
 ) -> dict[str, float]:
-    """The metrics of a generation (the answers that are sampled at once), {TRL's name: value}: rewards and their
-    spread, lengths, and the share of answers that were cut off. Lengths count the tokens that were sampled.
+    """The metrics of a generation (the answers that are sampled at once), {TRL's name: value}: the mean and the
+    standard deviation of the weighted sums of rewards ("reward", "reward_std") and of the rewards of each function
+    ("rewards/NAME/mean", "/std"), of those that are not missing, 0 where there are none or too few; the share of groups
+    in which all rewards are equal or missing ("frac_reward_zero_std"); and the mean, smallest and largest length and
+    the share of answers that were cut off ("completions/..."). Lengths count the tokens that were sampled.
 
     Args:
       answers: the answers, those to the same prompt one after another.
@@ -51,7 +55,7 @@ def screen_lines(
 ) -> list[str]:
     """Lines for the screen about a generation of answers: the one with the largest reward, and warnings if more than
     half are cut off, or if in more than 80% of groups (the answers to one prompt) all rewards are equal, which teaches
-    nothing.
+    nothing. A run shows them in every tenth generation.
 
     Args:
       sampled: the prompts and answers as reward functions got them.
@@ -83,8 +87,9 @@ def screen_lines(
 
 
 def _equal_groups(total: np.ndarray) -> np.ndarray:
-    """bool[groups]: True where the rewards of a group (the answers to one prompt) are equal, or where all are missing,
-    so that no answer has an advantage. total: float32[groups, answers], NaN where a reward is missing."""
+    """bool[groups]: True where the rewards of a group (the answers to one prompt) are equal (to 1e-8), or where all are
+    missing or only one is not, so that these give no answer an advantage. total: float32[groups, answers], the weighted
+    sums of rewards, NaN where all of an answer's are missing."""
     low, high = np.where(np.isnan(total), np.inf, total).min(1), np.where(np.isnan(total), -np.inf, total).max(1)
     return ~(high - low > 1e-8)
 

@@ -33,7 +33,8 @@ class Given:
     ids: list[int] = dataclasses.field(default_factory=list)
     """The token ids of the answer so far, those of the texts that tools returned included."""
     logps: list[float] = dataclasses.field(default_factory=list)
-    """For each token of `ids` its log-probability when it was sampled; 0 for tokens that tools returned."""
+    """For each token of `ids` its log-probability when it was sampled, at the sampling temperature; 0 for tokens that
+    tools returned."""
     sampled: list[bool] | None = None
     """For each token of `ids`: True if the model sampled it, False if a tool returned it. None: all were sampled."""
     finish_reason: str = "stop"
@@ -59,20 +60,22 @@ class Sampling:
     decode: Callable[[Sequence[int]], str]
     """Decodes token ids to text, without special tokens."""
     most_slots: int | None = None
-    """The most answers that the plan of memory has room for at a time; None if it is not known."""
+    """The most answers that the plan of memory has room for at a time on a device; None if it is not known.
+    `SampledAnswers.limit_slots` sets it once the run is planned."""
 
     @property
     def slots(self) -> int:
-        """The most answers that are sampled at a time: the number in the settings, or that of the plan of memory if it
-        is smaller."""
+        """The most answers that a device samples at a time: the number in the settings, or that of the plan of memory
+        if it is smaller."""
         return min(self.settings.slots, self.most_slots or self.settings.slots)
 
     def sampler(
         self, model: Decoder, prompts: Sequence[Sequence[int]], alone: bool = False
     ) -> Sampler | DividedSampler:
-        """Makes a sampler for answers to `prompts`. It samples as many answers at a time (slots) as there is free
-        memory for, but at most `self.slots` and one for each prompt. Its rows have room for the longest prompt and
-        max_completion_length tokens. If several devices have copies of the weights, they share the answers.
+        """Makes a sampler for answers to `prompts`. Each device samples as many answers at a time (slots) as there is
+        free memory for, but at most `self.slots` and no more than its share of the prompts. Rows have room for the
+        longest prompt and max_completion_length tokens. If several devices have copies of the weights, they share the
+        answers (DividedSampler); the caller uses both kinds of sampler alike.
 
         Args:
           model: the model to sample from.
@@ -94,7 +97,7 @@ class Sampling:
 
     def submit(self, sampler: Sampler | DividedSampler, ids: Sequence[int], new: int, seed: int, index: int = 0) -> int:
         """Submits a prompt to a sampler with the run's options, and returns the number of the request, with which the
-        sampler labels the tokens that it returns for it.
+        sampler labels the tokens that it returns for it. Their log-probabilities are those at the sampling temperature.
 
         Args:
           sampler: the sampler, as the method `sampler` made it.
@@ -119,7 +122,8 @@ class Sampling:
         )
 
     def without_end(self, ids: Sequence[int]) -> list[int]:
-        """`ids`, the token ids of an answer, as a list, without the last one if it is a token that ends an answer."""
+        """`ids`, the token ids of an answer, as a list, without the last one if it is a token that ends an answer, to
+        be decoded or parsed."""
         return list(ids[:-1] if ids and ids[-1] in self.ends else ids)
 
 
@@ -252,8 +256,8 @@ class ToolTurns:
     """Parses the calls in the tokens that the model wrote, and makes tokens of what tools returned, in the model's
     format."""
     encode: Callable[[Sequence[Message], Mapping[str, object]], tuple[int, ...]]
-    """Maps (messages, a row's columns) to the token ids of the prompt, which includes the schemas of the row's
-    tools."""
+    """Maps (messages, a row's columns) to the token ids of the prompt, which includes the schemas of the row's tools.
+    It serves prompts to which an environment added text."""
     length: int
     """The most tokens of a prompt with its answer."""
     most_iterations: int | None = None
@@ -275,8 +279,10 @@ class ToolTurns:
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[Given], dict[str, float]]:
         """Samples one answer with calls of tools to each prompt: (the answers in the order of the prompts,
-        {"tools/call_frequency": calls per answer, "tools/failure_frequency": the share of calls that failed}). The
-        next turn of an answer begins as soon as its tools have answered, without waiting for other answers.
+        {"tools/call_frequency": calls per answer, "tools/failure_frequency": the share of calls that failed, 0 without
+        calls}). An answer's `completion` is the list of its messages, and its `columns` have its environment, if the
+        run has environments. The next turn of an answer begins as soon as its tools have answered, without waiting for
+        other answers.
 
         Args:
           model: the model to sample from.
@@ -347,9 +353,9 @@ class ToolTurns:
         return found
 
     def _submitted(self, sampler: Sampler | DividedSampler, one: _Dialogue) -> int:
-        """Submits the next turn of the answer `one` to `sampler`, and returns the number of the request. The request's
-        prompt is the prompt with all tokens of the answer so far, and its most tokens are those that
-        max_completion_length leaves."""
+        """Submits the next turn of the answer `one` to `sampler`, and returns the number of the request. `one.began` is
+        set to where the turn begins. The request's prompt is the prompt with all tokens of the answer so far, and its
+        most tokens are those that max_completion_length leaves."""
         given, most = one.given, self.sampling.settings.max_completion_length
         one.began = len(given.ids)
         ids = [*given.prompt_ids, *given.ids]
@@ -357,8 +363,9 @@ class ToolTurns:
 
     def _called(self, loop: EventLoop, one: _Dialogue) -> Future[Answered] | None:
         """Ends a turn of the answer `one`: parses it, adds its message, and starts the calls of tools in it in the
-        event loop `loop`. Returns the future of what the tools return. It returns None if the answer is complete: the
-        turn calls no tool, the answer has had most_iterations turns with calls, or it has reached the most tokens."""
+        event loop `loop`. Returns the future of what the tools return. It returns None if the answer is complete, in
+        which case calls in the turn are not made: the turn calls no tool, the answer has had most_iterations turns with
+        calls, or it has reached the most tokens."""
         turn = self.sampling.without_end(one.given.ids[one.began :])
         message, calls = self.format.parsed(turn, self.tools.parameters(one.columns))
         one.messages.append(message)

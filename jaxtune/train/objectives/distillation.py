@@ -81,9 +81,9 @@ class Drawing:
     min_p: float = 0.0
     """Only tokens whose probability is at least min_p times the highest one can be sampled; 0 is all."""
     repetition_penalty: float = 1.0
-    """The penalty on tokens that the prompt or the answer already has; 1 is none."""
+    """The penalty on tokens that the prompt or the answer already has: above 1 they become less probable; 1 is none."""
     slots: int = 64
-    """The most answers that are sampled at a time."""
+    """The most answers that are sampled at a time; fewer are sampled if there is too little memory."""
     temperature: float | None = None
     """The logits are divided by it when answers are sampled. None: by the temperature of the loss."""
 
@@ -124,17 +124,18 @@ class Distill(SFT):
     all."""
 
     drawing: Drawing = dataclasses.field(default_factory=Drawing)
-    """How answers are sampled."""
+    """How answers are sampled, if on_policy is above 0."""
 
     teacher_top_k: int | None = None
     """The number of log-probabilities of the teacher that are stored for each trained token before the run, in which
     the teacher is not in memory then; None: the teacher runs beside the student."""
 
     teacher_logprobs: str | None = None
-    """The file with a teacher's log-probabilities, which take the place of a teacher; None: there is none."""
+    """The file, written by another program, with a teacher's log-probabilities, which take the place of a teacher
+    (data/teacher_files.py has the format); None: there is none."""
 
-    name: ClassVar[str] = "distill"
-    sums: ClassVar[tuple[str, ...]] = ("entropy",)
+    name: ClassVar[str] = "distill"  # by which objective.name selects it
+    sums: ClassVar[tuple[str, ...]] = ("entropy",)  # names of the sums of `loss` for metrics
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.beta <= 1.0:
@@ -180,7 +181,8 @@ class Distill(SFT):
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError if the model has no teacher attached, and the model with its adapter off cannot be the
-        teacher: because `teacher` names another one, the model has no adapter, or its base is trained too."""
+        teacher: because `teacher` names another one, the model has no adapter, or its base is trained too. With an
+        attached teacher or stored log-probabilities, any model is accepted."""
         if model.teacher is not None or self.offline:
             return
         if self.teacher not in (None, BASE):

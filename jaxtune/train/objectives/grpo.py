@@ -33,8 +33,8 @@ def total_rewards(rewards: np.ndarray, weights: np.ndarray | None = None) -> np.
     reward.
 
     Args:
-      rewards: float[answers, functions], the reward of each answer by each function; NaN where a function does not
-        apply.
+      rewards: float[answers, functions], the reward of each answer by each function; NaN, which adds nothing, where a
+        function does not apply.
       weights: float[functions], the factor of each function; None: all 1.
     """
     rewards = np.asarray(rewards, np.float32)
@@ -286,8 +286,8 @@ class PolicyLoss:
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """A batch of sampled answers, as arrays that the losses take. They are float32[answers, tokens] unless another
-    shape is given; an answer's tokens come first, then padding."""
+    """A batch of sampled answers, as arrays that the losses take; GRPO.loss makes one of each micro-batch. They are
+    float32[answers, tokens] unless another shape is given; an answer's tokens come first, then padding."""
 
     logps: jax.Array
     """The tokens' log-probabilities under the model that is trained. Gradients are taken through them."""
@@ -359,7 +359,8 @@ def metric_names(options: PolicyLoss) -> tuple[str, ...]:
 
 def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """GRPO's loss of a batch of answers as sums: (sum of the losses, the count that divides it, {metric: sum}), float32
-    scalars, so that several batches can be added up. `options` choose the variant of the loss.
+    scalars, so that several batches can be added up. `options` choose the variant of the loss. Gradients are taken of
+    the first; the metrics, named by `metric_names`, pass none.
 
     The loss of several batches is the total of the first divided by the total of the second; `means_of` makes metrics
     of the totals. The count is the number of answers with the loss types "grpo" and "sapo", the number of answers times
@@ -451,7 +452,7 @@ def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax
 
 def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The policy's clipped losses, and which ratios were clipped: (losses, {metric: True where clipped}), each
-    [answers, tokens or 1]. Padding is not masked here.
+    [answers, tokens or 1]; with "sapo" there are no metrics. Padding is not masked here.
 
     Args:
       logps: float32[answers, tokens], log-probabilities under the model that is trained.
@@ -474,8 +475,8 @@ def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.A
 
 
 def _of_high_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
-    """float32[answers, tokens]: 1 at the tokens with the largest entropies of the batch, which are those that count
-    with the option top_entropy_quantile, else 0.
+    """float32[answers, tokens], without gradient: 1 at the tokens with the largest entropies of the batch, which are
+    those that count with the option top_entropy_quantile, else 0.
 
     Args:
       entropies: float32[answers, tokens].

@@ -34,8 +34,10 @@ class KTO(Referenced):
     """The objective of Kahneman-Tversky optimisation (arXiv 2402.01306, equations 7 and 8): rows have a single answer,
     which is labelled as desirable or undesirable. The loss moves the answer's log-ratio, log p(answer) - log
     p_ref(answer) under a reference model, above or below the KL divergence between model and reference. The divergence
-    is estimated as in TRL: the mean over a micro-batch, at least 0. beta: the larger it is, the less the model moves
-    away from the reference."""
+    kl is estimated as in TRL: the mean log-ratio of a micro-batch's mismatched answers, at least 0, without gradient.
+    The loss of a desirable answer is desirable_weight sigmoid(beta (kl - log-ratio)), that of an undesirable one
+    undesirable_weight sigmoid(beta (log-ratio - kl)); its reward, in metrics, is beta times its log-ratio. beta: the
+    larger it is, the less the model moves away from the reference."""
 
     desirable_weight: float = 1.0
     """The factor of the losses of desirable answers."""
@@ -55,15 +57,17 @@ class KTO(Referenced):
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
         """Reads and tokenises labelled rows into pairs of documents: each row's own answer, and after the same prompt
-        the answer of the row before, which is mismatched. With precompute_ref_log_probs the data set has an array for
-        the reference's log-probabilities, NaN until the Trainer fills it. Raises ValueError if the rows cannot be
-        trained on, and ConfigError for options of `data` that pairs cannot have.
+        the answer of the row before, which is mismatched. The labels are 1 for desirable answers, 0 for others. With
+        precompute_ref_log_probs the data set has an array for the reference's log-probabilities, NaN until the Trainer
+        fills it. Raises ValueError if the rows cannot be trained on, and ConfigError for options of `data` that pairs
+        cannot have.
 
         Args:
-          rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
+          rows: a path, a data set's name or a list of dicts; a PairDataset, which has mismatched answers already, is
+            checked and returned.
           tokenizer: a fast Hugging Face tokenizer.
           data: the options of reading, templates and packing.
-          vocab_size: the model's; larger token ids are refused.
+          vocab_size: the size of the model's vocabulary; token ids that are not below it are refused.
           max_rows: the most rows to read; None reads all.
         """
         given = isinstance(rows, PairDataset)
@@ -134,9 +138,9 @@ def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
     need it to get TRL's numbers.
 
     Rows are taken in groups of `size` consecutive rows. A row gets the answer of the row before it in its group, and
-    the first row of a group that of the last one. Rows of which truncation to `rows.length` tokens leaves no token of
-    the answer are left out first. The result is a new data set, whose reference log-probabilities are not computed yet
-    (NaN).
+    the first row of a group that of the last one; the last group may be smaller. Rows of which truncation to
+    `rows.length` tokens leaves no token of the answer are left out first. The result is a new data set, whose reference
+    log-probabilities are not computed yet (NaN).
 
     Args:
       rows: a data set that KTO.prepare made.
@@ -157,9 +161,12 @@ def _mismatched(own: list[Document], size: int, source: Documents, places: np.nd
 
     Args:
       own: n documents, each a prompt and its answer.
-      size: the number of documents in a group; the first one of a group gets the answer of the last one.
+      size: the number of documents in a group; the first one of a group gets the answer of the last one, and the last
+        group may be smaller.
       source: the set that the documents `own` come from.
       places: int[2 n], for each document of the result the index in `source` of the one whose file and line it gets.
+    Returns:
+      2 n documents: each of `own`, followed by its prompt with the other answer. The masks go with the tokens.
     """
     begins = [int(np.argmax(document.mask)) for document in own]
     made = []

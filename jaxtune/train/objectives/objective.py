@@ -17,9 +17,9 @@ from jaxtune.train.program.loss import Forward
 
 class Objective(Protocol):
     """What a model is trained for. `prepare` makes a data set of rows, `check` refuses a model that the objective
-    cannot train, `loss` computes the loss of a micro-batch as sums, and `metrics` makes metrics of the sums.
-    Implementations are frozen, hashable values, such as frozen dataclasses, because compiled programs depend on them;
-    sft.py has the smallest one."""
+    cannot train, `loss` computes the loss of a micro-batch as sums, and `metrics` makes metrics of the sums. A Trainer
+    is given one, or makes the one that its config names (`named.objective_of`). Implementations are frozen, hashable
+    values, such as frozen dataclasses, because compiled programs depend on them; sft.py has the smallest one."""
 
     unit: ClassVar[str]
     """What the count that `loss` returns counts, in plural, such as "targets" or "pairs". The loss of a step is the
@@ -39,13 +39,15 @@ class Objective(Protocol):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
-        """Reads and tokenises rows into a data set that gives packed batches.
+        """Reads and tokenises rows, for training or for evaluation, into a data set that gives packed batches; or opens
+        the token cache that an earlier call wrote for the same rows.
 
         Args:
-          rows: a path, a data set's name, a list of dicts, or a data set that this method returned earlier.
+          rows: a path, a data set's name, a list of dicts, or a data set that this method returned earlier, which is
+            checked and returned.
           tokenizer: a fast Hugging Face tokenizer.
           data: the options of reading, templates and packing.
-          vocab_size: the model's; larger token ids are refused.
+          vocab_size: the size of the model's vocabulary; token ids that are not below it are refused.
           max_rows: the most rows to read; None reads all.
         Raises:
           ValueError: the rows cannot be trained on.
@@ -78,10 +80,12 @@ class Objective(Protocol):
         ...
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """The objective's metrics of a step or an evaluation, {name: number}.
+        """The objective's metrics of a step or an evaluation, {name: number}, beside the mean loss, which the caller
+        computes.
 
         Args:
           sums: the totals over all micro-batches by name: "loss", "count" and the names in `sums`. They are arrays
-            under jit and floats in an evaluation; the count may be 0.
+            under jit in a train step and floats in an evaluation. The count may be 0, so a division must guard against
+            it.
         """
         ...

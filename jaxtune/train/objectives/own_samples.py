@@ -54,7 +54,8 @@ class Asked:
 class OwnSamples(BatchSource):
     """The batch source (`BatchSource`) of on-policy distillation. A step has `documents` data rows, packed into rows of
     `length` tokens. Each has an answer that is sampled from the student or, with probability 1 - objective.on_policy,
-    the answer that the data set has.
+    the answer that the data set has. `rows_per_step` is the number of packed rows in which the longest ones fit, and
+    `own_samples` makes it for a run.
 
     Args:
       rows: the data rows; an epoch uses each once, in an order drawn for the epoch.
@@ -115,8 +116,8 @@ class OwnSamples(BatchSource):
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """The batch of `step` (from 0). It is made at the first call, which samples its answers; a second call for the
-        same step returns the same batch. model: a function that returns the model as it is before that step, which
-        samples; None is enough if the batch was made before."""
+        same step, if none for another came between, returns the same batch. Its `extra` is empty. model: a function
+        that returns the model as it is before that step, which samples; None is enough if the batch was made before."""
         if self._made is None or self._made[0] != step:
             assert model is not None, "sees_model is True, so the model is given"
             batch = self._rows.packed(self._answers(step, model), 0.0)
@@ -227,8 +228,9 @@ class OwnSamples(BatchSource):
         return found
 
     def _tell(self, answer: Answer, cut: float) -> None:
-        """Adds lines for the screen, which `news` returns: `answer`, one of the sampled answers, with its prompt, and a
-        warning if many answers are cut off. cut: the share of answers that reached the most tokens, from 0 to 1."""
+        """Adds lines for the screen, which `news` returns: `answer`, one of the sampled answers (the end of its prompt
+        and its begin, at most 160 characters of each), and a warning if more than half of the answers are cut off. cut:
+        the share of answers that reached the most tokens, from 0 to 1."""
         asked, given = (" ".join(self._decode(ids).split()) for ids in (answer.prompt_ids, answer.ids))
         self._news.append(f"a sample: {asked[-_SHOWN:]} -> {given[:_SHOWN]}")
         if cut > _CUT_OFF:
@@ -297,7 +299,8 @@ class _Reading:
         self._length, self._most_tokens, self._answered = length, most_tokens, answered
 
     def __call__(self, row: Mapping[str, object]) -> Asked:
-        """The Asked of a row, given as columns by name. Raises RowError if the row cannot be used."""
+        """The Asked of a row, given as columns by name. Raises RowError if the row cannot be used: it has no prompt,
+        the prompt or the whole is too long, or it has no answer and needs one."""
         beside = "objective.max_completion_length data.length leaves"
         prompt = prompt_of(row, self._encoder, self._most_tokens, beside).ids
         if not self._answered:

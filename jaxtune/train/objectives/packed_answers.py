@@ -61,7 +61,7 @@ class Settings:
     min_p: float = 0.0
     """Only tokens whose probability is at least min_p times the highest one can be sampled; 0 is all."""
     repetition_penalty: float = 1.0
-    """The penalty on tokens that the prompt or the answer already has; 1 is none."""
+    """The penalty on tokens that the prompt or the answer already has: above 1 they become less probable; 1 is none."""
 
     mask_truncated_completions: bool = False
     """Whether answers that reach max_completion_length without an end are left out of the loss."""
@@ -74,7 +74,7 @@ class Settings:
     them."""
 
     slots: int = 64
-    """The most answers that are sampled at a time."""
+    """The most answers that a device samples at a time; fewer are sampled if there is too little memory."""
 
     def __post_init__(self) -> None:
         for name in ("max_completion_length", "num_iterations", "steps_per_generation", "slots"):
@@ -117,13 +117,13 @@ class Answer:
 
     @property
     def mask(self) -> np.ndarray:
-        """bool[tokens], with an entry for each of `ids`: True where the token is trained on, because the model sampled
-        it. It is `sampled`, or all True if that is None."""
+        """bool[tokens], with an entry for each of `ids`: True where the token is trained on: the model sampled it, or
+        it is a trained token of the data set's own answer. It is `sampled`, or all True if that is None."""
         return np.ones(len(self.ids), bool) if self.sampled is None else np.asarray(self.sampled, bool)
 
     @property
     def length(self) -> int:
-        """The number of tokens of the answer that the model sampled."""
+        """The number of tokens of the answer that are trained on; of a sampled one, those that the model sampled."""
         return int(self.mask.sum())
 
     def to_json(self) -> dict[str, Json]:
@@ -189,7 +189,8 @@ class AnswerRows:
         """Packs `answers`, those of one step, into a batch. The places for log-probabilities under other models, if
         batches have them, are zeros that the caller fills. tokens: a number by which the loss of the step may be
         divided, that of the counted tokens of the whole generation divided by steps_per_generation. The array SHARE
-        divides it equally over the rows, so that devices that have some of the rows can add it up."""
+        divides it equally over the rows, so that devices that have some of the rows can add it up. Raises ConfigError
+        if an answer fits into no row (`places_of`)."""
         batch = self.empty(self.rows)
         for answer, place in zip(answers, self.places_of(answers), strict=True):
             self._write(batch, *place, answer)
@@ -224,7 +225,8 @@ class AnswerRows:
         return found
 
     def _write(self, batch: Batch, row: int, at: int, place: int, answer: Answer) -> None:
-        """Writes a prompt and its answer into the arrays of `batch`.
+        """Writes a prompt and its answer into the arrays of `batch`, in place. Only tokens of the answer that count in
+        the loss get the weight 1.
 
         Args:
           batch: the batch.

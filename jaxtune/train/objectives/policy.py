@@ -39,7 +39,8 @@ class GRPO:
     the answers to a prompt that are better than the others become more probable.
 
     The reference of the KL divergence is the model with its adapter off, unless the batches have the reference's
-    log-probabilities (packed_answers.REFERENCE_LOGPS).
+    log-probabilities (packed_answers.REFERENCE_LOGPS). `of` makes the objective of the options in a config, which have
+    TRL's names.
 
     Raises:
       ValueError: importance_sampling_mode is not known.
@@ -72,8 +73,8 @@ class GRPO:
     importance_sampling_clip_min: float | None = None
     """The lower bound of the correction's ratio; None is no bound."""
 
-    name: ClassVar[str] = "grpo"
-    head: ClassVar[Head] = TEXT
+    name: ClassVar[str] = "grpo"  # by which objective.name selects it
+    head: ClassVar[Head] = TEXT  # the model must have a head that predicts tokens
 
     def __post_init__(self) -> None:
         if self.importance_sampling_mode not in get_args(Correction):
@@ -125,13 +126,14 @@ class GRPO:
     @property
     def reference_runs(self) -> int:
         """The number of forward passes of the reference in the computation of each loss, whose time the planner adds to
-        its forecast: 0 if beta is 0, else 1."""
+        its forecast: 0 if beta is 0, else 1 (also if the batches have the reference's log-probabilities, and it does
+        not run)."""
         return 1 if self.losses.beta else 0
 
     @property
     def reuses(self) -> bool:
-        """True: answers are trained on in several steps, so the weights change after they were sampled, and batches
-        need the log-probabilities of the model that sampled. False: each generation is used in one step."""
+        """True: a generation of answers is used in several steps, so the weights change after it was sampled, and
+        batches need the log-probabilities of the model that sampled. False: each generation is used in one step."""
         return self.settings.steps > 1
 
     @property
@@ -179,7 +181,8 @@ class GRPO:
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """The loss of `batch`, a micro-batch of packed answers (`rollouts.SampledAnswers`): (sum of the losses, the
         count of `unit` that it is divided by, {name: sum} for each name in `sums`), float32 scalars that are added up
-        over micro-batches and devices. forward: runs `model`, and its reference if the loss needs it."""
+        over micro-batches and devices. forward: runs `model`, and its reference if the loss needs it. The old
+        log-probabilities are those in the batch (OLD_LOGPS), or, if it has none, the model's own without gradient."""
         temperature = self.settings.temperature
         entropy_gradient = self.losses.entropy_coef != 0
         logps, entropies = forward.log_probs(
@@ -261,8 +264,10 @@ class RLOO(GRPO):
     settings: packed_answers.Settings = dataclasses.field(
         default_factory=lambda: packed_answers.Settings(num_generations=2)
     )
+    """How answers are sampled, by default 2 to each prompt."""
 
     losses: PolicyLoss = dataclasses.field(default_factory=lambda: PolicyLoss(beta=0.05))
+    """Only epsilon, epsilon_high and beta have an effect: the bounds of clipping, and the factor of the divergence."""
 
     normalize_advantages: bool = False
     """True: the advantages are normalised to mean 0 and standard deviation 1 over a generation. False: they are not."""
@@ -381,7 +386,14 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray
 
 def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
     """The log-probabilities of the targets (next tokens) of a batch under the reference, which is `model` with its
-    adapter off: float32[rows, length], a numpy array, 0 where the weight is 0. temperature: divides the logits."""
+    adapter off: float32[rows, length], a numpy array, 0 where the weight is 0. With the temperature bound, RLOO's batch
+    source gets the divergence of answers from it (`rollouts.Score`).
+
+    Args:
+      temperature: divides the logits.
+      model: the model that trains, with its adapter.
+      batch: packed rows, numpy arrays.
+    """
     return log_probs_of(temperature, without_adapter(model), batch)
 
 

@@ -99,21 +99,22 @@ class Pairs:
     row_format: ClassVar[str] = PREFERENCE
     """The format of data rows that it reads, one of those in `data.formats`: rows with two answers, unless a subclass
     says otherwise."""
-    unit: ClassVar[str] = "pairs"
-    head: ClassVar[Head] = TEXT
-    sums: ClassVar[tuple[str, ...]]
+    unit: ClassVar[str] = "pairs"  # what the count of `loss` counts
+    head: ClassVar[Head] = TEXT  # the kind of head that the model must have
+    sums: ClassVar[tuple[str, ...]]  # the names of the sums of `loss` for metrics
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers. Raises ValueError
-        if the rows cannot be trained on, and ConfigError for options of `data` that pairs cannot have.
+        """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers; only the last
+        response of a conversation is an answer. Raises ValueError if the rows cannot be trained on, and ConfigError for
+        options of `data` that pairs cannot have: another format than `row_format`, train_on="all" or overflow="split".
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
           tokenizer: a fast Hugging Face tokenizer.
           data: the options of reading, templates and packing.
-          vocab_size: the model's; larger token ids are refused.
+          vocab_size: the size of the model's vocabulary; token ids that are not below it are refused.
           max_rows: the most rows to read; None reads all.
         """
         if not isinstance(rows, PairDataset):
@@ -255,13 +256,13 @@ class Referenced(Preference):
         """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers. With
         precompute_ref_log_probs the data set has an array for the reference's log-probabilities, NaN until the Trainer
         fills it (`references.fill_reference`), unless the given PairDataset has them already. Raises ValueError if the
-        rows cannot be trained on, and ConfigError for options of `data` that pairs cannot have.
+        rows cannot be trained on, and ConfigError for options of `data` that pairs cannot have (`Pairs.prepare`).
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
           tokenizer: a fast Hugging Face tokenizer.
           data: the options of reading, templates and packing.
-          vocab_size: the model's; larger token ids are refused.
+          vocab_size: the size of the model's vocabulary; token ids that are not below it are refused.
           max_rows: the most rows to read; None reads all.
         """
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
@@ -276,8 +277,9 @@ class Referenced(Preference):
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:
         """The log-probabilities of the answers of a batch of pairs under the reference, which is `model` with its
-        adapter off: float32[rows, most pairs, 2], chosen answers at index 0. forward: runs the reference, without
-        gradient."""
+        adapter off: float32[rows, most pairs, 2], chosen answers at index 0, each the sum over the answer's tokens in
+        nats. forward: runs the reference, without gradient. Losses call it, or `references.fill_reference` does so once
+        before training."""
         base = without_adapter(model)
         return sum_log_probs(base, forward.frozen(base, batch), batch, forward).logps
 
@@ -376,6 +378,7 @@ class SimPO(Preference):
     rejected one's."""
 
     beta: float = 2.0
+    """The scale of the rewards: the reward of an answer is beta times the mean log-probability of its tokens."""
     simpo_gamma: float = 0.5
     """The margin by which the reward of the chosen answer, beta times the mean log-probability, should exceed the
     rejected one's."""

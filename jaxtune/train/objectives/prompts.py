@@ -1,5 +1,6 @@
 """Reads the prompts of data rows for runs that sample answers, and makes the batch source of a run that learns from
-rewards (GRPO, RLOO) from them and from the functions of the user's code."""
+rewards (GRPO, RLOO) from them and from the functions of the user's code. Evaluations by generated answers read their
+questions by it too."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def read_prompts(
     Args:
       rows: a path, a data set's name, or a list of dicts.
       tokenizer: a fast Hugging Face tokenizer.
-      data: the options of reading rows; only its template, columns, max_rows and on_bad_row have an effect.
+      data: the options of reading rows; only its template, columns, max_rows (the most prompts; None: all) and
+        on_bad_row have an effect.
       most_tokens: the most tokens that a prompt may have.
       key: the config key that names the rows, for errors.
       beside: words for the error about a prompt that is too long, which reads "beside {beside} room for N": what takes
@@ -61,7 +63,8 @@ def read_prompts(
       tools: the tools that the chat template describes in the prompts; None: there are none.
     Raises:
       ConfigError: no row has a prompt; or a row cannot be read or its prompt is too long, unless data.on_bad_row is
-        "skip". The message names the row's file and line.
+        "skip", which leaves such rows out. The message names the row's file and line.
+      ValueError: there is no such file or data set.
     """
     encoder = RowEncoder(tokenizer, template=data.template)
     return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, beside, tools))
@@ -72,13 +75,15 @@ def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mappi
 
     Args:
       rows: a path, a data set's name, or a list of dicts.
-      data: the options of reading rows; only its columns, max_rows and on_bad_row have an effect.
+      data: the options of reading rows; only its columns, max_rows (the most results; None: all) and on_bad_row have an
+        effect.
       key: the config key that names the rows, for errors.
       make: a function that gets a row, {column: value}, and returns its result, or raises RowError if it cannot be
         used.
     Raises:
       ConfigError: no row can be used; or one cannot, unless data.on_bad_row is "skip", which leaves such rows out. The
         message names the row's file and line.
+      ValueError: there is no such file or data set.
     """
     found: list[T] = []
     left_out: list[str] = []
@@ -110,7 +115,8 @@ def sampled_answers(
     own: OwnParts | None = None,
 ) -> SampledAnswers:
     """Makes the batch source of a run that learns from rewards: reads the prompts, and combines them with what samples
-    the answers and what rewards them.
+    the answers and what rewards them. Rewards are those of `own`, with the `get_reward` of its environments; without
+    any, the column `reward` that the rollout function returns.
 
     Args:
       objective: GRPO or RLOO.
@@ -247,8 +253,8 @@ def _answering(
 def prompt_of(
     value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str, tools: Tools | None = None
 ) -> Prompt:
-    """The prompt of a data row, tokenised as in training, with the row's other columns. If the row has an answer too,
-    that becomes the column `answer`, unless there is one.
+    """The prompt of a data row, tokenised as in training, with the row's columns other than prompt, messages and
+    conversations. If the row has an answer too, that becomes the column `answer`, unless there is one.
 
     Args:
       value: the row, {column: value}.

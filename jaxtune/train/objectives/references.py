@@ -44,10 +44,10 @@ def fill_reference(
     frozen: nnx.State,
     say: Callable[[str], None],
 ) -> None:
-    """Fills `rows.reference` in place if it is not computed yet (NaN): from a file beside the token cache, or by a pass
-    of the reference over the rows, whose result is then stored in such a file. If it cannot be stored, a line says so
-    and the run continues. In a run of several processes all of them call this; unless each can read the file, all take
-    part in the pass, and the first process stores the result.
+    """Fills `rows.reference` in place if it is an array that is not computed yet (NaN): from a file beside the token
+    cache, or by a pass of the reference over the rows, whose result is then stored in such a file. If it cannot be
+    stored, a line says so and the run continues. In a run of several processes all of them call this; unless each can
+    read the file, all take part in the pass, and the first process stores the result.
 
     Args:
       rows: the packed pairs.
@@ -107,7 +107,8 @@ def values_of_rows(
 ) -> Iterator[tuple[np.ndarray, Any]]:
     """Runs a program over all packed rows in order, one batch after another, while the devices compute the next batch.
     Yields, for each batch, (numbers of its rows int[n], the program's result as numpy arrays); the result's first
-    dimension may be longer than n, because the last batch is filled up.
+    dimension may be longer than n, because the last batch is filled up. In a run of several processes, all of them must
+    consume it to the end.
 
     Args:
       engine: places the batches on the devices.
@@ -174,7 +175,8 @@ def first_check(
     reference's log-probabilities are not those of the model before training, as those of other weights or rows.
 
     The function checks nothing where model and reference may rightly differ: if the data set brought log-probabilities
-    of its own, if the adapter has trained before, with noise on the embeddings (NEFTune), and with QAT's rounding.
+    of its own, if the adapter has trained before, with noise on the embeddings (NEFTune), and with QAT's rounding from
+    the first step on.
 
     Args:
       objective: the objective of the run; only `preference.Referenced` ones have a reference to check.
@@ -207,11 +209,13 @@ def _disagreement(objective: Referenced, line: Mapping[str, float]) -> str | Non
     agree.
 
     Two programs that compute the same numbers in 16 bits differ by about a hundredth of a nat a token, in any
-    direction; log-probabilities of other weights or rows differ by several hundredths of themselves at least.
+    direction; log-probabilities of other weights or rows differ by several hundredths of themselves at least. So the
+    mean log-ratio of chosen or rejected answers may be 0.25 nats plus a hundredth of their mean log-probability.
 
     Args:
-      objective: its beta divides the metrics of rewards; with DPO's sigmoid loss, the loss is checked too.
-      line: {name: value} of the metrics.
+      objective: its beta divides the metrics of rewards; with DPO's sigmoid loss, the loss, which should be ln 2, is
+        checked too.
+      line: {name: value} of the metrics: rewards/chosen, rewards/rejected, logps/chosen, logps/rejected and loss.
     """
     slack = {}
     for side in ("chosen", "rejected"):

@@ -65,13 +65,13 @@ class Reward(Pairs):
         """Reads and tokenises rows into pairs of documents, with the numbers in the rows' column `margin`, if they have
         one. Pairs that are longer than data.length are left out, because a text that is cut has no last token to score.
         Raises ValueError if the rows cannot be trained on, or a margin is no finite number or is missing in some rows
-        only, and ConfigError for options of `data` that pairs cannot have.
+        only, and ConfigError for options of `data` that pairs cannot have (`Pairs.prepare`).
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
           tokenizer: a fast Hugging Face tokenizer.
           data: the options of reading, templates and packing.
-          vocab_size: the model's; larger token ids are refused.
+          vocab_size: the size of the model's vocabulary; token ids that are not below it are refused.
           max_rows: the most rows to read; None reads all.
         """
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)

@@ -30,6 +30,7 @@ from jaxtune.train.config import ConfigError
 from jaxtune.train.objectives.user_functions import EventLoop, arguments, in_words, is_async, load_from_file
 
 logger = logging.getLogger(__name__)
+# A reward function, with the signature that the module's docstring describes.
 type RewardFunction = Callable[..., Any]
 # A message of a conversation: its role, its content, and what else chat templates read.
 type Message = dict[str, Any]
@@ -40,7 +41,8 @@ _SHOWN = 200  # characters of a prompt or an answer in a message
 
 
 class RewardError(ValueError):
-    """Raised if a reward function failed, took too long, or returned something that is not a reward."""
+    """Raised if a reward function failed, took too long, or returned something that is not a reward. It ends the run,
+    and its message names the function."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +78,7 @@ class Sampled:
 
         Args:
           prompts: the prompts, text or messages.
-          columns: {name: value} of the other columns of each data row; None stands for a column that only other rows
-            have.
+          columns: {name: value} of the other columns of each data row; a column that only other rows have becomes None.
           completion_ids: the token ids of the answers.
           texts: the answers. A text becomes a message of the assistant if its prompt is messages; an answer that is a
             list of messages already, because tools were called in it, stays so.
@@ -184,7 +185,8 @@ class RewardFunctions:
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
         """Calls all functions with the answers: float32[answers, functions], NaN where a function does not apply. Async
-        functions run at the same time.
+        functions run at the same time, in an event loop; the others run one after another, each in a thread, which a
+        timeout does not stop.
 
         Raises:
           RewardError: a function failed (errors = "stop"), took too long, or returned no list of numbers.
@@ -205,7 +207,7 @@ class RewardFunctions:
         self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled, future: Future | None
     ) -> np.ndarray:
         """Calls one function with all answers, or waits for its call: float32[answers], its rewards, NaN where it does
-        not apply. If it raises, it is called with one answer at a time.
+        not apply. If it raises, it is called with one answer at a time (`_one_by_one`).
 
         Args:
           loop: the event loop in which the function runs, so that it can time out.
@@ -299,9 +301,9 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
 
 
 def _checked(name: str, values: Any, count: int) -> np.ndarray:
-    """Checks what a reward function returned, and returns it as float32[count], NaN where it returned None. Raises
-    RewardError if `values` is no list of `count` numbers or None, or one is infinite. name: the function's name, for
-    the message."""
+    """Checks what a reward function returned, and returns it as float32[count], NaN where it returned None or NaN.
+    Raises RewardError if `values` is no list of `count` numbers or None, or one is infinite. name: the function's name,
+    for the message."""
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != count:
         what = f"{len(values)} rewards" if hasattr(values, "__len__") and not isinstance(values, str) else repr(values)
         raise RewardError(

@@ -38,7 +38,8 @@ _SEED_BITS = 0x7FFFFFFF
 
 class RolloutModel:
     """What a rollout function samples with: the model that is trained, with the run's sampling options. `encode` makes
-    token ids of a prompt, `generate` samples their continuations, and `decode` makes text of them.
+    token ids of a prompt, `generate` samples their continuations, and `decode` makes text of them. RolloutFunction
+    makes one for each generation, with a sampler of its own.
 
     Args:
       model: the model.
@@ -66,8 +67,9 @@ class RolloutModel:
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int | None = None) -> list[Row]:
         """Samples a continuation of each prompt with the run's sampling options, several at a time. Returns a Row for
-        each, in their order, with `ids` (the new tokens), `logprobs` (of these) and `finish_reason`. Each call draws
-        other tokens.
+        each, in their order, with `ids` (the new tokens), `logprobs` (of these, at the sampling temperature) and
+        `finish_reason` ("stop" or "length"). Each call draws other tokens, which depend on the generation's seed and
+        the number of the call.
 
         Args:
           prompt_ids: the token ids of each prompt; for several answers to one, repeat it in consecutive places.

@@ -58,7 +58,9 @@ type Score = Callable[[Decoder, Batch], np.ndarray]
 
 class SampledAnswers(BatchSource):
     """The batch source of GRPO and RLOO: it samples answers to prompts from the model that is trained, and rewards
-    them. A step has `answers_per_step` answers, packed with their prompts into rows of `length` tokens.
+    them. A step has `answers_per_step` answers, packed with their prompts into rows of `length` tokens. `rows_per_step`
+    is the number of packed rows in which the longest prompts with the longest answers fit. `prompts.sampled_answers`
+    makes it for a run.
 
     Args:
       prompts: the prompts; an epoch uses each once, in an order drawn for the epoch.
@@ -245,8 +247,10 @@ class SampledAnswers(BatchSource):
         return news
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """The metrics of the generation that was sampled for the step, {name: value}, which are given out once; {} if
-        the step uses a generation that was sampled for an earlier one."""
+        """The metrics of the generation that was sampled for the step, {name: value}, which are given out once: those
+        of `answer_report.measured` and of tools, the seconds of sampling, rewarding and updating, and "kl" if
+        divergences are subtracted from rewards; {} if the step uses a generation that was sampled for an earlier
+        one."""
         return self._metrics.pop(step, {})
 
     # ---- a generation

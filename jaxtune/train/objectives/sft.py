@@ -36,10 +36,11 @@ class SFT:
         """Reads and tokenises rows into a data set that gives packed batches.
 
         Args:
-          rows: a path, a data set's name, a list of dicts, or a TokenDataset, of which only the token ids are checked.
+          rows: a path, a data set's name, a list of dicts, or a TokenDataset, which is returned after its token ids are
+            checked.
           tokenizer: a fast Hugging Face tokenizer.
           data: the options of reading, templates and packing.
-          vocab_size: the model's; larger token ids are refused.
+          vocab_size: the size of the model's vocabulary; token ids that are not below it are refused.
           max_rows: the most rows to read; None reads all.
         Raises:
           ValueError: the rows cannot be trained on, such as those with a token id of `vocab_size` or more.

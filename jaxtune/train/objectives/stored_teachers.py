@@ -3,6 +3,7 @@
 They are computed by one pass of the teacher over the run's rows (objective.teacher_top_k) or read from a file that
 another program wrote (objective.teacher_logprobs), and kept in a file beside the token cache, which a run maps into
 memory. The name of that file is a hash of the rows and of the teacher or the other file, and it ends with a checksum.
+`StoredTeacher` does this for a Trainer.
 """
 
 from __future__ import annotations
@@ -57,10 +58,12 @@ _SUM = 16  # bytes of the checksum at the end of a stored file
 
 
 class StoredTeacher:
-    """The stored log-probabilities of a run's teacher: it gives the run's rows their places (`attach`), and fills them
-    before the first step (`fill`). With another objective, or a teacher that runs beside the student, it does nothing.
-    The Trainer of each run makes it. A teacher that the objective names is opened when `digest` or `fill` first needs
-    it.
+    """The stored log-probabilities of a run's teacher. The Trainer of each run makes it, trains the model that
+    `student` returns, without the teacher, and has it give the run's rows places for the values (`attach`) and fill
+    these before the first step (`fill`). Checkpoints record `digest`, so that no run is resumed with another teacher;
+    `described` and `phases` are for what the run prints. With another objective, or a teacher that runs beside the
+    student, nothing is stored, and arguments are returned unchanged. A teacher that the objective names is opened when
+    `digest` or `fill` first needs it; making the object raises none of its errors.
 
     Args:
       objective: the run's.
@@ -95,7 +98,8 @@ class StoredTeacher:
 
     @property
     def k(self) -> int:
-        """The number of stored tokens of a distribution."""
+        """The number of stored tokens of a distribution: that of the file, or objective.teacher_top_k. It must only be
+        asked for if something is stored."""
         assert self._objective is not None
         return self._file.k if self._file is not None else self._objective.teacher_top_k or 0
 
@@ -153,7 +157,9 @@ class StoredTeacher:
     def attach(
         self, train: TokenDataset | BatchSource, held_out: TokenDataset | None
     ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
-        """(train, held_out), the run's rows, with places for the teacher's log-probabilities in their batches.
+        """(train, held_out), the run's rows, as copies with places for the teacher's log-probabilities in their
+        batches, which `fill` fills; the arguments themselves if nothing is stored. held_out: None, as its result is
+        then, if there are none.
 
         Raises:
           ConfigError: the rows are made during the run, or the file lacks some of them.
@@ -170,7 +176,8 @@ class StoredTeacher:
         return self._attached(train, "data.train"), held_out and self._attached(held_out, "data.eval")
 
     def _attached(self, rows: TokenDataset, what: str) -> TokenDataset:
-        """`rows` with places for the log-probabilities. what: the config's key of the rows, for messages."""
+        """A copy of `rows` with places for the log-probabilities. what: the config's key of the rows, for messages.
+        Raises ConfigError if a file is given and lacks some of the rows."""
         # Rows that are evaluated with packing=step may be longer than data.length.
         whole = rows.overflow != "truncate" or (rows.packing == "step" and what != "data.train")
         values = TeacherValues(rows.documents, None if whole else rows.length, self.k)
@@ -184,7 +191,9 @@ class StoredTeacher:
         return model if self._objective is None else without_teacher(model)
 
     def described(self, model: Decoder, objective: Objective) -> list[str]:
-        """The lines that a run prints about its teacher, of `model` and `objective` if nothing is stored."""
+        """The lines that a run prints about its teacher: where the stored log-probabilities are from. If nothing is
+        stored, they are those that `teachers.described` makes of `model` and `objective`, which are not used
+        otherwise."""
         if self._objective is None:
             return described(model, objective)
         if self._file is not None:
@@ -195,9 +204,9 @@ class StoredTeacher:
     # ---- the values
 
     def fill(self, sets: Sequence[TokenDataset | None], engine: Engine, say: Callable[[str], None] = say) -> None:
-        """Fills in the log-probabilities of those data sets that lack them: from files beside the token cache, or by a
-        pass of the teacher, which is loaded for it and freed. In a run of several processes all must call this, and all
-        take part in the pass unless each has the same file.
+        """Fills in, in place, the log-probabilities of those data sets that lack them: from files beside the token
+        cache, or by a pass of the teacher, which is loaded for it and freed. In a run of several processes all must
+        call this, and all take part in the pass unless each has the same file.
 
         Args:
           sets: the run's rows, as `attach` returned them, or None for one that is missing.
@@ -232,13 +241,14 @@ class StoredTeacher:
                     compute(rows, array)
 
     def phases(self, engine: Engine) -> list[Phase]:
-        """The pass of the teacher, with the memory that it needs, for the table of a run's phases; [] if there is none,
-        or none was needed, because files have the values. engine: of the run."""
+        """The pass of the teacher, with the memory that it needs, for the table of a run's phases, in which users see
+        what will fit; [] if there is none, or none was needed, because files have the values. engine: of the run."""
         passes = self._objective is not None and self._file is None and not self._was_read
         return [self._pass(engine).phase] if passes else []
 
     def _pass(self, engine: Engine) -> TeacherPass:
-        """What the memory of the teacher's pass depends on. engine: of the run."""
+        """What the memory of the teacher's pass depends on, by which the pass is planned before its weights are loaded.
+        engine: of the run."""
         assert self._objective is not None
         batches, name = engine.batches, self._objective.teacher
         config = dataclasses.replace(self._config, rows_per_step=batches.rows_per_step)
@@ -246,8 +256,8 @@ class StoredTeacher:
         return TeacherPass(*of_run, self._student, self._teacher, name)
 
     def _found(self, rows: TaughtRows, say: Callable[[str], None]) -> bool:
-        """Whether each process of the run has the same file with the values of these rows, which are then read. say:
-        shows a line to the user."""
+        """Whether each process of the run has the same stored file with the values of these rows; `rows.values.stored`
+        is then set to them, else to None. All processes must call it. say: shows a line to the user."""
         path = self._path(rows)
         found = None if path is None else _read(path, rows.values, say)
         sums = processes.all_of(None if path is None or found is None else _sum_of(path))
@@ -256,7 +266,8 @@ class StoredTeacher:
         return there
 
     def _reading(self) -> Callable[[TaughtRows, np.ndarray | None], None]:
-        """A function that reads the values of rows from the file into an array; with None it does nothing."""
+        """A function that reads the values of rows from the file that the objective names (teacher_logprobs) into an
+        array; with None in place of an array it does nothing. `fill` calls it, as that of `_teaching`."""
         assert self._file is not None
         file = self._file
 
@@ -270,7 +281,14 @@ class StoredTeacher:
         self, engine: Engine, planned: TeacherPass, say: Callable[[str], None]
     ) -> Callable[[TaughtRows, np.ndarray | None], None]:
         """A function that computes the values of rows into an array by a pass of the teacher, which is loaded here. All
-        processes must call it; with None in place of an array the process only takes part. planned: the pass."""
+        processes must call it; with None in place of an array the process only takes part. If the compiled pass needs
+        too much memory, it is compiled again with a smaller plan.
+
+        Args:
+          engine: of the run; the pass has its mesh and its batches.
+          planned: the pass, with the config and the planner that it has.
+          say: shows a line to the user for each set of rows.
+        """
         assert self._objective is not None
         shape = partition.MeshShape.of(engine.mesh)
         teacher = self._teacher or load_teacher(self._opened, mesh=engine.mesh if shape.parts > 1 else None)
@@ -349,8 +367,10 @@ def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | N
 
 @contextlib.contextmanager
 def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
-    """A context that gives an array to fill with the values. On leaving, the file `path` appears with it. Raises
-    ConfigError if it cannot be written."""
+    """A context that gives an array to fill with the values, mapped from a temporary file beside `path`, whose whole
+    size is reserved on the disk. On leaving, it gets its checksum and becomes `path`; after an error it is removed.
+    Temporary files of runs that ended are removed first. Raises ConfigError on entering if the file cannot be
+    written."""
     temporary = unfinished_name(path)
     try:
         with _writable(path.parent):
@@ -380,7 +400,8 @@ def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def _writable(folder: Path) -> Iterator[None]:
-    """A context in which an OSError is a ConfigError that says that `folder`, the token cache, cannot be written."""
+    """A context in which an OSError becomes a ConfigError that says that `folder`, the token cache, cannot be
+    written."""
     try:
         yield
     except OSError as error:
@@ -388,7 +409,8 @@ def _writable(folder: Path) -> Iterator[None]:
 
 
 def _sum_of(path: Path) -> str | None:
-    """The checksum at the end of the stored file `path`, in hexadecimal digits; None if there is no such file."""
+    """The checksum at the end of the stored file `path`, in hexadecimal digits; None if it cannot be read, as when
+    there is none. Processes compare it to see whether they have the same file."""
     try:
         with open(path, "rb") as file:
             file.seek(-_SUM, os.SEEK_END)
@@ -410,7 +432,7 @@ def _checksum(name: str, path: Path, size: int) -> bytes:
 
 def _read(path: Path, values: TeacherValues, say: Callable[[str], None]) -> np.ndarray | None:
     """The values in the stored file `path`, mapped into memory; None, and they are computed anew, if there is no such
-    file, or it is damaged, which `say` shows."""
+    file, or it is damaged. say: shows a line to the user about a file that is read, or is damaged."""
     try:
         size = os.path.getsize(path) - _SUM
         with open(path, "rb") as file:

@@ -32,8 +32,8 @@ BASE = "base"  # objective.teacher: the model itself with its adapter off
 
 def with_teacher(student: Decoder, teacher: Decoder | None) -> Decoder:
     """Attaches a teacher to a model that is to be distilled: returns a new model over the arrays of `student`, whose
-    attribute `teacher` is a frozen model over the arrays of `teacher`; `student` itself if `teacher` is None. The
-    arrays may be `jax.ShapeDtypeStruct`s.
+    attribute `teacher` is a frozen model over the arrays of `teacher`, without a teacher of its own; `student` itself
+    if `teacher` is None. The arrays may be `jax.ShapeDtypeStruct`s.
 
     ```python
     student, tokenizer = jaxtune.from_pretrained("meta-llama/Llama-3.2-1B-Instruct")
@@ -85,7 +85,8 @@ def teacher_of(config: TrainConfig) -> str | None:
 
 
 def _stored_before(config: TrainConfig) -> bool:
-    """Whether the teacher's log-probabilities are stored before the run, in which it is not in memory."""
+    """Whether the teacher's log-probabilities are computed before the run (objective.teacher_top_k is set), in which it
+    is not in memory then."""
     return config.objective.teacher_top_k is not None
 
 
@@ -111,8 +112,8 @@ def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
 
 def pass_shapes(config: TrainConfig, name: str | None, load_in: str | None = None) -> Decoder:
     """The teacher of `of_pass`, with shapes (jax.ShapeDtypeStruct) in place of its arrays, from its config.json alone.
-    load_in: a format for its weights in place of the one that the config asks for. Raises ConfigError as `of_pass`
-    does."""
+    The pass in which its log-probabilities are stored is planned by it. load_in: a format for its weights, such as
+    "nf4", in place of the one that the config asks for. Raises ConfigError as `of_pass` does."""
     path, asked = of_pass(config, name)
     return _shapes(path, config.dtype, load_in or asked)
 
@@ -120,13 +121,13 @@ def pass_shapes(config: TrainConfig, name: str | None, load_in: str | None = Non
 @functools.lru_cache(4)
 def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
     """Builds the teacher with shapes (jax.ShapeDtypeStruct) in place of its arrays, from its config.json alone; no
-    weights are read. The result is cached for the same arguments.
+    weights are read. The latest four results are cached, because the planner asks often.
 
     Args:
       path: the teacher's folder or hub name.
       dtype: the dtype of the weights that are not quantised.
-      load_in: the format in which the weights are quantised; None means the format that the checkpoint itself stores,
-        and no quantisation if it stores plain floats.
+      load_in: the format in which the weights are quantised, such as "nf4"; None means the format that the checkpoint
+        itself stores, and no quantisation if it stores plain floats.
     """
     hf = find_config(path)
     shape, load_in = config_from_hf(hf), load_in or weights_stored_in(hf)
@@ -153,8 +154,8 @@ def load_teacher(
     pretrained: Pretrained | None, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None
 ) -> Decoder | None:
     """Loads the teacher `pretrained` (from open_teacher) and returns it frozen, as a Decoder with its arrays; None if
-    `pretrained` is None. cancelled: an event that ends the loading when it is set. mesh: the devices over which its
-    weights are divided, or None for one device."""
+    `pretrained` is None. cancelled: an event that ends the loading with a CancelledError when another thread sets it;
+    None: nothing ends it. mesh: the devices over which its weights are divided, or None for one device."""
     return None if pretrained is None else freeze(pretrained.load(cancelled, mesh))
 
 
@@ -183,9 +184,9 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained 
 
 
 def described(model: Decoder, objective: object) -> list[str]:
-    """The lines that a run prints about its teacher: one with the size of `model.teacher` in parameters and in memory;
-    or, if objective.teacher is "base", one that says that the model itself with its adapter off is the teacher; []
-    without a teacher."""
+    """The lines that a run prints about its teacher: one with the size of `model.teacher` in parameters and in memory
+    (that of one whole copy, in GB of 1e9 bytes); or, if objective.teacher is "base", one that says that the model
+    itself with its adapter off is the teacher; [] without a teacher."""
     teacher = model.teacher
     if teacher is None:
         own = getattr(objective, "teacher", None) == BASE

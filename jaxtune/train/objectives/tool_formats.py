@@ -2,7 +2,7 @@
 
 A model's answer is parsed as text. A tool's answer is added behind the sampled tokens as the tokens that the template
 writes between the end of the model's turn and the begin of its next one. The sampled tokens themselves are never
-decoded and tokenised again, because that could change them."""
+decoded and tokenised again, because that could change them. `ToolFormat` does both for `answering.ToolTurns`."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def _json_or_text(value: str) -> object:
 
 
 def parse_llama(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
-    """Parses an answer in the form of Llama 3: (the text, []) if it does not begin with `{` (after a `<|python_tag|>`,
-    if it has one), else ("", the calls). The whole answer is then `{"name": ..., "parameters": {...}}`; several are
-    separated by semicolons. Raises ValueError for a malformed call.
+    """Parses an answer in the form of Llama 3: (`text` unchanged, []) if it does not begin with `{` (after a
+    `<|python_tag|>`, if it has one), else ("", the calls). The whole answer is then `{"name": ..., "parameters":
+    {...}}`; several are separated by semicolons. Raises ValueError for a malformed call.
 
     Args:
       text: the answer, with special tokens except the one that ended it.
@@ -259,7 +259,9 @@ class ToolFormat:
 
     def parsed(self, ids: Sequence[int], schemas: Schemas) -> tuple[Message, list[Call]]:
         """(the answer as a message of role "assistant", the calls in it). An answer with a malformed call counts as a
-        text without calls, as in TRL.
+        text without calls, as in TRL. The message's content is the text beside the calls, or, without calls, the
+        answer's text without special tokens (without its thoughts, where the form marks an answer's text); `tool_calls`
+        has the calls, if there are any.
 
         Args:
           ids: the token ids of one turn of the model, without the token that ended it.
@@ -285,7 +287,7 @@ class ToolFormat:
         token in the rendering with the answers.
 
         Args:
-          messages: the tools' answers, of role "tool", with "name" and "content".
+          messages: the tools' answers to one turn, at least one, of role "tool", with "name" and "content".
         Raises:
           RowError: the template fails.
           ValueError: no token in the conversation ends the model's turn, or text follows the last one.

@@ -71,7 +71,8 @@ class Tools:
 
     `schemas` describes the tools of a row for its prompt, and `parameters` has the types by which calls are parsed.
     While answers are sampled, `reset` gives each answer its environment, `of` returns its tools by name, and `answer`
-    calls them. `names` are the names of all tools.
+    calls them. `names` are the names of all tools. Making it makes an environment of each kind, whose methods are read;
+    more are made when answers need them.
 
     Args:
       functions: the tools that every answer has.
@@ -79,8 +80,8 @@ class Tools:
         callable}, of which the column `environment` of a row selects one; None if answers have no environments.
       timeout_seconds: the longest that one call may take; None is no limit.
     Raises:
-      ConfigError: a tool has no types or docstring; an environment has no `reset`, or is an object of OpenEnv's client
-        class, whose `step` takes an action object, which a model cannot write as JSON.
+      ConfigError: a tool has no types or docstring, or two have one name; an environment has no `reset`, or is an
+        object of OpenEnv's client class, whose `step` takes an action object, which a model cannot write as JSON.
     """
 
     def __init__(
@@ -223,8 +224,8 @@ class Tools:
 
     async def _called(self, call: Call, tool: Callable | None) -> tuple[str, bool]:
         """Calls one tool: (what it answered as text, whether the call failed). An async tool runs in the event loop,
-        any other in a new thread. An unknown tool, an exception and a timeout are failures, and the text is then
-        "{'error': ...}", which the model reads as the tool's answer.
+        any other in a new thread, which a timeout does not stop. An unknown tool, an exception and a timeout are
+        failures, and the text is then "{'error': ...}", which the model reads as the tool's answer.
 
         Args:
           call: the call that the model wrote.
@@ -255,8 +256,8 @@ class Tools:
 
 
 def methods(environment: object) -> list[Callable]:
-    """The methods of an environment that a model may call as tools: the public ones, except `reset` and `get_reward`,
-    in the order of their names."""
+    """The bound methods of an environment that a model may call as tools: the public ones of its class and the classes
+    that it inherits from, except `reset` and `get_reward`, in the order of their names."""
     found = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     names = [name for name, _ in found if not name.startswith("_") and name not in _NOT_TOOLS]
     return [getattr(environment, name) for name in names]
@@ -278,9 +279,9 @@ def _environment(factory: Callable) -> Environment:
 
 
 def _reward_of(kind: type) -> RewardFunction:
-    """Makes the reward function of one class of environments (`kind`). It calls `get_reward` of each answer's
-    environment of exactly that class, and returns a list with a reward for each answer, None where the environment is
-    of another class. It is async if `get_reward` is, and has the name of the class."""
+    """Makes the reward function of one class of environments (`kind`). Called with `environments`, those of all
+    answers, it calls `get_reward` of each one of exactly that class, and returns a list with a reward for each answer,
+    None where the environment is of another class. It is async if `get_reward` is, and has the name of the class."""
 
     async def later(environments, **_):
         return [await one.get_reward() if type(one) is kind else None for one in environments]
@@ -294,9 +295,9 @@ def _reward_of(kind: type) -> RewardFunction:
 
 
 def _schemas(tools: Sequence[Callable]) -> list[Message]:
-    """The JSON schemas of functions (tools), in their order, by which chat templates describe them to the model;
-    transformers makes them from types and docstrings. Raises ConfigError if a tool has no types or no docstring, or two
-    have one name."""
+    """The JSON schemas of functions (tools), [{"type": "function", "function": {...}}, ...], in their order, by which
+    chat templates describe them to the model; transformers makes them from types and docstrings. Raises ConfigError if
+    a tool has no types or no docstring, or two have one name."""
     from transformers.utils import get_json_schema
 
     found = []
@@ -316,5 +317,6 @@ def _schemas(tools: Sequence[Callable]) -> list[Message]:
 
 
 def _parameters(schemas: Sequence[Message]) -> Schemas:
-    """{tool's name: JSON schema of its parameters}, taken from the whole JSON schemas of tools."""
+    """{tool's name: JSON schema of its parameters}, taken from `schemas`, what `_schemas` returned; {} for a tool
+    without parameters' schema."""
     return {one["function"]["name"]: one["function"].get("parameters", {}) for one in schemas}

@@ -15,13 +15,14 @@ from jaxtune.train.config import ConfigError
 
 
 def load_from_file(name: str, key: str) -> Callable:
-    """The function or class that a recipe names as `file.py:name`, whose file is run here.
+    """The function or class that a recipe names as `file.py:name`. Each call runs the file anew.
 
     Args:
       name: the name; a relative path is looked for in the current folder, as the recipe's other paths are.
       key: the config key that has the name, for errors.
     Raises:
-      ConfigError: there is no such file or function, or running the file raises an exception.
+      ConfigError: the name has another form, there is no such file or function, or running the file raises an
+        exception.
     """
     path, separator, wanted = name.rpartition(":")
     if not separator:
@@ -80,17 +81,17 @@ class EventLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stops the event loop; calls that still run in threads are not waited for."""
+        """Stops the event loop; calls that still run, in it or in threads, are not waited for."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def run(self, coroutine: Coroutine) -> Future:
-        """Runs a coroutine in the event loop, and returns at once the future of its result."""
+        """Runs a coroutine in the event loop, and returns at once the future of its result or exception."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start(self, function: Callable, given: Mapping[str, object]) -> Future:
-        """Calls a function with the keyword arguments `given`, and returns at once the future of what it returns: an
-        async function runs in the event loop, any other in a new daemon thread, so that the run can stop waiting for
-        it."""
+        """Calls a function with the keyword arguments `given`, and returns at once the future of what it returns or
+        raises: an async function runs in the event loop, any other in a new daemon thread, so that the run can stop
+        waiting for it."""
         return self.run(called(function)(**given)) if is_async(function) else in_thread(function, given)
 
 
