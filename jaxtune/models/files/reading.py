@@ -62,29 +62,22 @@ def read_tensors(
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
 ) -> tuple[dict[str, jax.Array | Stored], Digest]:
     """Reads tensors, casts, encodes or decodes them, places them on devices, and checks there that they are finite.
-    Eight threads read, in the order of the files, and tensors of at most 1 GiB, or a single larger one, are in host
-    memory.
+    Eight threads read, in the order of the files; at most 1 GiB, or one larger tensor, is in host memory.
 
     Args:
       entries: {name: entry in files}.
-      dtype: of tensors that are neither kept quantised nor encoded, which are cast; those that are encoded are cast to
-        it first.
+      dtype: of tensors that are not kept quantised; those that are encoded are cast to it first.
       encoded: {name: format} of tensors that are quantised on the device, one at a time.
-      decoded: names of quantised tensors that are decoded to their dtype; other quantised tensors stay as they are,
-        except those in a format that no model keeps (gpt-oss's MXFP4), which are always decoded.
+      decoded: names of quantised tensors that are decoded to their dtype; so is each in a format that no model keeps.
       cancelled: once another thread sets it, the function raises CancelledError; None: it cannot be cancelled.
-      where: (name, tensor) -> the sharding of its arrays; None: the default device. `tensor` is the array or quantised
-        weight, or only its shape (jax.ShapeDtypeStruct). It is called in threads. Of a divided tensor only this
-        process's parts are read, except that quantised and encoded tensors are read whole; its digest, which needs all
-        of it, is cached on disk for later loads (DigestCache).
+      where: (name, tensor) -> the sharding of its arrays, called in threads; None: the default device. `tensor` is the
+        array or quantised weight, or only its shape. Of a divided tensor only this process's parts are read, unless it
+        is quantised or encoded; its digest, which needs all of it, is cached on disk.
       dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
     Returns:
       ({name: array or quantised weight}, digest of all tensors as they are stored, in the order of their names)
-    Raises:
-      ValueError: values that are not finite in `dtype`, or that a format does not allow.
-      CancelledError: see `cancelled`.
+    Raises ValueError for values that are not finite in `dtype` or that a format does not allow, and CancelledError.
     """
-
     one_at_a_time = threading.Lock()
     digest_cache = DigestCache(entry.file for entry in entries.values())
 

@@ -185,8 +185,7 @@ def prepare(
         source: the rows, in any of the forms that `reading.open_sources` takes.
         tokenizer: a fast Hugging Face tokenizer.
         length: the number of tokens in a packed row.
-        format: the format of the rows, one of `formats.FORMATS`; "auto" detects it by their columns. It must be
-            PREFERENCE or LABELLED if `pairs` is True, and neither of them if it is False.
+        format: the format of the rows, one of `formats.FORMATS`; "auto" detects it by their columns. See `pairs`.
         columns: {name of a format's column: its name in these rows}, where they differ.
         template: None or "tokenizer" (the tokenizer's own chat template), a name of packaged.py, the path of a .jinja
             file, or Jinja text. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed directly by its
@@ -203,11 +202,9 @@ def prepare(
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
         max_rows: the largest number of rows to read; None reads all.
         cache_dir: the folder of token caches; None: JAXTUNE_CACHE or ~/.cache/jaxtune/tokens. A list is not cached.
-        num_workers: the number of tokenising processes; None chooses it by the numbers of rows and of CPUs, 0 or 1
-            tokenises in this process.
-        vocab_size: the number of rows of the model's embedding; a token id that is not below it is refused. None: ids
-            are not checked.
-        pairs: whether the rows are preferences (`formats.PREFERENCE`) or labelled answers (`formats.LABELLED`). Each
+        num_workers: the number of tokenising processes; None chooses it, 0 or 1 tokenises in this process.
+        vocab_size: the number of rows of the model's embedding; a token id that is not below it is refused.
+        pairs: whether `format` is that of preferences (`formats.PREFERENCE`) or labelled answers (LABELLED). Each
             row makes two documents: the prompt with the chosen answer, then the prompt with the rejected one. A
             labelled row has one answer, and the other document is empty.
         say: called with each line to show to the user.
@@ -217,8 +214,8 @@ def prepare(
         The documents with their counts. Nothing is packed before `TokenDataset.rows` is read.
 
     Raises:
-        ValueError: the data cannot be trained on, or an argument is wrong; the message names the key, the file and
-            line, and the fix. It is a `NothingUsable` if no row is usable or no token is trained on.
+        ValueError: the data cannot be trained on (NothingUsable: no row or token), or an argument is wrong; the message
+            names the key, the file and line, and the fix.
     """
     _require_known(format, pairs, on_bad_row, overflow)
     if template is not None:

@@ -165,12 +165,10 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """Computes a step's costs from shapes; the arrays of `model` may be abstract. config: the run's, with the mesh on
-    which a step is planned; None in it is one device. length: tokens of a row; None: that of config.data. keeps_model:
-    whether the given model stays in memory beside the copies that train. optimizer: updates the weights (only its
-    states count); None is that of config.optim, and optax.identity() makes the costs those of a forward pass.
-    reference_runs: number of forward passes of a frozen model in each micro-batch, which is model.teacher if it has
-    one."""
+    """Computes a step's costs from shapes; arrays of `model` may be abstract. config: the run's, with the step's mesh.
+    length: tokens of a row, if not config.data's. keeps_model: the given model stays in memory beside the copies that
+    train. optimizer: only its states count; None: config.optim's; optax.identity(): a forward pass. reference_runs:
+    forward passes of a frozen model (model.teacher, if there is one) in each micro-batch."""
     length, shape = length or config.data.length, model.config
     dtype = jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)

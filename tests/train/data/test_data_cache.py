@@ -11,8 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxtune.train import data
-from jaxtune.train.data import prepare, workers
+from jaxtune.train.data import dataset, prepare, workers
 from jaxtune.train.data.cache import cache_key, open_or_build
 from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.reading import open_sources, read_rows
@@ -198,7 +197,7 @@ def test_rows_that_change_while_they_are_tokenised_are_not_cached(change, write,
         return workers.encode_rows(rows, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(data, "encode_rows", encode_rows)
+        patch.setattr(dataset, "encode_rows", encode_rows)
         with pytest.raises(ValueError, match="a.jsonl.*: changed while the rows were tokenised.* were discarded"):
             prepare(path, tokenizer, **options)
     assert not list((tmp_path / "cache").iterdir())
