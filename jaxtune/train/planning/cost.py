@@ -165,10 +165,9 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """Computes a step's costs from shapes; arrays of `model` may be abstract. config: the run's, with the step's mesh.
-    length: tokens of a row, if not config.data's. keeps_model: the given model stays in memory beside the copies that
-    train. optimizer: only its states count; None: config.optim's; optax.identity(): a forward pass. reference_runs:
-    forward passes of a frozen model (model.teacher, if there is one) in each micro-batch."""
+    """Computes a step's costs from shapes. config: the run's, with the step's mesh. length: tokens of a row, if not
+    config.data's. keeps_model: the given model stays beside the copies that train. optimizer: only its states count;
+    None: config.optim's; optax.identity(): a forward pass. reference_runs: of a frozen model, in each micro-batch."""
     length, shape = length or config.data.length, model.config
     dtype = jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
