@@ -347,7 +347,7 @@ class Passthrough:
     """The parts of a checkpoint that are not the text model: they are not loaded, and copied when the model is
     saved."""
 
-    # where each tensor is (shards.TensorEntry), such as a vision tower's or a multi-token prediction layer's
+    # where each tensor is (headers.TensorEntry), such as a vision tower's or a multi-token prediction layer's
     tensors: tuple[Any, ...]
     # text of the folder's config.json if the text model is nested in it; the text model's tensors then have the prefix
     # model.language_model. in files. None: the folder's config describes a text model
