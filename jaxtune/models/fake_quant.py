@@ -42,7 +42,7 @@ def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
       dtype: the name of the dtype of the scales and of the result, such as "bfloat16".
     """
     assert group_size is not None
-    groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
+    groups = _blocks(weight, group_size)
     scale = int4_scales(groups, dtype).astype(jnp.float32)
     return (int4_codes(groups, scale) * scale).astype(dtype).reshape(weight.shape)
 
@@ -81,7 +81,7 @@ def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """
     if group_size is None:
         return _as_declared("int8", weight, None, dtype)
-    groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
+    groups = _blocks(weight, group_size)
     scale = int8_scales(groups, dtype).astype(jnp.float32)
     return (int8_codes(groups, scale) * scale).astype(dtype).reshape(weight.shape)
 
@@ -100,6 +100,13 @@ def int8_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -127, 127)
 
 
+def _blocks(weight: jax.Array, group_size: int | None) -> jax.Array:
+    """A weight [..., out, in] as float32[..., out, n, group_size], in blocks of neighbouring weights of a row.
+    group_size must divide `in`; None, which formats with blocks of their own have, is an error of the caller."""
+    assert group_size is not None
+    return weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
+
+
 def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to what blocks of GGUF's type Q4_0 contain: a scale, which is a float16 number,
     times whole numbers from -8 to 7. In float32 it equals the gguf package's quantize and dequantize; in 16 bits scales
@@ -111,9 +118,7 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
       group_size: 32, the size of a block; it must divide `in`.
       dtype: of the result.
     """
-    assert group_size is not None
-    blocks = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
-    scales, codes = signed_codes(blocks, 8, dtype)
+    scales, codes = signed_codes(_blocks(weight, group_size), 8, dtype)
     return (as_float16(scales) * (codes - 8)).astype(dtype).reshape(weight.shape)
 
 
@@ -128,9 +133,7 @@ def q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
       group_size: 32, the size of a block; it must divide `in`.
       dtype: of the result.
     """
-    assert group_size is not None
-    blocks = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
-    scales, codes = q8_0_codes(blocks, dtype)
+    scales, codes = q8_0_codes(_blocks(weight, group_size), dtype)
     return (as_float16(scales) * codes).astype(dtype).reshape(weight.shape)
 
 
