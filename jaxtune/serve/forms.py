@@ -156,8 +156,8 @@ class Answer:
         self._texts[index] += self._choices[index].add(piece, stream=False)
 
     def whole(self) -> dict[str, object]:
-        """The JSON object of the whole answer; called when all rows have ended. The `content` of a chat's message with
-        calls of tools and no text is null."""
+        """Returns the JSON object of the whole answer, of a chat or a completion. It may be called once all rows have
+        ended. If a chat's message calls tools and has no text, its `content` is null."""
         choices = []
         for choice, text in zip(self._choices, self._texts, strict=True):
             form: dict[str, object] = {"index": choice.index, "finish_reason": choice.reason}
