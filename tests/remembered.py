@@ -37,6 +37,7 @@ from tests.versions import versions
 ROOT = Path(__file__).resolve().parent.parent
 _FAMILIES = ROOT / "jaxtune" / "models" / "families"
 _DAYS = 30
+SECONDS_BETWEEN_SAVES = 60
 
 # Which of these variables are set, and to what, belongs to the key.
 _VARIABLES = ("HYPOTHESIS_PROFILE", "XLA_", "JAX_", "JAXTUNE_")
@@ -400,14 +401,17 @@ class Memory:
 
 class Plugin:
     """Deselects tests that `memory` knows, but for the first, which shows that the environment works; remembers those
-    that pass. With pytest-xdist the workers deselect, and their controller remembers."""
+    that pass, every minute, so that a run that is stopped in the middle goes on from there. With pytest-xdist the
+    workers deselect, and their controller remembers."""
 
     def __init__(self, memory: Memory, run_all: bool):
         self.memory, self.run_all = memory, run_all
         self.environment = environment()  # before a module of the tests adds to it
         self.known: set[str] = set()
+        self.called: set[str] = set()
         self.passed: set[str] = set()
-        self.failed: set[str] = set()
+        self.of_worker = False
+        self.next_save = time.monotonic() + SECONDS_BETWEEN_SAVES
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
@@ -426,17 +430,25 @@ class Plugin:
 
     def pytest_runtest_logreport(self, report):
         of = dict(report.user_properties).get("key")
-        if of is not None and report.when == "call" and report.passed:
+        if of is None or not report.passed:
+            return
+        if report.when == "call":
+            self.called.add(of)
+        elif report.when == "teardown" and of in self.called:
             self.passed.add(of)
-        elif of is not None and not report.passed:
-            self.failed.add(of)
+            if not self.of_worker and time.monotonic() > self.next_save:
+                self.memory.add(self.passed)
+                self.next_save = time.monotonic() + SECONDS_BETWEEN_SAVES
+
+    def pytest_sessionstart(self, session):
+        self.of_worker = hasattr(session.config, "workerinput")
 
     def pytest_sessionfinish(self, session):
         _CODE.save()
-        if hasattr(session.config, "workeroutput"):
+        if self.of_worker:
             session.config.workeroutput["known"] = sorted(self.known)
         else:
-            self.memory.add(self.known | (self.passed - self.failed))
+            self.memory.add(self.known | self.passed)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):

@@ -189,6 +189,19 @@ def test_what_passed_is_run_again_only_if_a_file_of_it_changed(suite):
     assert "1 failed, 3 passed" in run(JAXTUNE_CI_CACHE="")[1]
 
 
+def test_what_passed_before_a_run_was_killed_is_remembered(suite):
+    """CI's machine kills a run that takes too long: the next one goes on where it was."""
+    folder, run = suite
+    (folder / "tests" / "conftest.py").write_text(
+        "from tests import remembered\nremembered.SECONDS_BETWEEN_SAVES = 0\n"
+    )
+    (folder / "tests" / "test_two.py").write_text("import os\ndef test_d(): os._exit(9)\n")
+    assert run()[0] == 9
+    (folder / "tests" / "test_two.py").write_text("def test_d(): pass\n")
+    code, said = run()  # the first always runs
+    assert code == 0 and "2 passed" in said and "2 tests were not run" in said
+
+
 PACKAGE = {
     "jaxtune/__init__.py": "",
     "jaxtune/part.py": '"""A part."""\nclass Part:\n    """It."""\n    value = 1  # of it\n    """A field."""\n',
