@@ -47,7 +47,7 @@ class Architecture:
     # layers whose number, from 1, is a multiple of it have no position encoding; None: all layers have one
     nope_period: int | None = None
     partial: bool = False  # the rotary embedding may cover only the first dimensions of each head; else it covers all
-    factors: bool = False  # it reads factors on embedding, scores, layers and logits (the logits are divided by theirs)
+    factors: bool = False  # it reads factors on embedding, scores, layers and logits (that of the logits divides them)
     gemma: bool = False  # the embedding is scaled by the square root of its size, and the activation is GELU, not SiLU
     fused_experts: bool = False  # gate and up of experts are one tensor of the file, gate first
     # the file says of each layer its heads, window and MLP, as in export/gemma4.py; no pattern is hard-coded

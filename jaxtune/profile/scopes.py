@@ -61,7 +61,7 @@ def scope_of(op_name: str) -> tuple[str, str]:
             phase = "recompute"
         if name and name not in _SILENT and "->" not in name:  # an einsum's formula is not a scope
             out.append(name)
-            # Scopes entered again by a transformation of what is in them, alone or together.
+            # Scopes entered again by a transformation of what is in them, one or several at once.
             for size in range(1, len(out) // 2 + 1):
                 if out[-size:] == out[-2 * size : -size]:
                     del out[-size:]
