@@ -127,8 +127,9 @@ class DistilledTrainer(PreferenceTrainer):
         return getattr(args, "max_length", None)
 
     def _to_train(self) -> Decoder:
-        """Returns the module that the run trains: the student with its teacher attached, or the student itself if the
-        teacher is the student with its adapter off."""
+        """Returns the module that the run trains: the student, or with disable_dropout=True another module over the
+        same arrays whose adapters have no dropout; with its teacher attached, unless the teacher is the student with
+        its adapter off."""
         return with_teacher(super()._to_train(), None if self._teacher is None else self._teacher.module)
 
     def _objective(self) -> ObjectiveConfig:

@@ -112,7 +112,8 @@ class CompatModel(ModelMethods):
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
         """PEFT's method: returns a new model with the adapter merged into its weights, all of which train. If they were
-        quantised, those of the new model are in the compute dtype. Arguments are ignored."""
+        quantised, those of the new model are in the compute dtype. It needs memory for both. Arguments are ignored.
+        Raises ValueError without an adapter, and ArithmeticError if the check of the result fails."""
         return CompatModel(
             jaxtune.merge_adapter(self.module),
             self.tokenizer,
@@ -223,8 +224,7 @@ class CompatModel(ModelMethods):
     ) -> None:
         """Saves a whole model for transformers, with the adapter merged: in 16 bits (save_method "merged_16bit";
         quantised weights are decoded) or in bitsandbytes' NF4 ("merged_4bit"). "lora" saves what save_pretrained saves.
-        tokenizer: is saved with it, if given. The folder must be new or empty, and another save_method is a
-        ValueError."""
+        tokenizer: saved with it, if given. The folder must be new or empty; another save_method is a ValueError."""
         where = "save_pretrained_merged"
         settle(where, others, SAVE)
         load_in = choose(where, "save_method", save_method, _MERGED)

@@ -198,13 +198,14 @@ def PatchDPOTrainer() -> None:
 class DPOTrainer(ReferencedTrainer):
     """TRL's DPOTrainer, on rows with chosen and rejected (and prompt): it makes the chosen answer likelier than the
     rejected one, relative to the model with its adapter off. The arguments are those of SFTTrainer, with a DPOConfig as
-    `args`. An adapter that has been trained before raises ValueError, and so do formatting_func and packing=True."""
+    `args`. An adapter that has been trained before raises ValueError, and so do formatting_func and packing=True. A
+    model without an adapter has no such reference, and train() raises ValueError."""
 
     config_type = DPOConfig
 
     def _objective(self) -> ObjectiveConfig:
-        """Returns the section `objective` of the run's config: the DPO loss with the script's beta and loss_type.
-        Raises ValueError if loss_type has several losses, or one that is not supported."""
+        """Returns the section `objective` of the run's config: the DPO loss with the script's beta, loss_type and
+        precompute_ref_log_probs. Raises ValueError if loss_type has several losses, or one that is not supported."""
         args = self.args
         kinds = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
         if len(kinds) != 1:
@@ -231,7 +232,8 @@ class KTOTrainer(ReferencedTrainer):
     """TRL's KTOTrainer, on rows with prompt, completion and label (True for a desirable answer, False for an
     undesirable one): it makes desirable answers likelier and others less likely, relative to the model with its adapter
     off. The arguments are those of SFTTrainer, with a KTOConfig as `args`. An adapter that has been trained before
-    raises ValueError, and so do formatting_func and packing=True."""
+    raises ValueError, and so do formatting_func and packing=True. A model without an adapter has no such reference, and
+    train() raises ValueError."""
 
     config_type = KTOConfig
     form = LABELLED  # the name of the rows' format
@@ -245,7 +247,8 @@ class KTOTrainer(ReferencedTrainer):
         return mismatched_in_groups(data, self.args.per_device_train_batch_size)
 
     def _objective(self) -> ObjectiveConfig:
-        """Returns the section `objective` of the run's config: the KTO loss with the script's beta and weights."""
+        """Returns the section `objective` of the run's config: the KTO loss with the script's beta, weights and
+        precompute_ref_log_probs."""
         names = ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs")
         return ObjectiveConfig("kto", **{name: getattr(self.args, name) for name in names})
 
@@ -277,5 +280,6 @@ class RewardTrainer(PreferenceTrainer):
         super().__init__(model, args, *others, **arguments)
 
     def _objective(self) -> ObjectiveConfig:
-        """Returns the section `objective` of the run's config: the loss of pairs of rewards."""
+        """Returns the section `objective` of the run's config: the loss of pairs of rewards with the script's
+        center_rewards_coefficient."""
         return ObjectiveConfig("reward", center_rewards_coefficient=self.args.center_rewards_coefficient)

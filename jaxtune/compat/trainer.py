@@ -163,8 +163,8 @@ class SFTTrainer(Evaluations):
         self._events().tell("on_init_end")
 
     def _read(self, dataset: Any, formatting_func: Callable[[Any], Any] | None) -> tuple[Any, str]:
-        """Returns (rows for jaxtune, the name of their format, such as "messages") of a script's data set, as
-        rows_and_format finds them. formatting_func: maps a row to a text; None: there is none."""
+        """Returns (rows for jaxtune, the name of their format, such as "messages") of a script's data set. Here
+        rows_and_format finds them; subclasses override it. formatting_func: the class's argument, or None."""
         return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
 
     def _train_on(self) -> str:
@@ -194,8 +194,7 @@ class SFTTrainer(Evaluations):
         return data
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """Returns a function that maps a module of the run to the one that the script sees: here the same. Trainers
-        that turn dropout off for the run turn it on again."""
+        """Returns a map from a module of the run to the script's, here the identity; subclasses restore dropout."""
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
@@ -485,7 +484,8 @@ def train_on_responses_only(
       tokenizer: whose template is read; None: the trainer's.
       others: Unsloth's other arguments. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: only one of the parts is given; or one of `others` would change the result, or is unknown.
+      ValueError: only one of the parts is given; the template's cannot be derived; or one of `others` would change the
+        result, or is unknown.
     """
     settle("train_on_responses_only", others, RESPONSES, train_on_responses_only)
     parts: dict[str, str | None] = {"instruction_part": instruction_part, "response_part": response_part}
