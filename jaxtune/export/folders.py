@@ -55,7 +55,7 @@ def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max
 
     Args:
       to: the format. Its field `export` says what its readers cannot load: experts (`without_experts`), or linears of
-        certain names (`keeps`), which are decoded and written in 16 bits.
+        certain names (`keeps`), which are decoded and written in the model's dtype.
       weights: the model's weights, which need not be quantised yet.
       folder: an empty folder.
       tokenizer: written too; None: none is written.

@@ -10,7 +10,9 @@ The numbers of a block, which are neighbours in a row, share a scale d in f16; i
 | Q5_0 | 22 | d * (code - 16), code of 5 bits |
 | Q5_1 | 24 | d * code + m, code of 5 bits |
 
-The bytes equal those of the gguf package's quantize, which computes the same in numpy.
+The bytes equal those of the gguf package's quantize, which computes the same in numpy. The exceptions are weights that
+quantisation-aware training in 16 bits rounded to Q8_0 or Q4_0 (`dtype`): their scales are those of the training, which
+have fewer bits (models/gguf_grids.py).
 """
 
 from __future__ import annotations

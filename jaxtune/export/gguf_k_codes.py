@@ -1,4 +1,5 @@
-"""Encoders and decoders of GGUF's types Q4_K, Q5_K and Q6_K, and the error that rounding to them explains (`allowed`).
+"""Encoders and decoders of GGUF's types Q4_K, Q5_K and Q6_K (`encoder`, `decoder`), and the error that rounding to them
+explains (`allowed`). Each of these functions gets the type as its number of bits of a code: 4, 5 or 6.
 
 A block is 256 numbers of a row. It is divided into parts, each of which has a scale, and in Q4_K and Q5_K a least value
 too. The parts' scales are themselves whole numbers, which a scale of the whole block in f16 multiplies:

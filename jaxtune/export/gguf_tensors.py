@@ -104,7 +104,8 @@ class _Names:
 def interleaved(array: Any, heads: int) -> Any:
     """Reorders the rows of a q or k projection, [heads * D, ...]: row i of the first half of each head is followed by
     row i of its second half. Hugging Face's models rotate pairs (i, i + D / 2) of a head's dimensions, and llama.cpp
-    rotates neighbours. array: numpy's or JAX's. heads: the number of heads."""
+    rotates neighbours in those of its architectures for which Architecture.permuted is True; only tensors of these are
+    reordered (`_heads`). array: numpy's or JAX's. heads: the number of heads."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 

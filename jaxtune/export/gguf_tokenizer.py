@@ -61,7 +61,8 @@ def tokenizer_fields(
       {GGUF's key: value}, with the tokens, their types, the merges or scores, the ids of special tokens, the chat
         template, and whether the tokenizer adds BOS and EOS to a text.
     Raises:
-      ValueError: there is no tokenizer, or llama.cpp has no equal one.
+      ValueError: there is no tokenizer, it has no tokenizer.json, llama.cpp has no equal one, or it has a token beyond
+        vocab_size.
     """
     if tokenizer is None:
         raise ValueError("gguf: the model has no tokenizer, and llama.cpp needs one: copy its files into the folder")
@@ -145,10 +146,11 @@ def _sequence(part: dict[str, Any] | None, kinds: str) -> list[dict[str, Any]]:
 
 def _words(parts: dict[str, Any]) -> str:
     """The value of tokenizer.ggml.pre for a byte-level tokenizer: llama.cpp's name of the pattern that divides text
-    into words. `parts` is the content of tokenizer.json.
+    into words, and of whether a word that is in the vocabulary is not merged (ignore_merges). `parts` is the content of
+    tokenizer.json.
 
     Raises:
-      ValueError: llama.cpp does not have its word pattern.
+      ValueError: llama.cpp has no tokenizer with this pattern and ignore_merges, or there is a normalizer besides NFC.
     """
     steps = []
     for step in _sequence(parts["pre_tokenizer"], "pretokenizers"):

@@ -133,7 +133,8 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, t
 
     Args:
       name: the linear's name.
-      tensor: its weight [out, in] in 16 bits, as a tensor of the file.
+      tensor: its weight [out, in], not quantised, as a tensor of the file; `group` must divide `in`, which the caller
+        checks.
       group: how many numbers of a row share a scale.
       dtype: of the scales, the model's.
       exact: True: quantisation-aware training rounded the weight to this grid already, and a number that is not on it
