@@ -82,7 +82,7 @@ def _join(array, length):
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (out [B, T, heads, D], lse float32[B, heads, T] in the natural logarithm) of packed causal attention,
     computed by plain jnp, in chunks of queries. out has query's dtype. Padding gives 0 (lse: a large negative number
-    without sinks). Kernels are compared with it.
+    without sinks). Kernels are compared with it, and calls that they refuse use it.
 
     Args:
       query: [B, T, heads, D].
@@ -140,7 +140,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by plain jnp, in chunks of queries:
     the gradients of the forward's operands, in their shapes and dtypes; padding gives 0, and dsinks is None without
-    sinks. Kernels are compared with it.
+    sinks. Kernels are compared with it, and calls that they refuse use it.
 
     Args:
       query, key, value: the operands of `forward`, [B, T, heads, D] and [B, T, kv_heads, D] each.

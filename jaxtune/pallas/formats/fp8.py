@@ -79,8 +79,9 @@ class FP8(Stored):
 
         Args:
           array: the tensor.
-          block: (rows, columns) of the numbers that share a scale: ROW (1, None), one for each row; TILE (128, 128); or
-            MATRIX (None, None), one for each matrix.
+          block: (rows, columns) of the numbers that share a scale: ROW (1, None), one for each row; TILE (128, 128), of
+            which the last ones along an axis are smaller where 128 does not divide its size; or MATRIX (None, None),
+            one for each matrix.
         Raises:
           TypeError: another dtype.
           ValueError: fewer than two axes, no element, or another block.

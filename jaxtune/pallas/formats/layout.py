@@ -232,7 +232,9 @@ class Layout:
 
     def can_store(self, weight: Stored) -> bool:
         """Whether `weight` can be written in this layout; by default True. A format may have several layouts, such as
-        one for each program that writes it; they are asked in order, and the first that returns True is used."""
+        one for each program that writes it; they are asked in order, and the first that returns True is used; if none
+        does, Format.layout raises StopIteration. `weight` may have shapes (jax.ShapeDtypeStruct) in place of its
+        arrays, because files' headers are planned so; an override must not read their numbers."""
         del weight
         return True
 

@@ -182,8 +182,9 @@ class Published(Layout):
         return self.codes in tensors
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """Describes the experts' array that two tensors store, from their headers alone. Returns a Found with the shape
-        of the model's array, [E, in, out]; the tensors are [E, out, in / 32, 16] and [E, out, in / 32].
+        """Describes the experts' array that two tensors store, from their headers alone, which it checks, so that the
+        loader knows the shape before it reads any data. Returns a Found with the shape of the model's array, [E, in,
+        out]; the tensors are [E, out, in / 32, 16] and [E, out, in / 32].
 
         Args:
           name: the name of the experts' array in the model.

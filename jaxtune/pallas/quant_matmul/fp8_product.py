@@ -208,8 +208,9 @@ def multiply(
 
 
 def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
-    """The product of an adapter's two operands, u [n, r] side [columns, r]^T: [n, columns] in u's dtype. XLA adds it to
-    a product that no kernel computes. float32 is multiplied in full float32."""
+    """The product of an adapter's two operands (`more` of `multiply`), u [n, r] side [columns, r]^T: [n, columns] in
+    u's dtype. In the forward `side` is LoRA's B; in the backward it is the transpose of A, and u is dy B. XLA adds it
+    to a product that no kernel computes. float32 is multiplied in full float32."""
     precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     numbers = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(u, side.astype(u.dtype), numbers, precision=precision, preferred_element_type=u.dtype)

@@ -45,8 +45,8 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
-    or None if it can. It takes 1 to 16 tokens of 16 bits, and weights in NF4 or FP4 whose rows are whole blocks of 64.
-    The kernels have no check at their first use."""
+    or None if it can. It needs a GPU on which Triton is usable (compat.triton_refusal), and takes 1 to 16 tokens of 16
+    bits, and weights in NF4 or FP4 whose rows are whole blocks of 64. The kernels have no check at their first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -79,7 +79,8 @@ def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `few_matmul` should not multiply this number of tokens in `dtype` by this
     weight, or None. It is allowed where it was measured to be faster than decoding the weight first: up to 64 tokens in
-    bfloat16 by large NF4 weights, on Hopper. mosaic.few_refusal asks it for more than 16 tokens."""
+    bfloat16 by large NF4 weights, on Hopper; jax-triton must be installed. mosaic.few_refusal asks it for more than 16
+    tokens."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
