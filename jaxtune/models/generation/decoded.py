@@ -69,7 +69,8 @@ def _cast(arrays: list[jax.Array], dtype: str) -> list[jax.Array]:
 
 class Decoded:
     """Decodes the quantised weights of models that share them, such as one model with the adapters of several training
-    steps, each weight once. A sampler has one, and calls `of` for its first model and in each update."""
+    steps, each weight once. Experts, and linears that multiply in FP8 or round their weights (QAT), stay as they are. A
+    sampler has one, and calls `of` for its first model and in each update."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}

@@ -1,5 +1,6 @@
-"""Prefills prompts, once for all waiting rows that have the same prompt, and keeps their states until slots take
-them."""
+"""Prefills prompts, once for all waiting rows that have the same prompt, and keeps their states until slots take them.
+At most four batches of prompts are kept; if there are more, the oldest is dropped, and those of its prompts for which
+rows still wait are prefilled again."""
 
 from __future__ import annotations
 

@@ -347,8 +347,9 @@ class Attention(nnx.Module):
     # ---- generation
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
-        """The caches (keys, values) for generation, each [B, kv_heads, capacity, D], filled with the prompts, normed
-        and rotated; () where keys and values are another layer's.
+        """The caches (keys, values) for generation, each [B, kv_heads, capacity, D], filled with the prompts as
+        attention reads them: keys normed and rotated, and values normed if the config has value_norm. It is () where
+        keys and values are another layer's.
 
         Args:
           values: {name: value} of the residuals that state_reads names, computed from the prompts.

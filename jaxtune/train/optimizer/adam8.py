@@ -1,8 +1,9 @@
 """Adam with 8-bit states (arXiv 2110.02861), with the maths of bitsandbytes' AdamW8bit.
 
-Each moment is stored as one byte per element and one float32 per block of 256 elements (blockwise8.py). A step decodes
-the moments, updates them, moves the parameter by the unrounded moments, and encodes them. One kernel does this where
-there is one (pallas/adam8), else XLA.
+Each moment is stored as one byte per element and one float32 per block of 256 elements (blockwise8.py), or in float32
+for a tensor of less than 4096 elements. A step decodes the moments, updates them, computes Adam's direction from them
+before they are rounded, and encodes them. One kernel does this where there is one (pallas/adam8), else XLA. The
+direction is float32 and without the learning rate, by which the caller multiplies it.
 """
 
 from __future__ import annotations

@@ -57,8 +57,9 @@ class Family:
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """All entries of the family: the common ones that it does not replace, by an entry with the same field or name
-        or by a value in `fields`, and then its own. They read and write in this order."""
+        """All entries of the family, each an object (key.Entry) that translates some keys of config.json to fields of
+        DecoderConfig and back: the common ones that it does not replace, by an entry with the same field or name or by
+        a value in `fields`, and then its own. They read and write in this order."""
         given = {field for entry in self.keys for field in entry.gives} | {*self.fields}
         names = {entry.name for entry in self.keys if isinstance(entry, Key)}
 

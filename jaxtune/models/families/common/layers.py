@@ -224,8 +224,9 @@ WINDOW_SWITCH = Key(
 
 
 def switched_window(hf: Config) -> Fields:
-    """The config.json `hf`, with null for sliding_window unless use_sliding_window is true. It is the Family.prepare of
-    Qwen's families, whose files give a sliding_window even if the model does not use it."""
+    """The config.json `hf`, in which all keys of the family have values, with null for sliding_window unless
+    use_sliding_window is true. It is the Family.prepare of Qwen's families, whose files give a sliding_window even if
+    the model does not use it."""
     return {**hf, "sliding_window": hf["sliding_window"] if hf["use_sliding_window"] else None}
 
 
