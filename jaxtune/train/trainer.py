@@ -304,9 +304,10 @@ class Trainer:
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor
     ) -> tuple[Programs, TrainState, Sums, Any]:
-        """Chooses the plan, compiles the programs, waits for the weights and prints by `monitor`. Returns (programs,
-        state, sums, frozen) for the first step of this process: the compiled programs, the state (`resumed`, or a new
-        one), sums of zeros, and the weights that are not trained, all placed on the devices. start: the steps done."""
+        """Chooses the plan, compiles the programs, waits for the weights, fills in the data sets' log-probabilities of
+        the reference, writes the config, and prints by `monitor`. Returns (programs, state, sums, frozen) for the first
+        step: the compiled programs, the state (`resumed`, or a new one), sums of zeros, and what does not train, all on
+        the devices. start: the steps done."""
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
@@ -345,8 +346,7 @@ class Trainer:
         return "\n".join([*self.stored.described(self.model.prepared, self.objective), about])
 
     def memory_notes(self) -> list[str]:
-        """Lines about the memory that each phase of the run takes, and about what will not fit; empty on a CPU, where
-        memory is not measured."""
+        """Lines on the memory of each phase of the run, and on what will not fit; [] on a CPU (not measured)."""
         planner, model = self.planner, self.model
         if planner.device.name == "cpu":
             return []

@@ -42,7 +42,7 @@ class ConfigKey:
     default: str
     """Its default as YAML, or "required"."""
     help: str
-    """Its help text."""
+    """Its help text, from the Annotated hint of its field."""
 
 
 def config_keys() -> list[ConfigKey]:

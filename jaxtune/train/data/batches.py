@@ -125,7 +125,8 @@ class BatchSource:
         return Batch.empty(rows, self.length)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of a step (counted from 0), as numpy arrays `[rows_per_step, ...]`.
+        """The batch of a step (counted from 0), as numpy arrays `[rows_per_step, ...]`, which have the rows of all
+        devices. A source that has lanes fills only the rows of its process's own lanes (`divide`).
 
         Steps are asked for in ascending order, from the step that the run begins or resumes with. The latest one may
         be asked for again.

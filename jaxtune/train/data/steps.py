@@ -111,8 +111,9 @@ class StepBatches(Batches):
 
     def _epoch_plan(self, epoch: int) -> np.ndarray:
         """The plan of epoch number `epoch` (from 0): the row of each document, as `_pack_epoch` returns it, an array
-        int64[steps, micro-batches of a step, documents of a micro-batch]. The plan computed last is kept, because each
-        step needs only a small share of it."""
+        int64[steps, micro-batches of a step, documents of a micro-batch]. It is -1 for a document that must be skipped,
+        because it is empty or the last step does not have it. The plan computed last is kept, because each step needs
+        only a small share of it."""
         epoch = 0 if self.order == "given" else epoch
         known = self._plan  # read once, as in Batches._epoch
         if known is None or known[0] != epoch:

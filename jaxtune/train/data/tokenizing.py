@@ -68,8 +68,8 @@ def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) ->
 
 def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], max_tokens: int | None = None) -> Tokens:
     """The tokens of a text that is cut into pieces, which are tokenised separately, so that no token extends over one
-    of the positions `cuts`. Training cuts where a response begins, because at inference the prompt before it is
-    tokenised alone.
+    of the positions `cuts`. Special tokens that the tokenizer adds around a text, such as BOS and EOS, are not among
+    them. Training cuts where a response begins, because at inference the prompt before it is tokenised alone.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.

@@ -157,7 +157,8 @@ class SampledAnswers(BatchSource):
 
     @property
     def _prompts_per_generation(self) -> int:
-        """The number of prompts that a generation samples answers for."""
+        """The number of prompts that a generation samples answers for: its answers, answers_per_step for each of
+        steps_per_generation steps, divided by num_generations, the answers to a prompt."""
         return self.answers_per_step * self.settings.steps_per_generation // self.settings.num_generations
 
     def limit_slots(self, slots: int) -> None:

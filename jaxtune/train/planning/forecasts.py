@@ -217,8 +217,9 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
       device: the device.
       tiles: number of tiles that the tokenwise segments run over.
     Returns:
-      seconds of recomputation; and for the kind of layer that takes the most, without what arrives from the host, bytes
-        at the feed-forward's backward, at the mixer's backward, and at the end of the forward.
+      seconds of recomputation; and the bytes of recomputed residuals and of what a layer makes itself, without what
+        arrives from the host, at the feed-forward's backward, at the mixer's backward, and at the end of the forward:
+        each is the largest of all kinds of layers.
     """
 
     def in_tiles(sizes):
@@ -404,8 +405,7 @@ def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: 
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds per step to copy the optimizer's offloaded states from the host to `device` and back; 0 if none are on
-    the host. parts: the step's costs."""
+    """Seconds per step to copy the optimizer's states that are on the host to `device` and back. parts: the costs."""
     return 2 * parts.hosted_bytes / (device.link or device.copy)
 
 
