@@ -1,5 +1,5 @@
-"""Shapes, bytes and FLOPs of operators in a Chrome trace of PyTorch's profiler taken with record_shapes=True, for the
-reader of such traces (chrome.py)."""
+"""Shapes and bytes of operators' arrays, and FLOPs of attention, in a Chrome trace of PyTorch's profiler taken with
+record_shapes=True, for the reader of such traces (chrome.py), which computes the FLOPs of matrix products itself."""
 
 from __future__ import annotations
 

@@ -333,8 +333,9 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
 
 def _attach_satellites(position, launches, schedule) -> None:
     """Gives each helper kernel (launch.main is False), such as the reduction of a split product, the position of the
-    library call that it belongs to: the nearest one after it, or before it, as its name tells, among six launches. A
-    helper of attention belongs to an attention call. Without one its position stays -1.
+    library call that it belongs to: the nearest one after it, or before it, as its name tells, among six launches that
+    are no helpers and have a position already. A helper of attention belongs to an attention call. Without one its
+    position stays -1.
 
     Args:
       position: for each launch its place in the schedule repeated for each execution, or -1; changed in place.

@@ -251,8 +251,8 @@ def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle
 
 
 def _wait_words(idle: Idle) -> str:
-    """Words on the longest wait of the device for its next launch, in parentheses, to be put into the sentence on idle
-    time; "" if it is shorter than 0.05 ms."""
+    """Words on the longest wait of the device for its next launch, a space and then parentheses, to be appended to a
+    word of the sentence on idle time; "" if it is shorter than 0.05 ms."""
     if not idle.longest or idle.longest[0]["ms"] < 0.05:
         return ""
     wait = idle.longest[0]

@@ -75,7 +75,8 @@ def losses(
       num_steps: how many steps they come from.
       idle_ms: idle ms per step.
       ceilings: the device's rates.
-      wait: words on the device's longest wait for a launch, put into the sentence on idle time; "" without one.
+      wait: words on the device's longest wait for a launch, which begin with a space, because they are appended to a
+        word of the sentence on idle time; "" without one.
     """
     per_step = 1e-6 / num_steps
     kinds: dict[str, list[Event]] = collections.defaultdict(list)

@@ -41,8 +41,8 @@ class KernelRow:
 @dataclasses.dataclass
 class Transfer:
     """All copies to the device, all copies to the host, or all collectives of a profile, a row of the report's table of
-    transfers. Figures are means per step. A transfer is exposed while it runs and no kernel does: the step waits for
-    it."""
+    transfers. Figures are means per step. A transfer is exposed while it runs and no kernel, memset or copy within the
+    device does: the step waits for it."""
 
     name: str  # "copies to device", "copies to host" or "collectives"
     count: float  # number of them

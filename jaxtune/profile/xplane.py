@@ -320,8 +320,9 @@ class _WorkCache:
         return self._work[id(instruction)]
 
     def scope(self, instruction: Instruction) -> str:
-        """The instruction's op_name, the scope as JAX writes it. A fusion or an asynchronous call without one has the
-        op_name of the last instruction that it calls and that has one; "" if none has."""
+        """The instruction's op_name, the scope as JAX writes it. An instruction without one that calls computations,
+        such as a fusion or an asynchronous call, has the op_name of the last instruction in the first of them that has
+        one, parameters left out; "" if none has."""
         if instruction.scope or not instruction.called or instruction.computation is None:
             return instruction.scope
         module = instruction.computation.module
