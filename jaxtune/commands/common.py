@@ -18,7 +18,8 @@ from jaxtune.system.terminal import say
 
 
 def wide_console() -> Any:
-    """A rich Console for help texts: as wide as the terminal, or 140 columns if stdout is a pipe or a file."""
+    """Returns a rich Console for help texts: as wide as the terminal, or 140 columns if stdout is a pipe or a file. It
+    is terminal.console's, so it prints [brackets] as they are, without markup, and nothing in a silent process."""
     return terminal.console(width=None if sys.stdout.isatty() else 140)
 
 

@@ -1,4 +1,5 @@
-"""The command `jaxtune generate`, which answers prompts; answers.py does so for a file of them.
+"""The command `jaxtune generate`, which reads the options and loads the model; answers.py then answers the prompts,
+those of --prompt and those of a file.
 
 `run` takes the words of the command line after `generate`; its docstring is the text that --help prints.
 """

@@ -23,8 +23,9 @@ from jaxtune.train.signals import StopSignal, handled
 _GRACE_SECONDS = 20.0  # after one process has failed, the others have this long to report and end
 
 
-# arguments: the words after `jaxtune launch`: --gpus N or --processes N, and then those of `jaxtune train`, which each
-# process gets. ValueError: N is below 1, or CUDA_VISIBLE_DEVICES names fewer than N GPUs.
+# arguments: the words after `jaxtune launch`: exactly one of --gpus N (N processes with one GPU each) and --processes N
+# (N processes that share the CPUs), and then those of `jaxtune train`, which each process gets. ValueError: N is below
+# 1, or CUDA_VISIBLE_DEVICES names fewer than N GPUs.
 def run(arguments: Sequence[str]) -> int:
     """Run `jaxtune train` in several processes on this machine, one per GPU.
 

@@ -1,5 +1,5 @@
-"""The checks of `jaxtune doctor`, which prints them: whether this machine is ready for training, with advice on what is
-not. `findings` runs all of them."""
+"""The checks of `jaxtune doctor`, which prints their results: whether this machine is ready for training, with advice
+on what is not. `findings` runs all of them."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ def findings(measure: bool = True) -> Iterator[Finding]:
     Args:
       measure: True: the rates are checked, if there is a GPU. They are measured once, in about ten seconds, and stored
         in a cache. False: the rates are left out, and all else is checked.
+    Raises:
+      ValueError: the cache of rates is damaged; the results before were yielded.
     """
     yield _packages()
     card = _nvidia_smi()
@@ -173,7 +175,7 @@ def _room() -> Iterator[Finding]:
 def _rates() -> Iterator[Finding]:
     """Yields four findings: the rates of matrix products in bfloat16 (TFLOP/s), of copies in device memory (TB/s) and
     of copies to the device and to the host (GB/s). profile.ceilings measures them on the first device, in about ten
-    seconds, or reads them from its cache file.
+    seconds, or reads them from its cache file, and raises ValueError if that is damaged.
 
     A rate below half of what the GPU's data sheet states is a "note", with advice: the card may be throttled, used by
     another program, or in a slot with fewer lanes. Any other rate is "ok", as is each one of a GPU without a data

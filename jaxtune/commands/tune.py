@@ -1,4 +1,5 @@
-"""The command `jaxtune tune`, which measures the block sizes of hand-written kernels on this GPU.
+"""The command `jaxtune tune`, which measures the block sizes of hand-written kernels on this GPU, a Hopper, and stores
+the fastest: in the user's cache, from which the kernels read them, or in the file that --output names.
 
 `run` takes the words of the command line after `tune`; its docstring is the text that --help prints.
 """

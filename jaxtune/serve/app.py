@@ -1,5 +1,5 @@
-"""The ASGI application of the server (`make_app`). It checks who may ask (API key, Host and Origin), limits the size of
-a request and the time of an answer, and has a handler for each route, such as /v1/chat/completions.
+"""The ASGI application of the server (`make_app`). `_Guard` checks who may ask (API key, Host and Origin). There is a
+handler for each route, such as /v1/chat/completions; handlers limit the size of a request and the time of an answer.
 
 If a client closes its connection, the answers that are generated for it (rows of the batch) are cancelled, and their
 slots become free. A client that reads slowly delays nobody: generation does not wait for it, and what it has not read

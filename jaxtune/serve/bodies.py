@@ -125,8 +125,9 @@ class _Chat(_Body):
 
 class _Completion(_Body):
     """A body of /v1/completions: the shared keys and those below. `prompt` is a text, a list of token ids, a list of
-    texts, or a list of lists of token ids. `logprobs` is how many of the most likely tokens are listed at the position
-    of each token of the answer, with log-probabilities; None: no log-probabilities."""
+    texts, or a list of lists of token ids. `logprobs` asks for the log-probability of each token of the answer, and its
+    value is how many of the most likely tokens at that token's position are listed too, with log-probabilities; 0 lists
+    none, and None asks for nothing."""
 
     prompt: (
         str

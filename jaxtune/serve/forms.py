@@ -129,8 +129,8 @@ def _chat_logprobs(tokens: list[str], logprobs: list[float], ranked: _Ranked) ->
 
 
 class Answer:
-    """The answer to one request as OpenAI's JSON, built from the tokens of its rows as they arrive in Pieces (the new
-    tokens of one row).
+    """The answer to one request, a chat's or a completion's (asked.chat), as OpenAI's JSON, built from the tokens of
+    its rows as they arrive in Pieces (the new tokens of one row).
 
     An answer that is sent whole calls `add` for each Piece, and `whole` at the end for the JSON object. A stream sends
     the JSON objects of `first_chunks`, then those of `chunks` for each Piece, and those of `last_chunks` at the end.
