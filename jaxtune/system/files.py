@@ -3,8 +3,9 @@
 writes.
 
 There are also flushing to the disk (`sync`), errors of writing that name the file (`writing`), checksums of files
-(`fingerprints`), reading where others may write (`read_plain`), and the check that a run can write its folder
-(`require_makeable`). The module imports nothing of jaxtune, so every package may use it.
+(`fingerprints`), reading of regular files alone, where others may have put a pipe or a device in their place
+(`read_plain`), and the check that a run can write its folder (`require_makeable`). The module imports nothing of
+jaxtune, so every package may use it.
 """
 
 from __future__ import annotations

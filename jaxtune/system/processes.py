@@ -1,5 +1,5 @@
-"""Runs of several processes: how the processes find each other, agree on what each of them sees alone, and end
-together.
+"""Runs of several processes: how the processes find each other, agree on what each of them sees alone, and end at
+the same time.
 
 Every process runs the same program. What all of them compute from the same numbers needs no communication. What a
 process sees alone (a signal, a clock, a folder, free memory) they agree on here, through the coordination service of
@@ -256,7 +256,8 @@ def all_of(value: Any) -> list[Any]:
 
 def of_first(value: Callable[[], Any]) -> Any:
     """Returns in all processes what `value()` returns in the first one, sent as JSON; the others do not call `value`.
-    Collective: every process must call it, in the same order as its other collective calls and in its main thread."""
+    If it raises, only the first process does, and the others wait. Collective: every process must call it, in the same
+    order as its other collective calls and in its main thread."""
     client, number = _client(), next(_calls)
     if client is None:
         return value()

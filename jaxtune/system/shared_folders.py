@@ -17,8 +17,9 @@ _LATE_SECONDS = 30.0  # after which a network file system shows a new name at th
 
 def require_shared(folder: Path) -> None:
     """Raises ValueError, in all processes, if the path `folder` is not the same folder for all of them, as on hosts
-    without a shared file system. Collective: every process must call it, in the same order as its other collective
-    calls and in its main thread."""
+    without a shared file system. The folder must exist in the first process and be writable there; if it is not, the
+    first process alone raises OSError, and the others wait for it. Collective: every process must call it, in the same
+    order as its other collective calls and in its main thread."""
     lacking = [number for number, there in enumerate(_see_first(folder)) if not there]
     if lacking:
         raise ValueError(
@@ -30,7 +31,7 @@ def require_shared(folder: Path) -> None:
 def writes(folder: Path) -> bool:
     """Whether this process is one of those that write what all processes need to the path `folder`, so that each
     process finds it in its own: the first process, and on each host where the path is another folder one more. The
-    first process must have the folder. Collective, as require_shared."""
+    folder must exist in the first process and be writable there. Collective, as require_shared."""
     own, hosts = processes.index(), processes.all_of(socket.gethostname())
     without = [number for number, there in enumerate(_see_first(folder)) if not there and hosts[number] == hosts[own]]
     return own == 0 or own in without[:1]

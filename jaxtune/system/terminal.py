@@ -53,9 +53,10 @@ class _Stream:
         self._stream, self._name = stream, name
 
     def write(self, text: str) -> int:
-        """Writes `text` and returns the number of characters written. A character that the stream's encoding lacks is
-        written as its escape. If the stream fails, the text is dropped, and the error is ignored, with one exception:
-        if the stream has a name, the first OSError of its `write` and `flush` is raised, with that name as its file."""
+        """Writes `text` and returns what the stream's own `write` returns, the number of characters written. A
+        character that the stream's encoding lacks is written as its escape, of which each character counts. If the
+        stream fails, the text is dropped, its length is returned, and the error is ignored, with one exception: if the
+        stream has a name, the first OSError of its `write` and `flush` is raised, with that name as its file."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
