@@ -32,7 +32,8 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206
 
 def printable(text: object) -> str:
     r"""`text` as a string in which every character that a terminal would act on is replaced by its escape, such as
-    \x1b. Tabs and newlines are kept."""
+    \x1b. So are characters that reverse the direction of text, separators of lines and paragraphs, and lone surrogates,
+    which no encoding accepts. Tabs and newlines are kept."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
