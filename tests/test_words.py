@@ -42,7 +42,7 @@ RETIRED = {
     r"\bwhat there is\b": 0,
     r"\bafter the other\b": 0,
     r"\bbut for\b": 0,
-    r"\bstands? in\b": 0,
+    r"\bstands? in\b": 2,
     r"\bat hand\b": 0,
     r"\bpersons?\b": 0,
     r"\bkin\b": 0,
