@@ -49,6 +49,10 @@ STEPS = {
     "8b_fp8": Step(f"{_8B} {_IN_FP8}"),
     "8b_fp8_blocks": Step(f"{_8B} {_IN_FP8} --scales blocks"),
     "8b_fp8_residuals": Step(f"{_8B} {_IN_FP8} --plan fp8"),
+    "8b_qat": Step(f"{_8B} --qat int4"),
+    "8b_qat_int8_int4": Step(f"{_8B} --qat int8-int4"),
+    "1b_full": Step("--shape llama-3.2-1b --rank 0"),
+    "1b_full_qat": Step("--shape llama-3.2-1b --rank 0 --qat int4"),
     "32b_nf4": Step("--shape qwen3-32b --load-in nf4 --rows 4 --micro-batches 4 --plan recompute", steps=5),
     # The planner chooses, as a model's 16-bit residuals take more than there is.
     "qwen35_9b": Step(f"{_35}9b --plan auto"),
@@ -111,6 +115,7 @@ SETS = {
     "steps": ["8b", "8b_nf4", "8b_24gb", "8b_packed", "gpt_oss", "qwen3_moe"],  # what costs speed shows in one of them
     "kernels": list(_KERNELS),
     "memory": [name for name in PARTS if name.startswith("memory_")],
+    "qat": ["8b", "8b_qat", "8b_qat_int8_int4", "1b_full", "1b_full_qat"],
     "gemma4": [name for name in STEPS if name.startswith("gemma4")],
     "ablation": [name for name in STEPS if "_reload" in name],
 }

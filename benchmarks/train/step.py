@@ -1,7 +1,7 @@
 """Speed and memory of one train step: a published shape, random weights made on the device, random tokens.
 
     python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed|pairs]
-                                    [--objective sft|dpo|dpo_precomputed] [--load-in nf4|fp8] [--compute fp8]
+                                    [--objective sft|dpo|dpo_precomputed] [--load-in nf4|fp8] [--compute fp8] [--qat int4]
                                     [--plan keep|recompute|...|auto] [--budget-gb 24] [--micro-batches 1] [--data 1]
                                     [--fsdp 1] [--output FILE.json]
 
@@ -42,7 +42,7 @@ from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.format_names import LOADED
+from jaxtune.pallas.format_names import LOADED, QAT_GROUPS
 from jaxtune.train.config import (
     AdapterConfig,
     DataConfig,
@@ -53,6 +53,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.qat import QatConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.documents import Documents
@@ -103,6 +104,7 @@ def train_config(options) -> TrainConfig:
         mesh=MeshConfig(data=options.data, fsdp=options.fsdp, gradient_sync=options.gradient_sync),
         optim=OptimConfig(name=options.optim, offload=options.optim_offload),
         objective=OBJECTIVES[options.objective],
+        qat=QatConfig(options.qat) if options.qat else None,
         memory=MemoryConfig(
             plan=None if options.plan == "auto" else options.plan,
             budget_gb=options.budget_gb and options.budget_gb * 1e9 / 2**30,
@@ -174,6 +176,7 @@ def compared(shape: dict, options) -> dict:
         "vocab_size": shape["vocab_size"],
         "load_in": options.load_in,
         "compute": options.compute,
+        "qat": options.qat,
         "scales": options.scales,
         "adapter_rank": options.rank,
         "rows": options.rows,
@@ -275,6 +278,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--load-in", choices=tuple(LOADED), help="the layers' weights in few bits; default: bfloat16")
     parser.add_argument("--compute", choices=["fp8"], help="weights in FP8 multiply as they are stored")
+    parser.add_argument("--qat", choices=list(QAT_GROUPS), help="weights are rounded to this format in the forward")
     parser.add_argument(
         "--scales", choices=["rows", "blocks"], default="rows", help="of FP8: jaxtune's, or official checkpoints'"
     )
