@@ -404,13 +404,12 @@ class Plugin:
     that pass, every minute, so that a run that is stopped in the middle goes on from there. With pytest-xdist the
     workers deselect, and their controller remembers."""
 
-    def __init__(self, memory: Memory, run_all: bool):
-        self.memory, self.run_all = memory, run_all
+    def __init__(self, memory: Memory, run_all: bool, of_worker: bool):
+        self.memory, self.run_all, self.of_worker = memory, run_all, of_worker
         self.environment = environment()  # before a module of the tests adds to it
         self.known: set[str] = set()
         self.called: set[str] = set()
         self.passed: set[str] = set()
-        self.of_worker = False
         self.next_save = time.monotonic() + SECONDS_BETWEEN_SAVES
 
     @pytest.hookimpl(trylast=True)
@@ -440,9 +439,6 @@ class Plugin:
                 self.memory.add(self.passed)
                 self.next_save = time.monotonic() + SECONDS_BETWEEN_SAVES
 
-    def pytest_sessionstart(self, session):
-        self.of_worker = hasattr(session.config, "workerinput")
-
     def pytest_sessionfinish(self, session):
         _CODE.save()
         if self.of_worker:
@@ -465,4 +461,5 @@ class Plugin:
 def pytest_configure(config):
     folder = os.environ.get("JAXTUNE_CI_CACHE")
     if folder:
-        config.pluginmanager.register(Plugin(Memory(Path(folder)), os.environ.get("JAXTUNE_PARITY") == "all"))
+        run_all, of_worker = os.environ.get("JAXTUNE_PARITY") == "all", hasattr(config, "workerinput")
+        config.pluginmanager.register(Plugin(Memory(Path(folder)), run_all, of_worker))

@@ -1,5 +1,5 @@
-"""Encoders and decoders of GGUF's types with blocks of 32 numbers, Q8_0, Q4_0, Q5_0 and Q5_1, and the error that
-rounding to them explains (`allowed`).
+"""Encoders and decoders of GGUF's types with blocks of 32 numbers: Q8_0, Q4_0, Q5_0 and Q5_1. `allowed` computes the
+largest error that rounding to one of them can cause, by which a check of encoded blocks finds faults.
 
 The numbers of a block, which are neighbours in a row, share a scale d in f16; in Q5_1 also a least value m:
 
@@ -124,8 +124,8 @@ def decode_q5_1(coded: jax.Array) -> jax.Array:
 
 
 def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, steps: int, worst: float) -> jax.Array | np.ndarray:
-    """The largest error that rounding to a type explains, for each block: [n, 1]. A value that is further off after
-    decoding is an error of the encoder. A step is the difference between the values of neighbouring codes.
+    """Returns the largest error that rounding to a type can cause in each block, [n, 1]. If a decoded value differs by
+    more than that, the encoder is wrong. A step is the difference between the values of neighbouring codes.
 
     Args:
       blocks: the values, float32[n, 32].

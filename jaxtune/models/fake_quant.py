@@ -101,8 +101,9 @@ def int8_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _blocks(weight: jax.Array, group_size: int | None) -> jax.Array:
-    """A weight [..., out, in] as float32[..., out, n, group_size], in blocks of neighbouring weights of a row.
-    group_size must divide `in`; None, which formats with blocks of their own have, is an error of the caller."""
+    """Divides the rows of a weight [..., out, in] into blocks of neighbouring weights: float32[..., out, blocks of a
+    row, group_size]. group_size must divide `in`. None fails an assertion: it stands for formats that fix their own
+    blocks, and they do not call this function."""
     assert group_size is not None
     return weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
 

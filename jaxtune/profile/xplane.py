@@ -320,9 +320,9 @@ class _WorkCache:
         return self._work[id(instruction)]
 
     def scope(self, instruction: Instruction) -> str:
-        """The instruction's op_name, the scope as JAX writes it. An instruction without one that calls computations,
-        such as a fusion or an asynchronous call, has the op_name of the last instruction in the first of them that has
-        one, parameters left out; "" if none has."""
+        """Returns the scope of an instruction: its op_name, as JAX writes it. Fusions and asynchronous calls, which
+        call other computations, can lack an op_name. Their scope is that of an instruction in the first called
+        computation in which one has an op_name: the last one that has it and is no parameter. "" if none has."""
         if instruction.scope or not instruction.called or instruction.computation is None:
             return instruction.scope
         module = instruction.computation.module

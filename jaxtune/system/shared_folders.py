@@ -29,9 +29,10 @@ def require_shared(folder: Path) -> None:
 
 
 def writes(folder: Path) -> bool:
-    """Whether this process is one of those that write what all processes need to the path `folder`, so that each
-    process finds it in its own: the first process, and on each host where the path is another folder one more. The
-    folder must exist in the first process and be writable there. Collective, as require_shared."""
+    """Returns whether this process must write the files that every process reads from the path `folder`. The first
+    process writes them. Processes on a host that does not share this folder cannot see these files; there the process
+    with the smallest number writes them too. The folder must exist in the first process and be writable there.
+    Collective, as require_shared."""
     own, hosts = processes.index(), processes.all_of(socket.gethostname())
     without = [number for number, there in enumerate(_see_first(folder)) if not there and hosts[number] == hosts[own]]
     return own == 0 or own in without[:1]

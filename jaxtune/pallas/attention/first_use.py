@@ -137,9 +137,10 @@ def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int
 
 def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lays out the documents of the case with which cuDNN is checked, and returns (row, first token, length in tokens),
-    int[documents] each. The rows have in turn `most` documents, one fewer and two fewer (at least one), because cuDNN
-    has been wrong for one number of documents only. They are spread over the `length` tokens of each of `rows` rows,
-    with padding between them; with `most` 1 the only document of a row fills nine tenths of it."""
+    int[documents] each. There are `rows` rows of `length` tokens. The first row has `most` documents, the second one
+    fewer, the third two fewer, the fourth `most` again, and so on; each has at least one. The numbers differ because
+    cuDNN has been wrong for a single number of documents. The documents are spread over their row, with padding between
+    them. If `most` is 1, the only document of a row fills nine tenths of it."""
     most = min(most, length)
     part = length // most
     sizes = [part - part // 10] if most == 1 else [min(part, tokens) for tokens in _DOCUMENT_LENGTHS]

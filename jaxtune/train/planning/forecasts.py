@@ -217,9 +217,9 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
       device: the device.
       tiles: number of tiles that the tokenwise segments run over.
     Returns:
-      seconds of recomputation; and the bytes of recomputed residuals and of what a layer makes itself, without what
-        arrives from the host, at the feed-forward's backward, at the mixer's backward, and at the end of the forward:
-        each is the largest of all kinds of layers.
+      (seconds of recomputation of an average layer; bytes in the feed-forward's backward; in the mixer's backward; at
+        the end of the layer's forward). The bytes are those of recomputed residuals and of the layer's temporary
+        arrays, without copies that arrive from the host; each is the largest of all kinds of layers.
     """
 
     def in_tiles(sizes):
