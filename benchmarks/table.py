@@ -74,6 +74,8 @@ def step_table(records: list[dict]) -> list[str]:
             what += f", {r['optimizer']}"
         if r.get("objective", "sft") != "sft":
             what += f", {r['objective']}"
+        if r.get("qat"):
+            what += f", QAT {r['qat']}"
         base = r.get("load_in") or "bf16"
         if r.get("compute"):
             base += f" ({'128 x 128' if r['scales'] == 'blocks' else 'rows'}, products too)"

@@ -153,7 +153,7 @@ def test_every_case_has_its_record_and_every_step_that_is_stored_its_case():
         return json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))
 
     steps, kept = stored("steps.json"), stored("memory.json")["cases"]
-    unmeasured = {"qwen3_moe_fp8_blocks", *cases.SETS["ablation"], *cases.SETS["qat"]} - {"8b"}  # yet
+    unmeasured = {"qwen3_moe_fp8_blocks", *cases.SETS["ablation"]} - {"8b"}  # yet
     assert set(cases.STEPS) - unmeasured == set(steps) and not unmeasured & set(steps)
     assert set(memory.CASES) < set(kept)
     assert set(mesh.CASES) - mesh.NOT_MEASURED == set(stored("mesh_2.json")["cases"])
@@ -162,7 +162,7 @@ def test_every_case_has_its_record_and_every_step_that_is_stored_its_case():
     for name, (case, record) in ran.items():
         wanted = step.arguments().parse_args(step_arguments(case, "trace"))
         asked = {"objective": "sft", "scales": "rows", "adapter_rank": wanted.rank}
-        for key in ("shape", "rows", "length", "documents", "load_in", "budget_gb", "compute", *asked):
+        for key in ("shape", "rows", "length", "documents", "load_in", "budget_gb", "compute", "qat", *asked):
             found = record.get(key)
             assert (asked.get(key) if found is None else found) == getattr(wanted, key, asked.get(key)), (name, key)
 
