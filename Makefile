@@ -32,7 +32,7 @@ quickstart-base: env  ## pretrain the packaged model anew (needs a GPU; two minu
 	rm -rf jaxtune/quickstart/base && cp -r runs/quickstart-base/base jaxtune/quickstart/base
 
 test: env  ## tests on CPU (no torch, no GPU)
-	$(PY) -m pytest tests -q -n 2 --dist worksteal -p tests.remembered --ignore=tests/parity --ignore=tests/gpu --ignore=tests/golden --ignore=tests/llama_cpp $(PYTEST_ARGS)
+	$(PY) -m pytest tests -q -n 2 --dist worksteal -p tests.remembered -p tests.cases --ignore=tests/parity --ignore=tests/gpu --ignore=tests/golden --ignore=tests/llama_cpp $(PYTEST_ARGS)
 
 GPU_PY ?= python3
 gpu-test:  ## on a Hopper GPU: every op's tests over the kernels themselves, and the tiny models against transformers
@@ -40,13 +40,13 @@ gpu-test:  ## on a Hopper GPU: every op's tests over the kernels themselves, and
 	  $(GPU_PY) -m pytest -q -m gpu tests/pallas tests/train/test_adam8_kernel.py tests/models/test_families.py $(PYTEST_ARGS)
 
 golden: env  ## what the engine computes and chooses, against the record (tests/golden)
-	$(PY) -m pytest tests/golden -q -n 2 --dist worksteal -p tests.remembered $(PYTEST_ARGS)
+	$(PY) -m pytest tests/golden -q -n 2 --dist worksteal -p tests.remembered -p tests.cases $(PYTEST_ARGS)
 
 parity: env-parity  ## checks against torch, transformers, peft, trl and bitsandbytes (3 GB environment)
-	.venv-parity/bin/python -m pytest tests/parity -q -n 2 --dist worksteal -p tests.remembered $(PYTEST_ARGS)
+	.venv-parity/bin/python -m pytest tests/parity -q -n 2 --dist worksteal -p tests.remembered -p tests.cases $(PYTEST_ARGS)
 
 aot: env-aot  ## compile the GPU programs without a GPU
-	.venv-aot/bin/python -m pytest tests/gpu/aot -q -n 2 --dist worksteal -p tests.remembered $(PYTEST_ARGS)
+	.venv-aot/bin/python -m pytest tests/gpu/aot -q -n 2 --dist worksteal -p tests.remembered -p tests.cases $(PYTEST_ARGS)
 
 llama-cpp:  ## greedy text of exported GGUF files in llama.cpp itself (built from source once, about 20 minutes)
 	@sh scripts/setup_env.sh .venv-llama-cpp
