@@ -41,12 +41,20 @@ def test_of_each_test_the_first_and_the_last_case_are_essential():
 def outcomes(folder, mode=None, until=None, fails=-1, text=SUITE, workers=()) -> tuple[dict[str, str], str]:
     """{test: PASSED, FAILED or SKIPPED} of a run of `text` in a process of its own, and what it printed."""
     (folder / "test_suite.py").write_text(text.replace("FAILS", str(fails)))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "JAXTUNE_CASES"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "JAXTUNE_CASES"))
+    }
     environment |= {"PYTHONPATH": str(ROOT)} | ({"JAXTUNE_CASES": mode} if mode else {})
     environment |= {"JAXTUNE_CASES_UNTIL": str(until)} if until is not None else {}
     command = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "tests.cases", "-p", "no:cacheprovider", *workers]
     done = subprocess.run(
-        [*command, "test_suite.py"], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+        [*command, "test_suite.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     found = {}
     for line in done.stdout.splitlines():
