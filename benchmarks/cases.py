@@ -54,6 +54,8 @@ STEPS = {
     "1b_full": Step("--shape llama-3.2-1b --rank 0"),
     "1b_full_qat": Step("--shape llama-3.2-1b --rank 0 --qat int4"),
     "32b_nf4": Step("--shape qwen3-32b --load-in nf4 --rows 4 --micro-batches 4 --plan recompute", steps=5),
+    # All experts train, so their weights have gradients. 14 billion parameters in 16 bits, with 8-bit states.
+    "qwen15_moe_full": Step("--shape qwen1.5-moe-a2.7b --rank 0 --rows 4 --optim adamw_8bit --plan auto"),
     # The planner chooses, as a model's 16-bit residuals take more than there is.
     "qwen35_9b": Step(f"{_35}9b --plan auto"),
     "qwen35_9b_packed": Step(f"{_35}9b --plan auto --documents packed"),

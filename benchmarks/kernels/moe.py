@@ -5,7 +5,8 @@
 gpt-oss-20b (32 experts, 4 a token, 2,880 x 2,880) and Qwen3-30B-A3B (128 experts, 8 a token, 2,048 x 768) at 16,384
 tokens in bf16, with a balanced router and with one after Zipf (expert e is as likely as 1 / (e + 1)). A grouped
 product is measured beside a dense product of the vendor's with as many rows as there are pairs and
-`torch._grouped_mm` over rows without gaps; experts in four bits and in FP8 beside bf16 ones.
+`torch._grouped_mm` over rows without gaps; experts in four bits and in FP8 beside bf16 ones. The gradients of experts'
+weights, of Qwen1.5-MoE-A2.7B too, are measured beside XLA's, which adds up tiles, and the same two.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks.kernels.timing import (
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import TILE
-from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic
+from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, mosaic, mosaic_contract, reference
 from jaxtune.pallas.routing import choose_experts, route
 
 TOKENS = 16_384
@@ -61,6 +62,7 @@ class Shape:
 
 
 SHAPES = (Shape("gpt-oss-20b", 32, 4, 2880, 2880, True), Shape("qwen3-30b-a3b", 128, 8, 2048, 768, False))
+TRAINED = (Shape("qwen1.5-moe-a2.7b", 60, 4, 2048, 1408, False), *SHAPES)  # whose weights' gradients are measured
 
 
 def choices(shape: Shape, zipf: bool, tokens: int, seed: int = 0) -> jax.Array:
@@ -137,6 +139,46 @@ def _torch_grouped(sizes: np.ndarray, columns: int, weight_shape, contract: int)
     return {"torch": functools.partial(_queued, product, wait=lambda _: torch.cuda.synchronize())}
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def _gradient(left, right, groups, kernel):
+    product = mosaic_contract.weight_gradient if kernel else reference.contract_rows
+    return product(left, right, groups, jnp.bfloat16)
+
+
+@jax.jit
+def _dense_gradient(left, right):
+    return jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())))
+
+
+def gradients(shape: Shape, name: str, zipf: bool, tokens: int) -> dict:
+    """The gradient of the weights: ours, XLA's, which adds the product of each tile to a float32 sum, a dense product
+    over as many rows as there are pairs, torch._grouped_mm over rows without gaps."""
+    groups, x, dout, _ = operands(shape, name, zipf, tokens)
+    left, right = (x, dout) if shape.gpt_oss else (dout, x)
+    pairs = tokens * shape.k
+    ways = {
+        "dense": functools.partial(_queued, _dense_gradient, left[:pairs], right[:pairs]),
+        "ours": functools.partial(_queued, _gradient, left, right, groups, True),
+        "xla": functools.partial(_queued, _gradient, left, right, groups, False),
+    }
+    ways |= _torch_gradient(np.asarray(groups.sizes), left.shape[1], right.shape[1])
+    found = timed(ways)
+    tflops = 2 * pairs * left.shape[1] * right.shape[1] / found["ours_ms"] / 1e9
+    return {"rows": groups.rows, "pairs": pairs, **found, "tflops": tflops}
+
+
+def _torch_gradient(sizes: np.ndarray, left_size: int, right_size: int) -> dict[str, Callable]:
+    """As _torch_grouped, of the gradient [E, left_size, right_size]."""
+    torch = torch_on_gpu()
+    if torch is None:
+        return {}
+    options = dict(device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor(np.cumsum(sizes), dtype=torch.int32, device="cuda")
+    left, right = (torch.randn(int(sizes.sum()), size, **options) for size in (left_size, right_size))
+    product = functools.partial(torch._grouped_mm, left.mT, right, offs=offsets)
+    return {"torch": functools.partial(_queued, product, wait=lambda _: torch.cuda.synchronize())}
+
+
 @functools.partial(jax.jit, static_argnames=("implementation", "transposed", "fp8"))
 def _both_ways(x, weight, groups, dout, lora, implementation, transposed, fp8):
     options = dict(transposed=transposed, implementation=implementation, fp8=fp8)
@@ -194,7 +236,7 @@ EXPERTS = (
 
 def must_show(record: dict) -> Iterator[dict]:
     """Of each model, the worse of its two products."""
-    for model in (shape.name for shape in SHAPES):
+    for model in (shape.name for shape in TRAINED):
 
         def parts(kind: str, ends: Sequence[str], model=model) -> list[dict]:
             """Those of the model, or none where one was not measured."""
@@ -214,6 +256,11 @@ def must_show(record: dict) -> Iterator[dict]:
                 if value := worse([part[way] for part in found], key, "ours"):
                     what = f"{model}, {mode}, {way}: speed over {other}, worse of two"
                     yield figure("grouped product", what, value, *bounds)
+            found = parts("gradients", [f"{name} {mode}" for name in names])
+            for key, other in (("dense", "a dense product"), ("torch", "torch's grouped product"), ("xla", "XLA")):
+                if value := worse(found, key, "ours"):
+                    what = f"{model}, {mode}, gradient of the weight: speed over {other}, worse of two"
+                    yield figure("grouped product", what, value)
         for kind, way, words, bounds in EXPERTS:
             if value := worse(parts(f"experts in {kind}", names), "bf16", way):
                 what = f"{model}, experts in {words}: speed over bf16 experts, worse of two"
@@ -225,8 +272,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     options = parser.parse_args()
     parts: dict[str, Callable] = {}
+    modes = (("balanced", False), ("zipf", True))
     for shape in SHAPES:
-        for mode, zipf in (("balanced", False), ("zipf", True)):
+        for mode, zipf in modes:
             given = zipf, options.tokens
             for name in shape.products:
                 parts[f"products {shape.name} {name} {mode}"] = functools.partial(products, shape, name, *given)
@@ -234,6 +282,10 @@ def main() -> int:
             for kind in ("nf4", "mxfp4", "fp8"):
                 key = f"experts in {kind} {shape.name} {name}"
                 parts[key] = functools.partial(few_bits, shape, name, kind, options.tokens)
+    for shape, (mode, zipf) in itertools.product(TRAINED, modes):
+        for name in shape.products:
+            key = f"gradients {shape.name} {name} {mode}"
+            parts[key] = functools.partial(gradients, shape, name, zipf, options.tokens)
     return record_parts("moe", options, parts, must_show)
 
 

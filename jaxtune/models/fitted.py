@@ -138,6 +138,30 @@ PRODUCT_TIME = Fitted(
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertGradientTime:
+    """The duration of the products that compute the gradients of experts' weights, from which the planner forecasts
+    steps that train these."""
+
+    share: float  # the speed of the products, divided by that of dense ones
+    # bytes moved to add the product of a tile of rows to the sum of its expert, for each number of the expert's weight
+    sum_bytes: float
+
+
+EXPERT_GRADIENT_TIME = Fitted(
+    {
+        ("H200", "mosaic"): (
+            ExpertGradientTime(share=0.75, sum_bytes=0.0),
+            "not measured: the share of the nearest kernel, that of experts' products (PRODUCT_TIME)",
+        ),
+        ("H200", "reference"): (
+            ExpertGradientTime(share=0.75, sum_bytes=16.0),
+            "not measured: the same share; the product is written and read in float32, and the sum read and written",
+        ),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class StepTime:
     """Durations in a step that do not belong to one operation, for the planner's forecast."""
 

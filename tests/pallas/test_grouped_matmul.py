@@ -173,6 +173,93 @@ def test_rows_are_contracted_as_by_the_reference(case, columns, rank):
     np.testing.assert_allclose(got, reference.contract_rows(*exact, groups, jnp.float32), rtol=1e-5, atol=1e-5)
 
 
+def contracted(sizes, groups, left, right):
+    """left^T right over the rows of each expert, by a loop in float64."""
+    ends = zip(np.asarray(groups.starts()), sizes, strict=True)
+    return np.stack([left[start : start + size].T @ right[start : start + size] for start, size in ends])
+
+
+# (p, q, dtype) of a gradient [E, p, q]: one warpgroup that multiplies, and two; items of 64, 128, 192 and 256 columns;
+# tiles that do not divide either side.
+GRADIENTS = [
+    (64, 64, jnp.bfloat16),
+    (64, 256, jnp.float32),
+    (128, 128, jnp.float32),
+    (192, 320, jnp.bfloat16),
+    (128, 448, jnp.bfloat16),
+    (320, 256, jnp.float32),
+]
+
+
+@pytest.mark.parametrize(("p", "q", "dtype"), GRADIENTS)
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.gpu
+def test_the_gradient_of_a_weight(case, p, q, dtype):
+    """Experts without rows get zeros; rows that hold nothing are not zero on one of the sides."""
+    sizes = SIZES[case]
+    groups, held, _ = operands(sizes, False)
+    draw = np.random.default_rng(0)
+    left, right = (jnp.asarray(draw.standard_normal((groups.rows, size)), jnp.bfloat16) for size in (p, q))
+    right = right * held[:, None].astype(jnp.bfloat16)
+    with gpu_kernel.interpreted():
+        got = mosaic_contract.weight_gradient(left, right, groups, dtype)
+    assert got.dtype == dtype
+    want = contracted(sizes, groups, np.asarray(left, np.float64), np.asarray(right, np.float64))
+    rounding = 2.0**-8 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=rounding, atol=1e-4)
+    assert not np.asarray(got, np.float64)[np.asarray(sizes) == 0].any()
+
+
+@pytest.mark.parametrize("weight_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.gpu
+def test_whose_kernel_computes_a_weights_gradient(monkeypatch, transposed, weight_dtype):
+    """That for Hopper beside its products, in the weight's dtype; XLA beside others; none if it does not train."""
+    calls = []
+    kernel = mosaic_contract.weight_gradient
+    monkeypatch.setattr(mosaic_contract, "weight_gradient", lambda *given: calls.append(given[3]) or kernel(*given))
+    sizes = SIZES["uneven"]
+    groups, _, arrays = operands(sizes, transposed)
+    want = exact(sizes, groups, transposed, *arrays)[2]
+    x, weight, _, _, dout = (jnp.asarray(array, jnp.bfloat16) for array in arrays)
+
+    def gradient(implementation, **options):
+        def run(weight):
+            return grouped_matmul(x, weight, groups, transposed=transposed, implementation=implementation, **options)
+
+        (got,) = jax.vjp(run, weight.astype(weight_dtype))[1](dout)
+        assert got.dtype == weight_dtype
+        return np.asarray(got, np.float64)
+
+    xla = gradient("reference")
+    assert not calls
+    with gpu_kernel.interpreted():
+        mine = gradient("mosaic")
+        assert calls == [weight_dtype]
+        assert distance(mine, want) <= 1.01 * distance(xla, want) + 1e-6
+        assert not gradient("mosaic", weight_trains=False).any()
+        assert calls == [weight_dtype]
+
+
+def test_first_use_finds_a_wrong_gradient_of_a_weight(monkeypatch, tmp_path):
+    """It compares each dtype on its own: the kernel passes, and one that loses an expert's last rows does not."""
+    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
+    monkeypatch.setattr(dispatch, "first_uses", {})
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
+    with gpu_kernel.interpreted():
+        assert mosaic_contract.weight_refusal(jnp.bfloat16, jnp.bfloat16) is None
+    kernel = mosaic_contract.weight_gradient
+
+    def wrong(left, right, groups, dtype):
+        return reference.contract_rows(left.at[256:384].set(0), right, groups, dtype)
+
+    monkeypatch.setattr(mosaic_contract, "weight_gradient", wrong)
+    assert "differs from the reference" in mosaic_contract.weight_refusal(jnp.bfloat16, jnp.float32)
+    monkeypatch.setattr(mosaic_contract, "weight_gradient", kernel)
+    assert mosaic_contract.weight_refusal(jnp.bfloat16, jnp.bfloat16) is None
+    assert "float8_e4m3fn" in mosaic_contract.weight_refusal(jnp.bfloat16, jnp.float8_e4m3fn)
+
+
 @pytest.mark.parametrize("kind", [None, "nf4", "mxfp4"])
 def test_a_derivative_that_follows_changes_nothing(kind):
     groups, _, (x, weight, a, b, dout) = operands(SIZES["uneven"], False)

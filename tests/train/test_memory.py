@@ -37,7 +37,7 @@ from jaxtune.train.planning import choice, devices, fitting
 from jaxtune.train.planning.choice import PlanError, choose, saved_bytes
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
-from jaxtune.train.planning.forecasts import forecast, head_forecast
+from jaxtune.train.planning.forecasts import forecast, head_forecast, layer_forecast
 from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.trainer import Trainer
@@ -158,6 +158,28 @@ def test_experts_count_as_a_token_meets_them():
     # Small micro-batches pay for empty rows: half a tile an expert.
     (work,) = (segment.work for segment in parts.segments if segment.name == "expand")
     assert work.empty_flops == work.flops / 8 * 128 * 64
+
+
+def test_gradients_of_experts_weights_take_the_time_of_whoever_computes_them():
+    """A kernel on Hopper, with the speed of experts' products; elsewhere XLA, which adds each tile's product of 128
+    rows to a sum in float32. They count in the backward alone."""
+    tokens, shape = 16_384, config_from_hf(PUBLISHED["Qwen/Qwen3-30B-A3B"] | {"num_hidden_layers": 1})
+
+    def seconds(adapter, device):
+        config = config_8b(model=ModelConfig(path="a shape"), adapter=adapter)
+        forecast = layer_forecast(step_cost(abstract_model(shape, config), config), KEEP, tokens, device)
+        return forecast.forward, forecast.backward
+
+    other = dataclasses.replace(H200, hopper=False)
+    frozen, trained, elsewhere = seconds(AdapterConfig(), H200), seconds(None, H200), seconds(None, other)
+    numbers = 3 * 2048 * 768  # of an expert
+    attention = 2048 * (4096 + 2 * 512) + 4096 * 2048
+    tiles = tokens * 8 / 128 + 128 / 2
+    flops = 2.0 * numbers * 128 * tiles
+    dense = 2.0 * (attention + 2048 * 128) * tokens
+    assert trained[1] - frozen[1] == pytest.approx((flops / 0.75 + dense) / H200.gemm, rel=0.1)
+    assert elsewhere[1] - trained[1] == pytest.approx(16 * numbers * tiles / H200.copy, rel=0.01)
+    assert elsewhere[0] == trained[0]
 
 
 def test_what_is_always_there_is_what_the_trainer_holds(tmp_path):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -126,6 +127,11 @@ class ExpertLinear(nnx.Module):
         return (experts, second, first) if self.transposed else (experts, first, second)
 
     @property
+    def trains(self) -> bool:
+        """Whether the weight trains, which then is an array with a gradient; adapters have theirs in any case."""
+        return isinstance(self.weight, nnx.Param)
+
+    @property
     def stored_weight(self) -> jax.Array | Stored:
         """The weight in the form in which the model stores it: an array, or a quantised weight (Stored)."""
         return self.weight.get_value()
@@ -139,7 +145,7 @@ class ExpertLinear(nnx.Module):
         x: the activations that they multiply. As in Linear, the rounding is tied to them, so that forward and backward
         each round; the gradient passes the rounding unchanged to trained weights, and frozen ones get none."""
         assert self.fake_quant is not None
-        if isinstance(self.weight, nnx.Param):
+        if self.trains:
             weight = self.weight[...].swapaxes(1, 2) if self.transposed else self.weight[...]
             rounded: jax.Array = straight_through(self.fake_quant, weight, jax.lax.stop_gradient(x))
             return rounded.swapaxes(1, 2) if self.transposed else rounded
@@ -194,7 +200,16 @@ class ExpertLinear(nnx.Module):
             weight, added = self.rounded_weight(x), None
             x = self.fake_quant.round_inputs(x)
         fp8 = self.fp8 and self.fake_quant is None
-        out = matmul_of_tokens(x, weight, routing, added, transposed=self.transposed, derivative_follows=True, fp8=fp8)
+        out = matmul_of_tokens(
+            x,
+            weight,
+            routing,
+            added,
+            transposed=self.transposed,
+            derivative_follows=True,
+            fp8=fp8,
+            weight_trains=self.trains,
+        )
         if self.fake_quant is not None and lora is not None:
             a, b = (lora.scale * lora.a).astype(x.dtype), lora.b.astype(x.dtype)
             inner = matmul_of_tokens(jax.lax.stop_gradient(x), a, routing)
@@ -218,11 +233,12 @@ class ExpertLinear(nnx.Module):
         """
         given = rows.dtype
         rows = rows.astype(self.compute or given)
+        product = functools.partial(matmul_to_tokens, transposed=self.transposed, weight_trains=self.trains)
         if self.fake_quant is None:
-            out = matmul_to_tokens(rows, self.stored_weight, routing, lora, transposed=self.transposed, fp8=self.fp8)
+            out = product(rows, self.stored_weight, routing, lora, fp8=self.fp8)
         else:
             weight, rows = self.rounded_weight(rows), self.fake_quant.round_inputs(rows)
-            out = matmul_to_tokens(rows, weight, routing, transposed=self.transposed)
+            out = product(rows, weight, routing)
             if lora is not None:
                 a, b = (lora.scale * lora.a).astype(rows.dtype), lora.b.astype(rows.dtype)
                 inner = grouped_matmul(jax.lax.stop_gradient(rows), a, routing.groups)

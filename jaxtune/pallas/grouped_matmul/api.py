@@ -66,6 +66,7 @@ class Static:
     # for an FP8 weight that is multiplied without decoding, a tuple of one: the FP8 implementation that the caller
     # requests, or None; empty for every other weight
     fp8: tuple[str | None, ...] = ()
+    weight_trains: bool = True  # whether the backward computes the weight's gradient; False: it is zero
 
 
 def implementations(
@@ -181,6 +182,24 @@ def _contracted(thin, wide, groups, rank, implementation, tokens):
     return reference.contract_rows(thin[:, :rank], reference.rows_of(wide, tokens), groups, jnp.float32, sums)
 
 
+def _weight_gradient(left, right, groups, dtype, implementation):
+    """The gradient of a weight that is an array: [E, p, q] in `dtype`, which is left^T right, summed over the rows of
+    each expert. A Mosaic kernel computes it if `implementation` is a Mosaic one and the kernel passes its check on this
+    GPU; otherwise plain JAX adds it up tile by tile.
+
+    Args:
+      left, right: [rows, p] and [rows, q], the rows and their gradients in the order of the weight's axes, sorted by
+        expert.
+      groups: which expert each tile of rows belongs to.
+      dtype: of the weight.
+      implementation: the name of the call's implementation; a Mosaic one has refused p and q that are no multiples of
+        64.
+    """
+    if implementation in _MOSAIC and mosaic_contract.weight_refusal(left.dtype, dtype) is None:
+        return mosaic_contract.weight_gradient(left, right, groups, dtype)
+    return reference.contract_rows(left, right, groups, dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _grouped(x, weight, lora, groups, static: Static):
     """The grouped product as a function with a custom derivative, [rows, out].
@@ -230,8 +249,8 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
       dout_tokens: int32[rows], the row of dout for each sorted row, for an implementation that `gathers`; None: dout is
         sorted.
     Returns:
-      (the gradient of the sorted rows [rows, in], that of the weight or None if it is quantised, those of the adapter's
-      (a, b) or None without an adapter). That of a weight that is frozen is computed too; XLA removes it.
+      (the gradient of the sorted rows [rows, in], that of the weight or None if it is quantised or does not train,
+      those of the adapter's (a, b) or None without an adapter).
     """
     x, weight, lora, groups, inner = residuals
     contract = 2 if static.transposed else 1
@@ -248,13 +267,11 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
         if static.adapter_first:
             dlora, dout = jax.lax.optimization_barrier((dlora, dout))
     dx = _product(dout, weight, groups, contract, extra, static, dout_tokens)
-    # XLA removes this if the weight is frozen; weights in four bits have no gradient.
     dweight = None
-    if not isinstance(weight, Stored):
+    if static.weight_trains and not isinstance(weight, Stored):
         rows, drows = reference.rows_of(x, x_tokens), reference.rows_of(dout, dout_tokens)
-        dweight = reference.contract_rows(
-            *((rows, drows) if static.transposed else (drows, rows)), groups, weight.dtype
-        )
+        sides = (rows, drows) if static.transposed else (drows, rows)
+        dweight = _weight_gradient(*sides, groups, weight.dtype, static.implementation)
     return dx, dweight, dlora
 
 
@@ -332,6 +349,7 @@ def prepared(
     transposed: bool,
     derivative_follows: bool,
     fp8: bool,
+    weight_trains: bool,
     implementation: str | None,
 ):
     """Chooses the implementation of a grouped product, and returns (x, weight, (a, b) of the adapter or None, the
@@ -347,6 +365,7 @@ def prepared(
       derivative_follows: True: a weight that has to be decoded is decoded here, once for the forward and the gradient
         of x; the returned weight is then an array without a gradient. False: each product decodes it.
       fp8: whether a weight in FP8 is multiplied without decoding.
+      weight_trains: whether the backward computes the gradient of a weight that is an array.
       implementation: the name that the caller requests, or None.
     Raises:
       ValueError: the requested implementation is unknown or refuses the call.
@@ -357,7 +376,7 @@ def prepared(
     table = implementations(x.dtype, in_size, out_size, groups, packed, implementation)
     name = dispatch.choose("grouped_matmul", table, implementation)
     asked = (implementation,) if as_stored else ()
-    static = Static(transposed, 1.0 if lora is None else lora.scale, name, derivative_follows, asked)
+    static = Static(transposed, 1.0 if lora is None else lora.scale, name, derivative_follows, asked, weight_trains)
     if derivative_follows and packed is not None and name != _AHEAD:
         array, x = decoded(weight, x)
         weight = jax.lax.stop_gradient(array)
@@ -374,13 +393,14 @@ def grouped_matmul(
     transposed: bool = False,
     derivative_follows: bool = False,
     fp8: bool = False,
+    weight_trains: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies the rows of each expert of a mixture by the expert's weight, and adds the product with its adapter. It
     is a matrix product for each expert, of as many rows as tokens chose it.
 
     Empty rows, with which each expert's rows are padded to whole tiles, must be zero; their results are zero.
-    Differentiable with respect to x, a weight that is an array, and the adapter.
+    Differentiable with respect to x, a weight that is an array and trains, and the adapter.
 
     Args:
       x: [rows, in] bfloat16, float16 or float32, sorted by expert as `groups` says; its dtype is the compute dtype, to
@@ -396,6 +416,8 @@ def grouped_matmul(
       fp8: True: a weight in FP8 is multiplied without decoding, in the forward and for the gradient of x, with rows
         that are rounded to e4m3 (fp8_experts.py); adapters multiply x unrounded. False: it is decoded. For other
         weights it has no effect.
+      weight_trains: whether the weight's gradient is computed; False: it is zero, and no kernel of it is compiled or
+        checked. For a quantised weight it has no effect.
       implementation: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX), or None for the first that supports
         the call. On several devices "mosaic_ahead" is only used if it is requested.
     Returns:
@@ -404,7 +426,9 @@ def grouped_matmul(
       TypeError, ValueError: an argument is not as described here, or the requested implementation refuses the call.
     """
     checked("grouped_matmul", "x", x, "rows in", weight, groups, lora, transposed)
-    x, weight, sides, static = prepared(x, weight, groups, lora, transposed, derivative_follows, fp8, implementation)
+    x, weight, sides, static = prepared(
+        x, weight, groups, lora, transposed, derivative_follows, fp8, weight_trains, implementation
+    )
     return _grouped(x, weight, sides, groups, static)
 
 

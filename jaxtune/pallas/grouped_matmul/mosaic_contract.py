@@ -1,13 +1,16 @@
-"""The gradients of experts' adapters as a Pallas Mosaic GPU kernel for Hopper: for each expert the product thin^T wide,
-summed over the expert's rows. The thin array has the adapter's rank as columns, the wide one has the rows or their
-gradients.
+"""The gradients of experts' adapters and of whole weights as Pallas Mosaic GPU kernels for Hopper: for each expert the
+product left^T right, summed over the expert's rows. For an adapter (`contract_rows`) the left side is thin, with the
+adapter's rank as columns, and the right side has the rows or their gradients. For a weight (`weight_gradient`) one side
+has the rows and the other their gradients.
 
 If the product were batched by tile and then summed over an expert's tiles, each tile's result would be written and read
-again: 84 MB for 335 MB of rows. Here one accumulator takes all rows of an expert.
+again: 84 MB for 335 MB of rows of an adapter; for a weight, each tile of 128 rows adds a whole matrix to the sum. Here
+one accumulator takes all rows of an expert.
 
-The kernel is persistent: program p of n computes the items p, p + n, p + 2 n, ... An item is a tile of the output: an
-expert, at most 64 of the rank's columns, and some columns of the wide array. One warpgroup loads 64 rows at a time, and
-continues with the next item while the other stores the last one.
+The kernels are persistent: program p of n computes the items p, p + n, p + 2 n, ... An item is a tile of the output: an
+expert, some columns of the left side (64, or 128 of a weight), and some of the right side. One warpgroup loads 64 rows
+at a time, and continues with the next item while the others (two for a weight, each with 64 columns of the left side)
+store the last one.
 """
 
 from __future__ import annotations
@@ -30,6 +33,13 @@ _STEP = 64  # rows at a time, and columns of the thin side: the least that wgmma
 _STAGES = {128: 3, 192: 2, 64: 5}
 _PROGRAMS = 2
 _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)  # for any 16-bit dtype
+
+# A weight's gradient: the columns of an item, and the steps that are loaded ahead, by the bytes of a number of the
+# result, whose tile lies in shared memory beside them.
+_WEIGHT_STAGES = {2: {256: 3, 192: 4, 128: 5, 64: 6}, 4: {192: 3, 128: 4, 64: 6}}
+_NARROW = 192  # tiles with fewer columns than this are used only for sides that have fewer columns
+# Registers of a thread of the warpgroup that loads, and of the two that multiply, as of mosaic.py's kernel.
+_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 
 def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
@@ -194,6 +204,172 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
     return out[:, :rank]
 
 
+def _weight_kernel(
+    left_ref,
+    right_ref,
+    starts_ref,
+    sizes_ref,
+    out_ref,
+    left_smem,
+    right_smem,
+    out_smem,
+    full,
+    free,
+    *,
+    programs: int,
+):
+    """The kernel's body: out [E, p, q], for each expert e the product left^T right over its rows, from starts_ref[e] to
+    before starts_ref[e] + sizes_ref[e], in steps of 64. The last warpgroup loads, the one or two before it multiply. An
+    expert without rows takes no step, and zeros are stored.
+
+    Tiles need not divide p and q: the last overlaps the one before, and both store the same numbers.
+
+    Args:
+      left_ref, right_ref: [rows, p] and [rows, q] in global memory, in a 16-bit dtype; p and q are multiples of 64. The
+        rows that fill an expert's last step are zero in one of them and finite in the other.
+      starts_ref, sizes_ref: int32[E], each expert's first row, a multiple of 64, and the number of its rows.
+      out_ref: the result in global memory.
+      left_smem, right_smem, out_smem: shared memory: [stages, warpgroups that multiply, 64 rows, 64 columns], [stages,
+        64 rows, columns], [warpgroups that multiply, 64, columns].
+      full, free: for each stage a barrier of the copies that fill it, and one of the warpgroups that have read it.
+      programs: the number of programs, each of which computes every n-th item.
+    """
+    stages, warpgroups, *_ = left_smem.shape
+    columns = right_smem.shape[2]
+    wg, program = lax.axis_index("wg"), lax.axis_index("program")
+    experts, left_size, right_size = out_ref.shape
+    own = warpgroups * _STEP  # columns of the left side of an item
+    parts, blocks = pl.cdiv(left_size, own), pl.cdiv(right_size, columns)
+    items = experts * parts * blocks
+    mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
+
+    def place(index):
+        """(expert, first column of the left side, first column of the right side)"""
+        item = program + index * programs
+        expert, rest = lax.div(item, jnp.int32(parts * blocks)), lax.rem(item, jnp.int32(parts * blocks))
+        part, block = lax.div(rest, jnp.int32(blocks)), lax.rem(rest, jnp.int32(blocks))
+        return expert, jnp.minimum(part * own, left_size - own), jnp.minimum(block * columns, right_size - columns)
+
+    def rows_of(index):
+        """(first row, steps) of an item's expert, to read them an item early, for that takes as long as two steps; of
+        any expert where there is no such item."""
+        expert = jnp.clip(place(jnp.minimum(index, mine - 1))[0], 0, experts - 1)
+        return starts_ref[expert], lax.div(sizes_ref[expert] + (_STEP - 1), jnp.int32(_STEP))
+
+    def slot_of(at):
+        return lax.rem(at, jnp.int32(stages))
+
+    def bring():
+        if warpgroups > 1:
+            plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+
+        def item(index, state):
+            at, first, count = state
+            _, left_column, right_column = place(index)
+            following = rows_of(index + 1)
+
+            def step(number, at):
+                slot = slot_of(at)
+                pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                rows = pl.ds(pl.multiple_of(first, _STEP) + number * _STEP, _STEP)
+                for part in range(warpgroups):
+                    left = left_ref.at[rows, pl.ds(left_column + part * _STEP, _STEP)]
+                    plgpu.copy_gmem_to_smem(left, left_smem.at[slot, part], full.at[slot])
+                right = right_ref.at[rows, pl.ds(right_column, columns)]
+                plgpu.copy_gmem_to_smem(right, right_smem.at[slot], full.at[slot])
+                return at + 1
+
+            return lax.fori_loop(0, count, step, at), *following
+
+        total, *_ = lax.fori_loop(0, mine, item, (jnp.int32(0), *rows_of(jnp.int32(0))))
+        # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
+        last = jnp.maximum(total - stages, 0)
+        lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
+
+    def compute():
+        if warpgroups > 1:
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+
+        def release(at):
+            plgpu.barrier_arrive(free.at[slot_of(at)])
+
+        def item(index, state):
+            at, count = state
+            expert, left_column, right_column = place(index)
+            _, following = rows_of(index + 1)
+
+            def accumulate(acc):
+                def step(number, at):
+                    slot = slot_of(at)
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.wgmma(acc, left_smem.at[slot, wg].transpose((1, 0)), right_smem.at[slot])
+                    plgpu.wgmma_wait(1)  # the previous product is done
+                    pl.when(number > 0)(lambda: release(at - 1))
+                    return at + 1
+
+                lax.fori_loop(0, count, step, at)
+                plgpu.wgmma_wait(0)
+                return acc[...]
+
+            total = pl.run_scoped(accumulate, plgpu.ACC((_STEP, columns), jnp.float32))
+            at = at + count
+            pl.when(count > 0)(lambda: release(at - 1))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's copy has been read
+            out_smem.at[wg][...] = total.astype(out_ref.dtype)
+            plgpu.commit_smem()
+            target = out_ref.at[expert, pl.ds(left_column + wg * _STEP, _STEP), pl.ds(right_column, columns)]
+            plgpu.copy_smem_to_gmem(out_smem.at[wg], target)
+            return at, following
+
+        lax.fori_loop(0, mine, item, (jnp.int32(0), rows_of(jnp.int32(0))[1]))
+        plgpu.wait_smem_to_gmem(0)
+
+    lax.cond(wg < warpgroups, compute, bring)
+
+
+def _weight_columns(size: int, dtype) -> int:
+    """The columns of an item of a weight's gradient: those with which the fewest columns are multiplied twice, as the
+    last tile overlaps the one before; of equal ones the widest. size: the columns of the right side, a multiple of 64.
+    dtype: of the result."""
+    fitting = [columns for columns in _WEIGHT_STAGES[jnp.dtype(dtype).itemsize] if columns <= size]
+    wide = [columns for columns in fitting if columns >= _NARROW] or fitting[:1]
+    return min(wide, key=lambda columns: -(-size // columns) * columns)
+
+
+def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> jax.Array:
+    """The gradient of experts' weights by the kernel: [E, p, q] in `dtype`, for each expert left^T right, summed over
+    the expert's rows in float32 and rounded once. An expert without rows gets zeros. Unlike reference.contract_rows it
+    stores no sums in float32, and reads and writes the result once.
+
+    Args:
+      left, right: [rows, p] and [rows, q], both in bfloat16 or both in float16, sorted by expert and padded as `groups`
+        says; p and q are multiples of 64. Rows without a token must be zero in one of the two and finite in the other.
+      groups: which rows belong to each expert.
+      dtype: of the result: bfloat16, float16 or float32.
+    """
+    columns = _weight_columns(right.shape[1], dtype)
+    stages = _WEIGHT_STAGES[jnp.dtype(dtype).itemsize][columns]
+    warpgroups = 2 if left.shape[1] >= 2 * _STEP else 1
+    programs = persistent.cores()
+    return gpu_kernel.kernel(
+        functools.partial(_weight_kernel, programs=programs),
+        "grouped_weight_gradient",
+        gpu_kernel.interpreter(),
+        out_type=jax.ShapeDtypeStruct((groups.num_experts, left.shape[1], right.shape[1]), dtype),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=warpgroups + 1,
+        thread_name="wg",
+        scratch_types=[
+            _smem((stages, warpgroups, _STEP, _STEP), left.dtype),
+            _smem((stages, _STEP, columns), right.dtype),
+            _smem((warpgroups, _STEP, columns), dtype),
+            plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        ],
+    )(left, right, groups.starts(), groups.sizes)
+
+
 def refusal(dtype) -> str | None:
     """The reason why this GPU must not run contract_rows with arrays of this dtype, or None. The first call for a dtype
     compares the kernel with plain JAX on small cases (dispatch.first_use); a difference or an error is the reason. It
@@ -220,3 +396,33 @@ def refusal(dtype) -> str | None:
         return got, want
 
     return dispatch.first_use("grouped_matmul", "mosaic_contract", jnp.dtype(dtype).name, compare)
+
+
+def weight_refusal(dtype, weight_dtype) -> str | None:
+    """The reason why this GPU must not run weight_gradient with rows of `dtype` and a result in `weight_dtype`, or
+    None: a dtype that the kernel does not have, or what the comparison with plain JAX on small cases finds at the first
+    call for these dtypes (dispatch.first_use). Like `refusal` it does not ask which GPU there is."""
+    given, wanted = jnp.dtype(dtype), jnp.dtype(weight_dtype)
+    if wanted not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"gradients in {wanted.name}"
+
+    def compare():
+        groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
+        row = jnp.arange(groups.rows)[:, None]
+        inside = (row >= groups.starts()) & (row < groups.starts() + groups.sizes)
+        held = inside.any(1, keepdims=True)
+        keys = jax.random.split(jax.random.key(0))
+        got, cases = [], []
+        # One and two warpgroups that multiply; items of 256, 192, 128 and 64 columns; sizes that they do not divide.
+        for left_size, right_size in ((64, 64), (128, 320), (192, 448), (320, 128)):
+            left = jax.random.normal(keys[0], (groups.rows, left_size)).astype(given)
+            right = jnp.where(held, jax.random.normal(keys[1], (groups.rows, right_size)), 0).astype(given)
+            got.append(jax.jit(weight_gradient, static_argnums=3)(left, right, groups, wanted))
+            cases.append((left.astype(jnp.float32), right.astype(jnp.float32)))
+
+        def exact(cases):
+            return [reference.contract_rows(left, right, groups, jnp.float32) for left, right in cases]
+
+        return got, dispatch.exactly(exact)(cases)
+
+    return dispatch.first_use("grouped_matmul", "mosaic_weight_gradient", f"{given.name} to {wanted.name}", compare)

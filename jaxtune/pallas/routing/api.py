@@ -323,6 +323,7 @@ def matmul_of_tokens(
     transposed: bool = False,
     derivative_follows: bool = False,
     fp8: bool = False,
+    weight_trains: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies each token by the weights of its k experts: x [T, in] -> [rows, out], one row for each pair of a token
@@ -341,6 +342,7 @@ def matmul_of_tokens(
         is then decoded once for both, and the adapter's gradients are computed before x's, so that x can be freed.
         False: it is decoded again for the gradient of x.
       fp8: whether a weight in FP8 is multiplied without decoding, by tokens that are rounded to FP8.
+      weight_trains: whether the gradient of a weight that is an array is computed; False: it is zero.
       implementation: of the product, as in grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX),
         or None for the first that supports the call.
     Raises:
@@ -349,7 +351,7 @@ def matmul_of_tokens(
     _check_routing("matmul_of_tokens", routing)
     grouped.checked("matmul_of_tokens", "x", x, "T in", weight, routing.groups, lora, transposed, routing)
     x, weight, sides, static = grouped.prepared(
-        x, weight, routing.groups, lora, transposed, derivative_follows, fp8, implementation
+        x, weight, routing.groups, lora, transposed, derivative_follows, fp8, weight_trains, implementation
     )
     return _of_tokens(x, weight, sides, routing, static)
 
@@ -392,6 +394,7 @@ def matmul_to_tokens(
     *,
     transposed: bool = False,
     fp8: bool = False,
+    weight_trains: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies each row by the weight of its expert, and sums the rows of each token: rows [rows, in] -> [T, out]. It
@@ -408,6 +411,7 @@ def matmul_to_tokens(
       lora: the adapter, or None.
       transposed: whether the last axis of the weight is `out` (True) or `in` (False).
       fp8: whether a weight in FP8 is multiplied without decoding, by rows that are rounded to FP8.
+      weight_trains: whether the gradient of a weight that is an array is computed; False: it is zero.
       implementation: of the product, as in grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX),
         or None for the first that supports the call.
     Raises:
@@ -416,7 +420,7 @@ def matmul_to_tokens(
     _check_routing("matmul_to_tokens", routing)
     grouped.checked("matmul_to_tokens", "rows", rows, "rows in", weight, routing.groups, lora, transposed, routing)
     rows, weight, sides, static = grouped.prepared(
-        rows, weight, routing.groups, lora, transposed, False, fp8, implementation
+        rows, weight, routing.groups, lora, transposed, False, fp8, weight_trains, implementation
     )
     return _to_tokens(rows, weight, sides, routing, static)
 

@@ -111,7 +111,7 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
     attention = work.attention_flops_backward * tokens / (device.gemm * attend.share) * attend.backward
     backward = product + attention * (1 + attend.half_tokens_backward / length) + fit.passes_backward * passes
     backward += work.kernel_backward * tokens / device.copy
-    return forward, backward + work.weight_flops * tokens / rate
+    return forward, backward + work.weight_flops * tokens / rate + work.expert_gradient_seconds(tokens, rate, device)
 
 
 def layer_forecast(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, LayerSpec
+from jaxtune.models.fitted import EXPERT_GRADIENT_TIME
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Context, Segment, Sizes, matrix_of, weights_per_token
 from jaxtune.models.rope import rotary_tables
@@ -23,7 +24,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
-from jaxtune.train.planning.devices import float32_time
+from jaxtune.train.planning.devices import Device, float32_time
 from jaxtune.train.planning.sizes import nbytes
 
 _PROBE_TOKENS = 128
@@ -45,10 +46,22 @@ class Work:
     # Time of its own kernels beyond FLOPs and moved_bytes, as the bytes that a device copy moves in that time.
     kernel_forward: float = 0.0
     kernel_backward: float = 0.0
-    weight_flops: float = 0.0  # of the products that compute the weights' gradients
+    weight_flops: float = 0.0  # of the products that compute the weights' gradients, but for experts'
+    expert_weight_flops: float = 0.0  # of those that compute the gradients of experts' weights
     weight_bytes: float = 0.0  # bytes of weights that are read once a pass, whatever the number of tokens
     decoded: float = 0.0  # number of weights that are decoded (from a quantised format) once a pass
     empty_flops: float = 0.0  # once a pass: products with the rows that pad experts' last tiles
+
+    def expert_gradient_seconds(self, tokens: float, rate: float, device: Device) -> float:
+        """Seconds on `device` to compute the gradients of experts' weights from the rows of `tokens` tokens, with those
+        that pad the experts' last tiles; 0 if none trains. rate: FLOPs a second of dense products over so many tokens.
+        On Hopper a kernel computes them, elsewhere XLA does (pallas/grouped_matmul)."""
+        if not self.expert_weight_flops:
+            return 0.0
+        fit = EXPERT_GRADIENT_TIME.of("mosaic" if device.hopper else "reference", device.name)
+        flops, empty = self.expert_weight_flops * tokens, self.empty_flops
+        summed = (flops + empty) / (2.0 * TILE_ROWS)  # numbers of the weights of all tiles' experts
+        return (flops / rate + empty / device.gemm) / fit.share + summed * fit.sum_bytes / device.copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +177,8 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
         sums["moved_bytes"] += 4.0 * sum(matrix.sizes[-2:]) if wide else 0.0
         sums["weight_bytes"] += nbytes(weight)
         sums["decoded"] += weight.decoded_share(matrix.fp8) * size if isinstance(weight, Stored) else 0.0
-        sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
+        trained = "expert_weight_flops" if matrix.num_experts else "weight_flops"
+        sums[trained] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
     sums["flops"] += segment.token_flops
     sums["kernel_forward"], sums["kernel_backward"] = segment.kernel_bytes
     if segment.attention_width:

@@ -62,6 +62,49 @@ def test_kernels_compile_for_an_h200(model):
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 6
 
 
+@pytest.mark.parametrize(
+    ("experts", "pairs", "in_size", "out_size", "transposed", "dtype"),
+    [
+        (60, 32_768, 2048, 2816, False, jnp.bfloat16),  # Qwen1.5-MoE-A2.7B
+        (60, 32_768, 1408, 2048, False, jnp.bfloat16),
+        (32, 65_536, 2880, 5760, True, jnp.bfloat16),  # gpt-oss-20b
+        (128, 131_072, 768, 2048, False, jnp.float32),  # Qwen3-30B-A3B
+        (8, 1024, 64, 64, False, jnp.bfloat16),
+        (8, 1024, 64, 128, False, jnp.float32),
+    ],
+)
+def test_a_gradient_of_experts_weights_is_one_kernel(
+    experts, pairs, in_size, out_size, transposed, dtype, capfd, monkeypatch
+):
+    """Which spills nothing, and stores nothing beside its result; the product and dx are one each."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    where = H200.sharding()
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    def step(x, weight, sizes, dout):
+        groups = groups_of(sizes, pairs)
+        out, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, groups, transposed=transposed), x, weight)
+        return out, *pullback(dout)
+
+    sizes = array(experts, dtype=jnp.int32)
+    rows = jax.eval_shape(lambda sizes: groups_of(sizes, pairs), sizes).rows
+    shape = (experts, in_size, out_size) if transposed else (experts, out_size, in_size)
+    with H200.lowering():
+        lowered = jax.jit(step).lower(array(rows, in_size), array(*shape, dtype=dtype), sizes, array(rows, out_size))
+        assert dispatch.record["grouped_matmul"] == ("mosaic", {})
+        compiled = lowered.compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
+    assert "while(" not in text
+    cast = 2 * experts * in_size * out_size if dtype == jnp.float32 else 0  # the weight in the rows' dtype
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.01 * cast + 100_000
+    said = capfd.readouterr()
+    spilled = re.findall(r"(\d+) bytes spill", said.out + said.err)
+    assert spilled and not any(map(int, spilled))
+
+
 @pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
 @pytest.mark.parametrize("model", SHAPES)
 def test_products_over_four_bits_compile_for_an_h200(model, kind):
