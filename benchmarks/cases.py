@@ -48,6 +48,8 @@ STEPS = {
     "8b_nf4_parts": Step(f"{_8B} --load-in nf4 --profile {{folder}}", steps=4),
     "8b_fp8": Step(f"{_8B} {_IN_FP8}"),
     "8b_fp8_blocks": Step(f"{_8B} {_IN_FP8} --scales blocks"),
+    "8b_fp8_r64": Step(f"{_8B} {_IN_FP8} --rank 64"),
+    "8b_fp8_blocks_r64": Step(f"{_8B} {_IN_FP8} --scales blocks --rank 64"),
     "8b_fp8_residuals": Step(f"{_8B} {_IN_FP8} --plan fp8"),
     "8b_qat": Step(f"{_8B} --qat int4"),
     "8b_qat_int8_int4": Step(f"{_8B} --qat int8-int4"),
@@ -118,6 +120,7 @@ SETS = {
     "kernels": list(_KERNELS),
     "memory": [name for name in PARTS if name.startswith("memory_")],
     "qat": ["8b", "8b_qat", "8b_qat_int8_int4", "1b_full", "1b_full_qat"],
+    "fp8_ranks": ["8b_fp8", "8b_fp8_r64", "8b_fp8_blocks", "8b_fp8_blocks_r64"],
     "gemma4": [name for name in STEPS if name.startswith("gemma4")],
     "ablation": [name for name in STEPS if "_reload" in name],
 }

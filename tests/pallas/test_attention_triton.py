@@ -28,9 +28,14 @@ def test_before_hopper_and_on_consumer_cards_triton_serves_what_cudnn_cannot(wit
     assert chosen(capability, packed=True) == "triton"
     assert chosen(capability, soft_cap=30.0) == "triton"
     assert chosen(capability, dim=64, sinks=jnp.zeros(4)) == "triton"
-    assert chosen(capability, packed=True, dim=96) == "reference"
-    assert chosen(capability, packed=True, dim=512) == "triton"
-    assert chosen(capability, dim=512) == "reference"
+    for dim in (72, 80, 96, 192, 256, 264, 512):
+        assert chosen(capability, packed=True, dim=dim) == "triton"
+    for dim in (32, 100, 520):
+        assert chosen(capability, packed=True, dim=dim) == "reference"
+    assert chosen(capability, dim=96) == "cudnn"
+    # cuDNN has heads of up to 128 there, from 9.0 on up to 256.
+    assert chosen(capability, dim=256) == ("cudnn" if capability >= (9, 0) else "triton")
+    assert chosen(capability, dim=264) == chosen(capability, dim=512) == "reference"
 
 
 def test_on_hopper_mosaic_goes_first(with_jax_triton):
@@ -43,7 +48,8 @@ def test_on_hopper_mosaic_goes_first(with_jax_triton):
     [
         ((7, 5), jnp.float16, 64, "needs compute capability 8.0, this GPU has 7.5"),
         ((8, 6), jnp.float32, 64, "dtype float32"),
-        ((8, 6), jnp.bfloat16, 80, "head dim 80; there are 64, 128, 512"),
+        ((8, 6), jnp.bfloat16, 100, "head dim 100; multiples of 8 from 64 to 512"),
+        ((8, 6), jnp.bfloat16, 56, "head dim 56; multiples of 8 from 64 to 512"),
         ((8, 6), jnp.bfloat16, 512, "head dim 512 on whole rows, of which XLA makes the gradients faster"),
     ],
 )
@@ -62,6 +68,13 @@ def test_a_machine_without_jax_triton_hears_where_it_comes_from(monkeypatch):
             == "jax-triton is not installed: pip install '.[cuda13]', or '.[cuda12]', in jaxtune's clone brings it"
         )
     assert compat.triton_refusal() == "no NVIDIA GPU"
+
+
+def test_a_head_dim_has_the_tiles_of_the_next_power_of_two():
+    widths = {64: 64, 72: 128, 96: 128, 128: 128, 136: 256, 192: 256, 256: 256, 264: 512, 512: 512}
+    assert {dim: triton.width(dim) for dim in widths} == widths
+    with dispatch.compile_for((8, 6)):
+        assert all(triton.tiles(dim) == triton.TILES[99][width] for dim, width in widths.items())
 
 
 def test_an_unknown_gpu_gets_the_tiles_that_fit_everywhere():

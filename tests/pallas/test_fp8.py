@@ -186,10 +186,11 @@ def test_both_products_are_those_of_rounded_operands(block):
 @pytest.mark.parametrize("block", [ROW, TILE])
 @pytest.mark.parametrize(
     ("tokens", "sizes", "rank"),
-    [(200, (256, 384), 40), (136, (384, 256), None), (128, (128, 256), 16)],
+    [(200, (256, 384), 40), (136, (384, 256), None), (128, (128, 256), 16), (128, (128, 128), 100)],
 )
 def test_the_kernel_multiplies_as_its_reference(tokens, sizes, rank, block):
-    """Both directions, with adapters of ranks that fill no step; the last tile of rows overlaps the one before."""
+    """Both directions, with adapters of ranks that fill no step, and one beyond what the kernel takes; the last tile of
+    rows overlaps the one before."""
     out, width = sizes
     draw = np.random.default_rng(0)
     weight = FP8.encode((draw.normal(size=(out, width)) * np.logspace(-2, 1, out)[:, None]).astype(np.float32), block)
@@ -215,6 +216,31 @@ def test_the_kernel_multiplies_as_its_reference(tokens, sizes, rank, block):
     for one, other in zip(got, both("reference"), strict=True):
         one, other = (np.asarray(each, np.float32) for each in (one, other))
         assert np.linalg.norm(one - other) < 0.006 * np.linalg.norm(other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [ROW, TILE])
+def test_the_ranks_of_weights_that_share_x_may_add_up_beyond_what_the_kernel_takes(block):
+    """As query, key and value of rank 64 do in the backward. Weights of zeros leave the adapters' products alone, in
+    which a rank that nobody adds is missed."""
+    draw, outs, (tokens, width, rank) = np.random.default_rng(0), (256, 128, 128), (128, 128, 64)
+    weights = [FP8.encode(np.zeros((out, width), np.float32), block) for out in outs]
+    x, *dys = (jnp.asarray(draw.normal(size=(tokens, n)), jnp.bfloat16) for n in (width, *outs))
+    pairs = [[jnp.asarray(draw.normal(size=s), jnp.bfloat16) for s in ((rank, width), (out, rank))] for out in outs]
+
+    def step(x, pairs):
+        loras = [LoraWeights(a, b, None, 0.5) for a, b in pairs]
+        outputs, pull = jax.vjp(lambda x: quant_matmul(x, weights, loras, fp8=True, implementation="mosaic"), x)
+        return *outputs, *pull(tuple(dys))
+
+    with gpu_kernel.interpreted():
+        got = jax.jit(step)(x, pairs)
+    assert dispatch.record["fp8_matmul"] == ("mosaic", {})
+    wide = [[np.asarray(part, np.float64) for part in pair] for pair in pairs]
+    want = [0.5 * np.asarray(x, np.float64) @ a.T @ b.T for a, b in wide]
+    want.append(sum(0.5 * np.asarray(dy, np.float64) @ b @ a for dy, (a, b) in zip(dys, wide, strict=True)))
+    for one, exact in zip(got, want, strict=True):
+        assert np.linalg.norm(np.asarray(one, np.float64) - exact) < 0.006 * np.linalg.norm(exact)
 
 
 @pytest.mark.gpu

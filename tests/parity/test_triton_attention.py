@@ -30,6 +30,7 @@ CASES = {
     "window_sinks": (RUNS, {"window": 50, "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)}),
     "soft_cap": (RUNS, {"soft_cap": 4.0}),
     "everything": (RUNS, {"window": 30, "soft_cap": 4.0, "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)}),
+    "window_soft_cap": (RUNS, {"window": 30, "soft_cap": 4.0}),
     "window_of_one": (RUNS, {"window": 1}),
     "one_document": (((1, 300),), {}),
     "whole_tiles": (((1, 256),), {}),
@@ -75,15 +76,32 @@ def check(segments, features, dim, capability=(8, 0), **heads):
         assert not array[:, ~real].any(), "padding must give zeros"
 
 
-@pytest.mark.parametrize(("case", "dim"), [*((case, 64) for case in CASES), ("everything", 128), ("everything", 512)])
+@pytest.mark.parametrize(
+    ("case", "dim"),
+    [
+        *((case, 64) for case in CASES),
+        *(("window_soft_cap", dim) for dim in (80, 96, 192, 256)),
+        ("everything", 128),
+        ("everything", 512),
+    ],
+)
 def test_kernels_against_the_reference(case, dim):
     runs, features = CASES[case]
     check(segments_of(runs), features, dim)
 
 
-@pytest.mark.parametrize("capability", [(8, 6), (9, 0)])
-def test_the_tiles_of_other_gpus(capability):
-    check(segments_of(RUNS), {"window": 80}, 128, capability)
+@pytest.mark.parametrize(
+    ("capability", "dim"), [((8, 6), 128), ((9, 0), 128), ((8, 9), 96), ((9, 0), 80), ((8, 9), 256)]
+)
+def test_the_tiles_of_other_gpus(capability, dim):
+    check(segments_of(RUNS), {"window": 80}, dim, capability)
+
+
+@pytest.mark.parametrize("case", ["whole_tiles", "packed"])
+def test_heads_whose_blocks_have_more_columns(case):
+    """Neighbouring heads lie where a block's columns past the head dim would be: as many key heads as query heads, with
+    rows that whole tiles divide and that they do not."""
+    check(segments_of(CASES[case][0]), {}, 72, kv_heads=HEADS)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])

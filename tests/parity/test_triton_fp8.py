@@ -35,16 +35,17 @@ def array(draw, *shape, dtype=jnp.float16):
     return jnp.asarray(draw.standard_normal(shape), dtype)
 
 
-@pytest.mark.parametrize(("block", "shape"), [(ROW, (192, 64)), (TILE, (128, 256))])
-def test_linears(block, shape):
-    """The last tile of rows is not whole; columns that tiles of 128 do not divide."""
+@pytest.mark.parametrize(("block", "shape", "rank"), [(ROW, (192, 64), RANK), (TILE, (128, 256), 70)])
+def test_linears(block, shape, rank):
+    """The last tile of rows is not whole; columns that tiles of 128 do not divide; a rank beyond what the kernel
+    takes."""
     draw, (out, width) = np.random.default_rng(0), shape
     weight = FP8.encode(draw.standard_normal(shape).astype(np.float32), block)
 
     def run(x, a, b, name):
         return quant_matmul(x, [weight], [LoraWeights(a, b, None, 0.5)], fp8=True, implementation=name)[0]
 
-    compared(run, array(draw, 140, out), array(draw, 140, width), array(draw, RANK, width), array(draw, out, RANK))
+    compared(run, array(draw, 140, out), array(draw, 140, width), array(draw, rank, width), array(draw, out, rank))
     assert dispatch.record["fp8_matmul"] == ("triton", {})
 
 

@@ -70,6 +70,7 @@ CASES = (
     Case("sinks", 4, 8192, sinks=True),
     Case("head dim 64", 4, 8192, dim=64),
     Case("head dim 64, 2,048", 16, 2048, dim=64),
+    Case("head dim 96, packed", 4, 8192, kv_heads=32, dim=96, documents="log-normal"),  # Phi-3's
     Case("head dim 256", 4, 8192, heads=16, dim=256),
     Case("head dim 256, packed, soft cap", 4, 8192, heads=16, dim=256, documents="log-normal", soft_cap=50.0),
     Case("head dim 512", 4, 8192, heads=16, kv_heads=1, dim=512),

@@ -4,7 +4,8 @@ A tile of queries visits keys from the lower bound of its first token to its own
 queries up to the upper bound of its last token; bounds never fall along a row. Blocks start at the bound itself, not at
 a multiple of their size, so a tile within one document has no masked block on that side, and only blocks that a bound
 crosses are masked. dq has one kernel, dk and dv another (which visits all query heads of its key head), so every sum
-has a fixed order: results are bitwise deterministic without atomics.
+has a fixed order: results are bitwise deterministic without atomics. Blocks have the next power of two of the head dim
+as columns; those from the head dim on are loaded as zeros and not stored.
 
 The kernels are in triton_kernels.py, which imports triton and is therefore imported only where it is used.
 """
@@ -34,48 +35,58 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tiles of the three kernels for one head dim on one kind of GPU; TILES has those that were measured to be
-    fastest."""
+    """The tiles of the three kernels for one width of blocks on one kind of GPU."""
 
     forward: Tile  # of the forward
     query: Tile  # of dq
     key: Tile  # of dk and dv
 
 
-# {shared memory of one block in KB: {head dim: tiles}}. Compute capability 9.0 has 227 KB, 8.0 and 8.7 have 163, 8.6,
+# {shared memory of one block in KB: {width: tiles}}. Compute capability 9.0 has 227 KB, 8.0 and 8.7 have 163, 8.6,
 # 8.9 and 12.x have 99. Measured on an H200: those for 227 directly; the others in code for 8.6 (mma.sync), with the
-# number of blocks on a multiprocessor that an A100's and a 4090's shared memory allows.
+# number of blocks on a multiprocessor that an A100's and a 4090's shared memory allows. Those of 256 were not measured,
+# but chosen to fit and to spill little.
 TILES = {
     227: {
         64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3)),
         128: Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 3)),
+        256: Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
         512: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     },
     163: {
         64: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
         128: Tiles(Tile(128, 32, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+        256: Tiles(Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
         512: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     },
     99: {
         64: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
         128: Tiles(Tile(128, 32, 4, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        256: Tiles(Tile(64, 32, 4, 2), Tile(64, 16, 8, 2), Tile(16, 64, 8, 2)),
         512: Tiles(Tile(64, 16, 8, 2), Tile(32, 16, 8, 1), Tile(32, 16, 8, 2)),
     },
 }
 _SHARED_MEMORY_KB = {(9, 0): 227, (8, 0): 163, (8, 7): 163}
+LEAST, MOST = 64, 512  # head dims
+
+
+def width(dim: int) -> int:
+    """Returns the number of columns that the kernels' blocks have for a head dim from 64 to 512: the next power of two.
+    Columns from the head dim on are zeros."""
+    return 1 << (dim - 1).bit_length()
 
 
 def tiles(dim: int) -> Tiles:
-    """The tiles for a head dim, 64, 128 or 512, on the GPU that is compiled for; an unknown GPU gets those that fit
-    everywhere."""
+    """The tiles for a head dim from 64 to 512 on the GPU that is compiled for, those of its width; an unknown GPU gets
+    those that fit everywhere."""
     capability = dispatch.compute_capability()
-    return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99][dim]
+    return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99][width(dim)]
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
     """Returns the reason why these kernels cannot or should not compute a call here, or None: no GPU that runs Triton
-    kernels, or no jax-triton; a dtype other than bfloat16 and float16, a head dim other than 64, 128 and 512, or heads
-    of 512 on rows of one document each, of which XLA computes the gradients faster.
+    kernels, or no jax-triton; a dtype other than bfloat16 and float16, a head dim that is no multiple of 8 from 64 to
+    512, or one above 256 on rows of one document each, of which XLA computes the gradients faster.
 
     Args:
       query: [B, T, heads, D]; only dtype and head dim matter.
@@ -88,10 +99,11 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
         return reason
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
-    if query.shape[-1] not in TILES[99]:
-        return f"head dim {query.shape[-1]}; there are {', '.join(map(str, TILES[99]))}"
-    if query.shape[-1] == 512 and layout.max_documents == 1:
-        return "head dim 512 on whole rows, of which XLA makes the gradients faster"
+    dim = query.shape[-1]
+    if dim % 8 or not LEAST <= dim <= MOST:
+        return f"head dim {dim}; multiples of 8 from {LEAST} to {MOST}"
+    if width(dim) == MOST and layout.max_documents == 1:
+        return f"head dim {dim} on whole rows, of which XLA makes the gradients faster"
     return None
 
 
@@ -126,6 +138,7 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
         HEADS=heads,
         KV_HEADS=key.shape[2],
         DIM=dim,
+        WIDTH=width(dim),
         SCALE=float(scale),
         CAP=float(soft_cap or 0.0),
         WINDOW=int(window or 0),

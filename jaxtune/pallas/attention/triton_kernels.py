@@ -1,7 +1,8 @@
 """The bodies of the Triton attention kernels, which triton.py describes and calls.
 
 Arrays are [B, T, heads, DIM], contiguous; `starts` and `ends` are the layout's document bounds, int32[B, T]. Scores are
-in units of log2. A CAP or WINDOW of 0 means none.
+in units of log2. A CAP or WINDOW of 0 means none. WIDTH is the next power of two of DIM; blocks have that many columns,
+with zeros from DIM on, which add nothing to a product and are not stored.
 """
 
 import triton
@@ -13,30 +14,56 @@ _MASKED = tl.constexpr(-1e30)
 
 @triton.jit
 def _block(
-    array, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, CHECK: tl.constexpr
+    array,
+    first,
+    LENGTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHECK: tl.constexpr,
 ):
-    """Loads a block of queries, keys or the like, [ROWS, DIM]: ROWS rows of one head from `first` on, of an array that
-    points to the head's first row and has STRIDE numbers from row to row. CHECK: rows past the end (LENGTH) are zero;
-    otherwise there must be none."""
-    rows = tl.arange(0, ROWS)
-    pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
-    if CHECK:
-        return tl.load(pointers, mask=(first + rows < LENGTH)[:, None], other=0.0)
+    """Loads a block of queries, keys or the like, [ROWS, WIDTH]: ROWS rows of one head from `first` on, of an array
+    that points to the head's first row and has STRIDE numbers from row to row. Columns from DIM on are zero. CHECK:
+    rows past the end (LENGTH) are zero; otherwise there must be none."""
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + columns[None, :]
+    if WIDTH == DIM:
+        if CHECK:
+            return tl.load(pointers, mask=(first + rows < LENGTH)[:, None], other=0.0)
+        else:
+            return tl.load(pointers)
     else:
-        return tl.load(pointers)
+        if CHECK:
+            return tl.load(pointers, mask=(first + rows < LENGTH)[:, None] & (columns < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def _store(array, values, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Stores values [ROWS, DIM] as rows of one head from row `first` on, in the dtype of `array`, without those from
-    LENGTH on, the row's end. array points to the head's first row and has STRIDE numbers from row to row."""
-    rows = tl.arange(0, ROWS)
-    pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
+def _store(
+    array,
+    values,
+    first,
+    LENGTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Stores the first DIM columns of values [ROWS, WIDTH] as rows of one head from row `first` on, in the dtype of
+    `array`, without rows from LENGTH on, the row's end. array points to the head's first row and has STRIDE numbers
+    from row to row."""
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + columns[None, :]
     values = values.to(array.dtype.element_ty)
-    if LENGTH % ROWS == 0:
-        tl.store(pointers, values)
+    if WIDTH == DIM:
+        if LENGTH % ROWS == 0:
+            tl.store(pointers, values)
+        else:
+            tl.store(pointers, values, mask=(first + rows < LENGTH)[:, None])
     else:
-        tl.store(pointers, values, mask=(first + rows < LENGTH)[:, None])
+        tl.store(pointers, values, mask=(first + rows < LENGTH)[:, None] & (columns < DIM)[None, :])
 
 
 @triton.jit
@@ -97,6 +124,7 @@ def _attend(
     LENGTH: tl.constexpr,
     STRIDE: tl.constexpr,
     DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     KEYS: tl.constexpr,
@@ -105,15 +133,15 @@ def _attend(
     """Online softmax (arXiv 2205.14135) over the keys begin .. end - 1, in blocks of KEYS: returns the updated (acc,
     top, total).
 
-    acc [QUERIES, DIM] is the weighted sum of values so far, top and total [QUERIES] the maximum (in log2) and the sum
-    of weights. query [QUERIES, DIM] is loaded; key and value point to their head's first row, of LENGTH rows that are
+    acc [QUERIES, WIDTH] is the weighted sum of values so far, top and total [QUERIES] the maximum (in log2) and the sum
+    of weights. query [QUERIES, WIDTH] is loaded; key and value point to their head's first row, of LENGTH rows that are
     STRIDE numbers apart. rows and lower are the queries' positions and the first keys that they see. SCALE and CAP are
     the factor on scores and the soft cap (0: none). MASKED: a bound may cross the blocks, so scores are masked;
     otherwise all keys are seen by all queries.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
-        k = _block(key, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
+        k = _block(key, first, LENGTH, STRIDE, DIM, WIDTH, KEYS, MASKED)
         scores, _ = _capped(tl.dot(query, tl.trans(k)), SCALE, CAP)
         if MASKED:
             columns = first + tl.arange(0, KEYS)
@@ -127,7 +155,7 @@ def _attend(
         fade = tl.exp2(top - new)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
-        v = _block(value, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
+        v = _block(value, first, LENGTH, STRIDE, DIM, WIDTH, KEYS, MASKED)
         acc = tl.dot(weights.to(v.dtype), v, acc)
         top = new
     return acc, top, total
@@ -147,6 +175,7 @@ def forward_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -180,8 +209,8 @@ def forward_kernel(
     full_begin = begin + tl.cdiv(_lower(starts, ends, last, LENGTH, WINDOW) - begin, KEYS) * KEYS
     full_end = begin + tl.maximum(base + 1 - begin, 0) // KEYS * KEYS
 
-    q = _block(query, base, LENGTH, HEADS * DIM, DIM, QUERIES, LENGTH % QUERIES != 0)
-    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    q = _block(query, base, LENGTH, HEADS * DIM, DIM, WIDTH, QUERIES, LENGTH % QUERIES != 0)
+    acc = tl.zeros([QUERIES, WIDTH], tl.float32)
     top = tl.full([QUERIES], _MASKED, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc, top, total = _attend(
@@ -198,15 +227,16 @@ def forward_kernel(
         LENGTH,
         KV_HEADS * DIM,
         DIM,
+        WIDTH,
         SCALE,
         CAP,
         KEYS,
         True,
     )
     acc, top, total = _attend(acc, top, total, q, key, value, rows, lower, full_begin, full_end,
-                              LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, False)  # fmt: skip
+                              LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, False)  # fmt: skip
     acc, top, total = _attend(acc, top, total, q, key, value, rows, lower, tl.maximum(full_begin, full_end), last + 1,
-                              LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, True)  # fmt: skip
+                              LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
 
     # A sink is one more term of the sum and has no value; -inf where there is none.
     sink = tl.load(sinks + head) * _LOG2E
@@ -216,28 +246,28 @@ def forward_kernel(
     # Padding saw nothing: its total is zero.
     real = lower <= rows
     acc = acc * tl.where(real, fade / total, 0.0)[:, None]
-    _store(out + (batch * LENGTH * HEADS + head) * DIM, acc, base, LENGTH, HEADS * DIM, DIM, QUERIES)
+    _store(out + (batch * LENGTH * HEADS + head) * DIM, acc, base, LENGTH, HEADS * DIM, DIM, WIDTH, QUERIES)
     lse += (batch * HEADS + head) * LENGTH
     tl.store(lse + rows, tl.where(real, (final + tl.log2(total)) / _LOG2E, 0.0), mask=rows < LENGTH)
 
 
 @triton.jit
 def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end,
-              LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-              KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+              LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
+              CAP: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Adds to dq / SCALE of a tile of queries what the keys begin .. end - 1 contribute, in blocks of KEYS: returns the
-    updated acc [QUERIES, DIM], which is the sum so far.
+    updated acc [QUERIES, WIDTH], which is the sum so far.
 
-    query and dout [QUERIES, DIM] are loaded already; stat and delta [QUERIES] are each query's log-sum-exp in units of
-    log2 and its sum of out * dout. key and value point to their head's first row, of LENGTH rows that are STRIDE
+    query and dout [QUERIES, WIDTH] are loaded already; stat and delta [QUERIES] are each query's log-sum-exp in units
+    of log2 and its sum of out * dout. key and value point to their head's first row, of LENGTH rows that are STRIDE
     numbers apart. rows and lower [QUERIES] are the queries' positions and the first keys that they see. SCALE and CAP
     are the factor on scores and the soft cap (0: none). MASKED: a bound may cross the blocks, so weights are masked;
     otherwise all keys are seen by all queries.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
-        k = _block(key, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
-        v = _block(value, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
+        k = _block(key, first, LENGTH, STRIDE, DIM, WIDTH, KEYS, MASKED)
+        v = _block(value, first, LENGTH, STRIDE, DIM, WIDTH, KEYS, MASKED)
         scores, slope = _capped(tl.dot(query, tl.trans(k)), SCALE, CAP)
         weights = tl.exp2(scores * UNIT - stat[:, None])
         if MASKED:
@@ -255,7 +285,7 @@ def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end
 @triton.jit
 def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
                  LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-                 SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+                 WIDTH: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """Writes dquery [B, LENGTH, HEADS, DIM] of one tile of QUERIES queries of one head, walking the keys in blocks of
     KEYS as the forward does, and delta float32[B, HEADS, LENGTH], the sum of out * dout over a head, which key_kernel
@@ -283,31 +313,31 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
     full_begin = begin + tl.cdiv(_lower(starts, ends, last, LENGTH, WINDOW) - begin, KEYS) * KEYS
     full_end = begin + tl.maximum(base + 1 - begin, 0) // KEYS * KEYS
 
-    q = _block(query + offset, base, LENGTH, HEADS * DIM, DIM, QUERIES, LENGTH % QUERIES != 0)
-    do = _block(dout + offset, base, LENGTH, HEADS * DIM, DIM, QUERIES, LENGTH % QUERIES != 0)
+    q = _block(query + offset, base, LENGTH, HEADS * DIM, DIM, WIDTH, QUERIES, LENGTH % QUERIES != 0)
+    do = _block(dout + offset, base, LENGTH, HEADS * DIM, DIM, WIDTH, QUERIES, LENGTH % QUERIES != 0)
     row_offset = (batch * HEADS + head) * LENGTH
     stat = tl.load(lse + row_offset + rows, mask=rows < LENGTH, other=0.0) * _LOG2E
-    o = _block(out + offset, base, LENGTH, HEADS * DIM, DIM, QUERIES, LENGTH % QUERIES != 0)
+    o = _block(out + offset, base, LENGTH, HEADS * DIM, DIM, WIDTH, QUERIES, LENGTH % QUERIES != 0)
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta + row_offset + rows, d, mask=rows < LENGTH)
-    acc = tl.zeros([QUERIES, DIM], tl.float32)
+    acc = tl.zeros([QUERIES, WIDTH], tl.float32)
     acc = _to_query(acc, q, do, key, value, stat, d, rows, lower, begin, tl.minimum(full_begin, last + 1),
-                    LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, True)  # fmt: skip
+                    LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
     acc = _to_query(acc, q, do, key, value, stat, d, rows, lower, full_begin, full_end,
-                    LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, False)  # fmt: skip
+                    LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, False)  # fmt: skip
     acc = _to_query(acc, q, do, key, value, stat, d, rows, lower, tl.maximum(full_begin, full_end), last + 1,
-                    LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, True)  # fmt: skip
-    _store(dquery + offset, acc * SCALE, base, LENGTH, HEADS * DIM, DIM, QUERIES)
+                    LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
+    _store(dquery + offset, acc * SCALE, base, LENGTH, HEADS * DIM, DIM, WIDTH, QUERIES)
 
 
 @triton.jit
 def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
-            LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-            QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+            LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
+            CAP: tl.constexpr, QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Adds to dk / SCALE and dv of a tile of keys what the queries begin .. end - 1 of one head contribute, in blocks
-    of QUERIES: returns the updated (dk, dv), [KEYS, DIM] each, which are the sums so far.
+    of QUERIES: returns the updated (dk, dv), [KEYS, WIDTH] each, which are the sums so far.
 
-    k and v [KEYS, DIM] are loaded already; query, dout (rows STRIDE numbers apart), lse and delta point to the head's
+    k and v [KEYS, WIDTH] are loaded already; query, dout (rows STRIDE numbers apart), lse and delta point to the head's
     first token, of LENGTH. columns and upper [KEYS] are the positions of the keys, and for each the query after the
     last that sees it. Scores have keys in rows. SCALE and CAP are the factor on scores and the soft cap (0: none).
     MASKED: a bound may cross the blocks, so weights are masked; otherwise all queries see all keys.
@@ -315,7 +345,7 @@ def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, QUERIES):
         rows = first + tl.arange(0, QUERIES)
-        q = _block(query, first, LENGTH, STRIDE, DIM, QUERIES, MASKED)
+        q = _block(query, first, LENGTH, STRIDE, DIM, WIDTH, QUERIES, MASKED)
         if MASKED:
             stat = tl.load(lse + rows, mask=rows < LENGTH, other=0.0) * _LOG2E
             d = tl.load(delta + rows, mask=rows < LENGTH, other=0.0)
@@ -327,7 +357,7 @@ def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
         if MASKED:
             seen = (rows[None, :] >= columns[:, None]) & (rows[None, :] < upper[:, None])
             weights = tl.where(seen, weights, 0.0)
-        do = _block(dout, first, LENGTH, STRIDE, DIM, QUERIES, MASKED)
+        do = _block(dout, first, LENGTH, STRIDE, DIM, WIDTH, QUERIES, MASKED)
         dv = tl.dot(weights.to(do.dtype), do, dv)
         dweights = tl.dot(v, tl.trans(do))
         dscores = weights * (dweights - d[None, :])
@@ -352,6 +382,7 @@ def key_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -380,10 +411,10 @@ def key_kernel(
     full_begin = base + tl.cdiv(last - base, QUERIES) * QUERIES
     full_end = base + (_upper(ends, base, LENGTH, WINDOW) - base) // QUERIES * QUERIES
 
-    k = _block(key + kv_offset, base, LENGTH, KV_HEADS * DIM, DIM, KEYS, LENGTH % KEYS != 0)
-    v = _block(value + kv_offset, base, LENGTH, KV_HEADS * DIM, DIM, KEYS, LENGTH % KEYS != 0)
-    dk = tl.zeros([KEYS, DIM], tl.float32)
-    dv = tl.zeros([KEYS, DIM], tl.float32)
+    k = _block(key + kv_offset, base, LENGTH, KV_HEADS * DIM, DIM, WIDTH, KEYS, LENGTH % KEYS != 0)
+    v = _block(value + kv_offset, base, LENGTH, KV_HEADS * DIM, DIM, WIDTH, KEYS, LENGTH % KEYS != 0)
+    dk = tl.zeros([KEYS, WIDTH], tl.float32)
+    dv = tl.zeros([KEYS, WIDTH], tl.float32)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     for member in range(GROUP):
         head = kv_head * GROUP + member
@@ -392,10 +423,10 @@ def key_kernel(
         stat = lse + (batch * HEADS + head) * LENGTH
         d = delta + (batch * HEADS + head) * LENGTH
         dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, columns, upper, base, tl.minimum(full_begin, end),
-                         LENGTH, HEADS * DIM, DIM, SCALE, CAP, QUERIES, True)  # fmt: skip
+                         LENGTH, HEADS * DIM, DIM, WIDTH, SCALE, CAP, QUERIES, True)  # fmt: skip
         dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, columns, upper, full_begin, full_end,
-                         LENGTH, HEADS * DIM, DIM, SCALE, CAP, QUERIES, False)  # fmt: skip
+                         LENGTH, HEADS * DIM, DIM, WIDTH, SCALE, CAP, QUERIES, False)  # fmt: skip
         dk, dv = _to_key(dk, dv, q, do, k, v, stat, d, columns, upper, tl.maximum(full_begin, full_end), end,
-                         LENGTH, HEADS * DIM, DIM, SCALE, CAP, QUERIES, True)  # fmt: skip
-    _store(dkey + kv_offset, dk * SCALE, base, LENGTH, KV_HEADS * DIM, DIM, KEYS)
-    _store(dvalue + kv_offset, dv, base, LENGTH, KV_HEADS * DIM, DIM, KEYS)
+                         LENGTH, HEADS * DIM, DIM, WIDTH, SCALE, CAP, QUERIES, True)  # fmt: skip
+    _store(dkey + kv_offset, dk * SCALE, base, LENGTH, KV_HEADS * DIM, DIM, WIDTH, KEYS)
+    _store(dvalue + kv_offset, dv, base, LENGTH, KV_HEADS * DIM, DIM, WIDTH, KEYS)

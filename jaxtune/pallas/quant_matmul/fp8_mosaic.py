@@ -34,7 +34,7 @@ _HALF_STEP = 64  # a shorter step, if whole ones do not divide K and scales are 
 _COLUMNS = (256, 192, 128, 64)  # columns of a tile; the first that divide the output's are taken
 _STORED = 64  # columns that are stored at a time
 _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 72, 216  # registers of a thread; all threads have 65,536
-_RANKS = (16, 32, 64)  # ranks to which an adapter is padded: rows of a swizzle of 32, 64 and 128 bytes
+RANKS = (16, 32, 64)  # ranks to which an adapter is padded: rows of a swizzle of 32, 64 and 128 bytes
 _SHARED_BYTES = 231_000  # a program's shared memory without its barriers
 
 
@@ -84,7 +84,7 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if filled_rank(rank) is None:
-        return f"adapters of rank {rank} in all, more than {_RANKS[-1]}"
+        return f"adapters of rank {rank} in all, more than {RANKS[-1]}"
     return None
 
 
@@ -92,7 +92,7 @@ def filled_rank(rank: int) -> int | None:
     """The number of columns to which the kernel pads an adapter's two operands with zeros: the smallest of 16, 32 and
     64 that is at least `rank`. None if `rank` is more than 64, which the kernel refuses. A rank of 0 gives 16; callers
     without an adapter do not use it."""
-    return next((size for size in _RANKS if rank <= size), None)
+    return next((size for size in RANKS if rank <= size), None)
 
 
 def _kernel(

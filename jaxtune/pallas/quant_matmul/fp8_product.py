@@ -175,7 +175,8 @@ def multiply(
       side: e4m3[columns, k], the codes of the other operand.
       side_scale: the scales of `side`: float32[columns], or None for no scales; with `blocks` float32[columns / 128, k
         / 128].
-      more: None, or two further operands (u [n, r], v [columns, r]), whose product u v^T is added.
+      more: None, or two further operands (u [n, r], v [columns, r]), whose product u v^T is added. A kernel adds that
+        of their first 64 columns, and XLA that of the others.
       dtype: of the result.
       blocks: True if each 128 numbers along k have a scale, by which sums over 128 are multiplied; False if a whole row
         has one, by which the result is multiplied.
@@ -184,7 +185,7 @@ def multiply(
     """
     codes, scale = coded
     sizes = (codes.shape[0], codes.shape[1], side.shape[0])
-    rank = more[0].shape[1] if more is not None else 0
+    rank = min(more[0].shape[1], fp8_mosaic.RANKS[-1]) if more is not None else 0  # that of the kernels' part
 
     def first_use(name: str):
         return _first_use(name, blocks, dtype, rank, sizes[1] % BLOCK == 0)
@@ -202,15 +203,29 @@ def multiply(
     if name == "reference":
         out = (_by_blocks if blocks else _by_rows)(codes, scale, side, side_scale, dtype)
         return out if more is None else out + _thin(*more)
-    run = meshes.on_each_device(by_kernel, rows=3)
+    run = meshes.on_each_device(_with_wide_adapter, rows=3)
     u, add = more if more is not None else (None, None)
     return run(codes, scale, u, add, side, side_scale, dtype, blocks, name)
+
+
+def _with_wide_adapter(codes, scale, u, add, side, side_scale, dtype, blocks, name: str):
+    """What `by_kernel` computes, for an adapter of any rank: of more than 64 columns of u [n, r] and add [columns, r],
+    the kernel takes the first 64, and XLA adds the product of the others to the kernel's result, in one more pass over
+    it. The sum of several adapters' ranks is that large in the backward of weights that share x. The arguments and the
+    result, dtype[n, columns], are those of `by_kernel`."""
+    most, rest = fp8_mosaic.RANKS[-1], None
+    if u is not None and u.shape[1] > most:
+        rest = u[:, most:], add[:, most:]
+        u, add = u[:, :most], add[:, :most]
+    out = by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name)
+    return out if rest is None else out + _thin(*rest)
 
 
 def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
     """The product of an adapter's two operands (`more` of `multiply`), u [n, r] side [columns, r]^T: [n, columns] in
     u's dtype. In the forward `side` is LoRA's B; in the backward it is the transpose of A, and u is dy B. XLA adds it
-    to a product that no kernel computes. float32 is multiplied in full float32."""
+    to a product that no kernel computes, and to a kernel's what the adapter has beyond the columns that the kernel
+    takes. float32 is multiplied in full float32."""
     precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     numbers = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(u, side.astype(u.dtype), numbers, precision=precision, preferred_element_type=u.dtype)

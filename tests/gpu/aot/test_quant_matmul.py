@@ -150,6 +150,25 @@ def test_product_of_codes(tokens, rank, columns, block, ptxas):
     assert max(ptxas()) <= (16 if tokens < 16384 else 0)
 
 
+@pytest.mark.parametrize("block", [ROW, TILE])
+def test_what_an_adapter_has_beyond_the_kernels_columns_is_added_by_one_gemm(block):
+    """Query, key and value with adapters of rank 64: in the forward the kernel takes each whole, in the backward 64 of
+    192 columns, and a GEMM adds the others to what the kernel wrote, where it lies."""
+
+    def step(x, weights, loras, douts):
+        outputs, pullback = jax.vjp(lambda x: quant_matmul(x, weights, loras, fp8=True, implementation="mosaic"), x)
+        return outputs, pullback(douts)
+
+    outs = (4096, 1024, 1024)
+    weights = [jax.eval_shape(lambda a: FP8.encode(a, block), array(size, 2048)) for size in outs]
+    loras = [LoraWeights(array(64, 2048), array(size, 64)) for size in outs]
+    where = array(512, 2048), weights, loras, tuple(array(512, size) for size in outs)
+    program = compiled(step, *where, compiler_options=compiler_options("gpu", deterministic=False))
+    assert program.as_text().count(KERNEL) == {ROW: 6, TILE: 4}[block]  # with scales of rows two that round
+    sums = [line for line in program.as_text().splitlines() if re.search(r'cublas.*"beta":1', line)]
+    assert len(sums) == 1 and "output_to_operand_aliasing" in sums[0] and "bf16[512,2048]" in sums[0]
+
+
 @pytest.mark.parametrize(("widths", "scaled"), [((14336,), False), ((4096, 1024, 1024), True), ((14336,) * 2, True)])
 def test_rounding_rows_to_fp8(widths, scaled, ptxas):
     arrays = [array(16384, width) for width in widths]

@@ -13,8 +13,10 @@ from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, 
 ROWS, LENGTH, HEADS, KV_HEADS = 2, 1024, 8, 2
 CASES = [
     *((capability, dim, {}) for capability in SHARED_MEMORY_KB for dim in (64, 128)),
+    *((capability, dim, {}) for capability in ((8, 9), (9, 0)) for dim in (80, 96, 192, 256)),
+    *((capability, 256, {}) for capability in ((8, 0), (12, 0))),
     ((8, 0), 512, {}),
-    ((8, 6), 128, {"window": 100, "soft_cap": 30.0}),
+    *(((8, 6), dim, {"window": 100, "soft_cap": 30.0}) for dim in (96, 128, 256)),
     ((8, 6), 512, {"window": 100, "soft_cap": 30.0}),
 ]
 
@@ -42,7 +44,7 @@ def test_kernels_fit(capability, dim, features, tmp_path):
         assert 0 < compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024, compiled.name
         assert "mma" in compiled.ptx, compiled.name
         assert ("cp.async" in compiled.ptx) == (call[2]["stages"] > 1), compiled.name
-        if dim <= 128:  # tiles of wider heads have fewer rows than it takes
+        if dim <= 256:  # tiles of wider heads have fewer rows than it takes
             assert ("wgmma" in compiled.ptx) == (capability == (9, 0)), compiled.name
         # A few spilled registers cost little; kilobytes are a tile that is too large. A soft cap has one more number to
         # hold for each score, its slope.

@@ -47,7 +47,8 @@ def test_kernels_fit(capability, tmp_path):
 @pytest.mark.parametrize("block", [ROW, TILE])
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
 def test_products_of_codes_fit(capability, block, tmp_path):
-    """One kernel, for linears and for experts, on GPUs that multiply in FP8, B200 among them; with an adapter."""
+    """One kernel, for linears and for experts, on GPUs that multiply in FP8, B200 among them; with adapters, one
+    of them beyond the 64 columns that the kernel takes."""
     tokens, inner, outer, experts = 300, 1024, 512, 4
 
     def run(x, weight, u, side):
@@ -67,11 +68,12 @@ def test_products_of_codes_fit(capability, block, tmp_path):
     sizes = array(experts, dtype=jnp.int32)
     rows = jax.eval_shape(lambda sizes: groups_of(sizes, tokens), sizes).rows
     with dispatch.compile_for(capability), recorded_calls() as calls:
-        jax.eval_shape(run, array(tokens, inner), encoded(outer, inner), array(tokens, 16), array(outer, 16))
+        for rank in (16, 96):
+            jax.eval_shape(run, array(tokens, inner), encoded(outer, inner), array(tokens, rank), array(outer, rank))
         sides = array(experts, 16, inner), array(experts, outer, 16)
         jax.eval_shape(of_experts, array(rows, inner), encoded(experts, outer, inner), *sides, sizes)
     found = [call for call in calls if call[2].get("BLOCK") == (128 if block == TILE else 0)]
-    assert [settings["GROUPED"] for *_, settings in found] == [0, 1]
+    assert [(settings["GROUPED"], settings["RANK"]) for *_, settings in found] == [(0, 16), (0, 64), (1, 16)]
     for call in found:
         kernel = compile_call(call, capability, tmp_path)
         assert kernel.shared_bytes <= {(10, 0): 227, **SHARED_MEMORY_KB}[capability] * 1024
