@@ -66,6 +66,7 @@ class FP8(Stored):
 
     compute = "fp8"
     scale_axes = (-1,)  # of weights that jaxtune encodes, which have a scale for each row
+    largest_code = LARGEST
 
     @staticmethod
     @on_any_mesh

@@ -47,6 +47,7 @@ class Int8(Stored):
     dtype_name: str = dataclasses.field(metadata=dict(static=True))  # the dtype that `decode` gives by default
 
     scale_axes = (-1,)
+    largest_code = _LARGEST
 
     @staticmethod
     def encode(array: jax.Array) -> Int8:

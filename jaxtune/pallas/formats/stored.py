@@ -40,6 +40,11 @@ class Stored:
     # the axes of the tensor along which all numbers share the float32 scale that `rescaled` changes, such as (-1,) for
     # a scale for each row; None: there is no such scale
     scale_axes: ClassVar[tuple[int, ...] | None] = None
+    # the number in the field `codes` that stands for the largest magnitude, such as 448 for FP8, or a byte with two
+    # such codes; None: quantisation-aware training does not round to the format
+    largest_code: ClassVar[float | None] = None
+    # the size of a block of numbers along the last axis; a tensor whose rows are not whole blocks cannot be quantised
+    row_block: ClassVar[int] = 1
 
     @property
     def dtype(self) -> np.dtype:
