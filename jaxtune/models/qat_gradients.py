@@ -41,8 +41,8 @@ def _straight_through_bwd(spec: FakeQuant, weight: jax.Array | None, dweight: ja
     """The backward rule of `straight_through`: (the gradient of the weight, None for x)."""
     if weight is None:
         return dweight, None
-    weight, dweight = optimization_barrier((weight, dweight))
-    return jnp.where(spec.within(weight), dweight, 0), None
+    tied, dweight = optimization_barrier((weight, dweight))
+    return jnp.where(spec.within(tied), dweight, 0), None
 
 
 straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)

@@ -99,7 +99,8 @@ def _merged_and_rounded(
     weight, lora, _ = optimization_barrier((weight, lora, x))
 
     def one(expert):
-        rounded = spec.round(_merged(*expert, transposed))
+        weight, lora = expert
+        rounded = spec.round(_merged(weight, lora, transposed))
         return rounded.T if transposed else rounded
 
     return jax.lax.map(one, (dense(weight, spec.dtype), lora))

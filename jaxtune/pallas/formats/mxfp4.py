@@ -360,7 +360,7 @@ class CompressedTensors(Layout):
           dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
         """
         leaves: list = [arrays[self.codes], arrays[".weight_scale"]]
-        return MXFP4(*leaves, dtype_name)
+        return MXFP4(*leaves, dtype_name=dtype_name)
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
         """Describes the tensors of a file that store `weight`, an MXFP4 [out, in], {key, such as ".weight_scale":
