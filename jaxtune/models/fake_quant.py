@@ -2,7 +2,7 @@
 that a low-bit format can represent.
 
 The forward uses the rounded numbers; in the backward the gradient passes unchanged to what was rounded
-(straight-through, arXiv 1308.3432, 1712.05877), or only to the numbers that lie in the grid's range (clipped: the
+(straight-through, arXiv 1308.3432, 1712.05877), or only to the numbers within the grid's range (clipped: the
 gradient of rounding and clipping, arXiv 1805.06085). With an adapter the merged weight is rounded, as it is in a
 deployed model; qat_gradients.py has the gradients of products with it. `ROUNDINGS` declares the formats: how each
 rounds weights and activations, and its range. `FakeQuant` is the grid of one run or model; linears and experts round by
@@ -202,7 +202,7 @@ def fp8_by_token(x: jax.Array) -> jax.Array:
 
 
 def _between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """Where numbers lie between the least and the largest number of their grid, bool in their shape. What the rounding
+    """Where numbers are between the least and the largest number of their grid, bool in their shape. What the rounding
     of a float32 scale may add, 2^-22 of the bound, does not count. numbers: float32[...]. low, high: the bounds, whose
     shapes broadcast to that of `numbers`."""
     slack = np.float32(2**-22)
@@ -210,7 +210,7 @@ def _between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] lies between -8 and 7 times its scale, bool in its shape: everywhere but for scales
+    """Where a weight [..., out, in] is between -8 and 7 times its scale, bool in its shape: everywhere but for scales
     that were rounded down to 16 bits. The arguments are those of int4."""
     groups = _blocks(weight, group_size)
     scale = int4_scales(groups, dtype).astype(jnp.float32)
@@ -218,7 +218,7 @@ def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] lies between -127 and 127 times its scale, bool in its shape: everywhere but for
+    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere but for
     scales that were rounded down to 16 bits. The arguments are those of int8."""
     if group_size is None:
         return _within_stored(formats.Int8.encode(weight.astype(jnp.float32)), weight)
@@ -228,7 +228,7 @@ def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] lies between -8 and 7 times its scale, which may be negative, bool in its shape. On
+    """Where a weight [..., out, in] is between -8 and 7 times its scale, which may be negative, bool in its shape. On
     the side opposite a block's largest number the range ends at 7 scales. The arguments are those of q4_0."""
     blocks = _blocks(weight, group_size)
     scales = as_float16(signed_codes(blocks, 8, dtype)[0])
@@ -237,7 +237,7 @@ def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] lies between -127 and 127 times its scale, bool in its shape: everywhere but for
+    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere but for
     scales that float16 rounds down. The arguments are those of q8_0."""
     blocks = _blocks(weight, group_size)
     largest = 127 * as_float16(q8_0_codes(blocks, dtype)[0])
@@ -245,7 +245,7 @@ def _within_q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
-    """Where numbers lie in the range that their scales have in a format of quantised weights, bool in their shape.
+    """Where numbers are in the range that their scales have in a format of quantised weights, bool in their shape.
     stored: the numbers, encoded in the format. numbers: of any floating-point dtype."""
     assert isinstance(stored, formats.FP8 | formats.Int8 | formats.MXFP4 | formats.NVFP4)
     largest = dataclasses.replace(stored, codes=jnp.full_like(stored.codes, stored.largest_code)).decode("float32")
@@ -253,22 +253,22 @@ def _within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
 
 
 def _within_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] lies in the range of a declared format (a key of formats.FORMATS), bool in its
+    """Where a weight [..., out, in] is in the range of a declared format (a key of formats.FORMATS), bool in its
     shape. group_size, dtype: those of `_as_declared`; scales do not depend on them."""
     del group_size, dtype
     return _within_stored(formats.FORMATS[format].encode(weight.astype(jnp.float32)), weight)
 
 
 def _within_int8_by_token(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] lie between -128 and 127 times the scale of int8_by_token, bool in their shape. The
-    largest magnitude is at 127.5 scales, so a positive one lies outside."""
+    """Where activations [..., in] are between -128 and 127 times the scale of int8_by_token, bool in their shape. The
+    largest magnitude is at 127.5 scales, so a positive one is outside."""
     wide = x.astype(jnp.float32)
     scale = _token_scales(wide)
     return _between(wide, -128 * scale, 127 * scale)
 
 
 def _within_int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] lie in the range of int8_by_token_asymmetric, bool in their shape. The rounded zero
+    """Where activations [..., in] are in the range of int8_by_token_asymmetric, bool in their shape. The rounded zero
     point moves it by up to half a scale to one side."""
     wide = x.astype(jnp.float32)
     scale, zero = _token_zero_points(wide)
@@ -276,13 +276,13 @@ def _within_int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
 
 
 def _within_fp8_by_token(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] lie in the range of fp8_by_token, bool in their shape: everywhere."""
+    """Where activations [..., in] are in the range of fp8_by_token, bool in their shape: everywhere."""
     rows = x.reshape(-1, x.shape[-1])
     return _within_stored(formats.FP8.encode(rows), rows).reshape(x.shape)
 
 
 def _within_mxfp4_activations(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] lie between -6 and 6 times the scale of their block in MXFP4, bool in their shape."""
+    """Where activations [..., in] are between -6 and 6 times the scale of their block in MXFP4, bool in their shape."""
     blocks = _blocks(x, BLOCK)
     largest = LARGEST * activation_scales(blocks)
     return _between(blocks, -largest, largest).reshape(x.shape)
@@ -295,7 +295,7 @@ class Rounding:
 
     # (weight [..., out, in], group_size or None, the dtype's name) -> rounded weight of the same shape in that dtype
     weights: Callable[[jax.Array, int | None, str], jax.Array]
-    # (the same) -> bool in the weight's shape: False where it lies outside the grid's range, so that it is clipped
+    # (the same) -> bool in the weight's shape: False where it is outside the grid's range, so that it is clipped
     within: Callable[[jax.Array, int | None, str], jax.Array]
     block: int = 1  # without groups, how many consecutive weights of a row the format has in a block
     # activations [..., in] -> the same rounded, in their dtype; None: activations are not rounded
@@ -437,14 +437,14 @@ class FakeQuant:
             return ROUNDINGS[self.format].weights(weight, self.group_size, self.dtype)
 
     def within(self, weight: jax.Array) -> jax.Array:
-        """Where a weight [..., out, in] lies in the grid's range, between the least and the largest number with its
+        """Where a weight [..., out, in] is in the grid's range, between the least and the largest number with its
         scale, bool in its shape. If gradients are clipped, a weight elsewhere gets none."""
         with jax.named_scope("fake_quantise"):
             return ROUNDINGS[self.format].within(weight, self.group_size, self.dtype)
 
     def round_inputs(self, x: jax.Array) -> jax.Array:
         """Rounds activations [..., in] as the format does before a product, in their dtype; the gradient passes
-        unchanged, or if gradients are clipped, where they lie in the format's range. If `rounds_inputs` is False, x
+        unchanged, or if gradients are clipped, where they are in the format's range. If `rounds_inputs` is False, x
         itself is returned."""
         return _rounded_inputs(self, x) if self.rounds_inputs else x
 
@@ -452,7 +452,7 @@ class FakeQuant:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rounded_inputs(spec: FakeQuant, x: jax.Array) -> jax.Array:
     """The activations x [..., in] rounded as the format of `spec` does, in their dtype. In the backward, the gradient
-    of the result is passed to x, unchanged, or if `spec` clips gradients, with zeros where x lies outside the range."""
+    of the result is passed to x, unchanged, or if `spec` clips gradients, with zeros where x is outside the range."""
     activations = ROUNDINGS[spec.format].activations
     assert activations is not None
     with jax.named_scope("fake_quantise"):
@@ -460,7 +460,7 @@ def _rounded_inputs(spec: FakeQuant, x: jax.Array) -> jax.Array:
 
 
 def _rounded_inputs_fwd(spec: FakeQuant, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The forward rule of `_rounded_inputs`: (its result, where x lies in the range, bool in its shape; None if
+    """The forward rule of `_rounded_inputs`: (its result, where x is in the range, bool in its shape; None if
     gradients are not clipped)."""
     within = ROUNDINGS[spec.format].inputs_within if spec.clips else None
     return _rounded_inputs(spec, x), None if within is None else within(x)

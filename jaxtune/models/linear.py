@@ -163,7 +163,7 @@ def merged_and_rounded(
     spec: FakeQuant, weight: jax.Array | Stored, lora: LoraWeights | None, x: jax.Array
 ) -> jax.Array:
     """The weight [out, in] with the adapter `lora` merged in, if there is one, rounded to the grid `spec`, in the
-    grid's dtype. In the backward, the adapter gets the gradient of the rounded weight where the merged weight lies in
+    grid's dtype. In the backward, the adapter gets the gradient of the rounded weight where the merged weight is in
     the grid's range; weight and x get none.
 
     x: the activations that the rounded weight will multiply; as in `straight_through`, the rounding is tied to them."""

@@ -20,7 +20,7 @@ from jaxtune.models.fake_quant import FakeQuant
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Array:
     """A weight [..., out, in] rounded to the grid `spec`, in the weight's own dtype. In the backward, the gradient of
-    the result is passed to the weight, unchanged, or if `spec` clips gradients, with zeros where the weight lies
+    the result is passed to the weight, unchanged, or if `spec` clips gradients, with zeros where the weight is
     outside the grid's range; x gets none. Linears whose weights are trained whole round them so in quantisation-aware
     training.
 
@@ -50,7 +50,7 @@ straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 def unclipped_gradients[A](spec: FakeQuant, merge: Callable[[A], jax.Array], lora: A, dmerged: jax.Array) -> A:
     """The gradient of an adapter through a merged weight that is rounded to the grid `spec`, in the adapter's form. The
-    rounding passes the gradient where the merged weight lies in the grid's range, and none elsewhere.
+    rounding passes the gradient where the merged weight is in the grid's range, and none elsewhere.
 
     Args:
       merge: (the adapter) -> the merged weight, float32[out, in].

@@ -1,4 +1,4 @@
-"""`qat.gradients: clipped`: no gradient where a number lies outside the range of its scale, by each format's definition
+"""`qat.gradients: clipped`: no gradient where a number is outside the range of its scale, by each format's definition
 in numpy, for weights trained whole, adapters, experts and activations."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = dict(hidden_size=64, intermediate_size=96, head_dim=32, attention_scale=
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 48, (2, 12)))
 SPECS = [(name, QAT_GROUPS[name][0]) for name in ROUNDINGS] + [("int8", None)]
 DRAWN = np.random.default_rng(3).standard_normal((64, 128)).astype(np.float32)
-# How many of the numbers drawn lie outside, (least, most) by format and dtype; none in the formats that are not named.
+# How many of the numbers drawn are outside, (least, most) by format and dtype; none in the formats that are not named.
 OUTSIDE = {
     ("int4", "bfloat16"): (20, 200),
     ("int8-int4", "bfloat16"): (20, 200),
@@ -117,7 +117,7 @@ def bounds(name: str, size: int | None, weight: np.ndarray, dtype: str) -> tuple
 
 
 def inside(numbers: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Where numbers lie in the range; beyond what rounding a float32 scale adds."""
+    """Where numbers are in the range; beyond what rounding a float32 scale adds."""
     slack = 2.0**-22
     return (numbers >= low - slack * abs(low)) & (numbers <= high + slack * abs(high))
 
@@ -271,7 +271,7 @@ def test_experts_get_the_gradient_within_the_range(transposed):
 
 
 def oriented(matrix: ExpertLinear) -> tuple[np.ndarray, jax.Array, jax.Array, float]:
-    """(where the merged weights [E, out, in] of experts lie in the range of MXFP4, a, b and the scale of their
+    """(where the merged weights [E, out, in] of experts are in the range of MXFP4, a, b and the scale of their
     adapters)."""
     assert matrix.lora is not None
     weight, a, b = np.asarray(matrix.weight.get_value()), matrix.lora.a[...], matrix.lora.b[...]

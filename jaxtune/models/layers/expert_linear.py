@@ -87,7 +87,7 @@ def _merged_and_rounded(
 ) -> jax.Array:
     """The weights of all experts with their adapters merged in, if there are any, rounded to the grid `spec` one expert
     at a time, in the shape of the stored ones and the grid's dtype. In the backward, the adapters get the gradient of
-    the rounded weights where the merged ones lie in the grid's range; weight and x get none.
+    the rounded weights where the merged ones are in the grid's range; weight and x get none.
 
     Args:
       spec: the grid.
