@@ -29,7 +29,6 @@ from jaxtune.models.lora import experts
 from jaxtune.models.registry import config_from_hf, text_config
 from jaxtune.pallas.formats import FORMATS, Format, Stored, dense
 from jaxtune.pallas.formats.layout import Config
-from jaxtune.pallas.formats.mxfp4 import PUBLISHED, with_activations
 from jaxtune.system import terminal
 
 
@@ -107,19 +106,15 @@ def write_mxfp4(
       ValueError: gpt-oss with `activations`, which its layout cannot say; the errors of write_stored.
       ArithmeticError: what was read back differs from what was written.
     """
-    if weights.model.config.family != "gpt_oss":
-        says = with_activations if activations else None
+    model, layouts = weights.model, FORMATS["mxfp4"].layouts
+    layout = next((each for each in layouts if each.families == (model.config.family,)), None)
+    if layout is None:
+        of_all = next(each for each in layouts if each.families is None)
+        says = of_all.rounding_activations if activations else None
         return write_stored(FORMATS["mxfp4"], weights, folder, tokenizer, max_shard_bytes, says)
     if activations:
         raise ValueError("mxfp4-mxfp4: gpt-oss as it is published says nothing of activations; take mxfp4")
-    return _write_published(weights, folder, tokenizer, max_shard_bytes)
-
-
-def _write_published(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes gpt-oss as a Hugging Face folder with its experts in MXFP4, as it is published. Returns [], as there are
-    no notes for the user. The arguments and errors are those of write_planned."""
-    model = weights.model
-    planned, variables, layout = hf.checkpoint_tensors(weights), tensors_of(model), PUBLISHED
+    planned, variables = hf.checkpoint_tensors(weights), tensors_of(model)
     for name, matrix in experts(model):
         make = functools.partial(_in_mxfp4, weights.maker(name, variables[name]), model.dtype)
         count, out_size, in_size = matrix.sizes

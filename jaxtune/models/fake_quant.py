@@ -24,7 +24,6 @@ from jaxtune.pallas import formats
 from jaxtune.pallas.format_names import QAT_GROUPS, qat_group_size
 from jaxtune.pallas.formats.division import divide
 from jaxtune.pallas.formats.float16 import as_float16
-from jaxtune.pallas.formats.mxfp4 import BLOCK, LARGEST, activation_scales, round_activations
 
 # The values of qat.gradients.
 STRAIGHT_THROUGH, CLIPPED = "straight_through", "clipped"
@@ -198,6 +197,13 @@ def fp8_by_token(x: jax.Array) -> jax.Array:
     return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
 
 
+def mxfp4_activations(x: jax.Array) -> jax.Array:
+    """Rounds activations [..., in], `in` a multiple of 32, to MXFP4 with a scale for each block of 32 numbers, as
+    compressed-tensors does in its scheme MXFP4 (MXFP4.encode_activations). The result has x's dtype. `_rounded_inputs`
+    adds the straight-through gradient."""
+    return formats.MXFP4.encode_activations(x).decode(x.dtype)
+
+
 # ---- the ranges, beyond which numbers are clipped
 
 
@@ -210,18 +216,18 @@ def _between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] is between -8 and 7 times its scale, bool in its shape: everywhere but for scales
-    that were rounded down to 16 bits. The arguments are those of int4."""
+    """Where a weight [..., out, in] is between -8 and 7 times its scale, bool in its shape: everywhere except
+    where scales were rounded down to 16 bits. The arguments are those of int4."""
     groups = _blocks(weight, group_size)
     scale = int4_scales(groups, dtype).astype(jnp.float32)
     return _between(groups, -8 * scale, 7 * scale).reshape(weight.shape)
 
 
 def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere but for
-    scales that were rounded down to 16 bits. The arguments are those of int8."""
+    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere except
+    where scales were rounded down to 16 bits. The arguments are those of int8."""
     if group_size is None:
-        return _within_stored(formats.Int8.encode(weight.astype(jnp.float32)), weight)
+        return _within_declared("int8", weight, None, dtype)
     groups = _blocks(weight, group_size)
     largest = 127 * int8_scales(groups, dtype).astype(jnp.float32)
     return _between(groups, -largest, largest).reshape(weight.shape)
@@ -237,8 +243,8 @@ def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere but for
-    scales that float16 rounds down. The arguments are those of q8_0."""
+    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere except
+    where float16 rounds scales down. The arguments are those of q8_0."""
     blocks = _blocks(weight, group_size)
     largest = 127 * as_float16(q8_0_codes(blocks, dtype)[0])
     return _between(blocks, -largest, largest).reshape(weight.shape)
@@ -247,8 +253,7 @@ def _within_q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 def _within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
     """Where numbers are in the range that their scales have in a format of quantised weights, bool in their shape.
     stored: the numbers, encoded in the format. numbers: of any floating-point dtype."""
-    assert isinstance(stored, formats.FP8 | formats.Int8 | formats.MXFP4 | formats.NVFP4)
-    largest = dataclasses.replace(stored, codes=jnp.full_like(stored.codes, stored.largest_code)).decode("float32")
+    largest = stored.largest()
     return _between(numbers.astype(jnp.float32), -largest, largest)
 
 
@@ -283,9 +288,7 @@ def _within_fp8_by_token(x: jax.Array) -> jax.Array:
 
 def _within_mxfp4_activations(x: jax.Array) -> jax.Array:
     """Where activations [..., in] are between -6 and 6 times the scale of their block in MXFP4, bool in their shape."""
-    blocks = _blocks(x, BLOCK)
-    largest = LARGEST * activation_scales(blocks)
-    return _between(blocks, -largest, largest).reshape(x.shape)
+    return _within_stored(formats.MXFP4.encode_activations(x), x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +333,7 @@ ROUNDINGS = {
     "mxfp4": _MXFP4,
     "mxfp4-mxfp4": dataclasses.replace(
         _MXFP4,
-        activations=round_activations,
+        activations=mxfp4_activations,
         inputs_within=_within_mxfp4_activations,
         exports=("mxfp4-mxfp4", "mxfp4"),
     ),

@@ -106,7 +106,7 @@ def test_rounded_activations_are_those_of_the_format():
     scale = np.where(largest >= 1.75 * power, power / 2, power / 4)[:, None]
     numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # no number drawn lies between two
     wanted = np.sign(blocks) * numbers[abs(abs(blocks / scale)[..., None] - numbers).argmin(-1)] * scale
-    np.testing.assert_array_equal(fake_quant.round_activations(x), wanted.reshape(x.shape))
+    np.testing.assert_array_equal(fake_quant.mxfp4_activations(x), wanted.reshape(x.shape))
 
 
 def test_activations_are_rounded_before_products_and_gradients_pass():

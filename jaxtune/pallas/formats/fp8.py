@@ -66,7 +66,6 @@ class FP8(Stored):
 
     compute = "fp8"
     scale_axes = (-1,)  # of weights that jaxtune encodes, which have a scale for each row
-    largest_code = LARGEST
 
     @staticmethod
     @on_any_mesh
@@ -110,6 +109,11 @@ class FP8(Stored):
         if tuple(self.scales.shape) != wanted or not jnp.issubdtype(self.scales.dtype, jnp.floating):
             return f"scales are {describe(self.scales)}; shape {self.shape} in blocks of {self.block} asks for {wanted}"
         return None
+
+    def largest(self) -> jax.Array:
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
+        (Stored.largest)."""
+        return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST)).decode("float32")
 
     def cut(self, axis: int) -> int | None:
         """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over

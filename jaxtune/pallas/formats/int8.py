@@ -47,7 +47,6 @@ class Int8(Stored):
     dtype_name: str = dataclasses.field(metadata=dict(static=True))  # the dtype that `decode` gives by default
 
     scale_axes = (-1,)
-    largest_code = _LARGEST
 
     @staticmethod
     def encode(array: jax.Array) -> Int8:
@@ -83,6 +82,11 @@ class Int8(Stored):
         calls it so that weights which training rounded to this format decode to exactly the same 16-bit numbers
         (Stored.rescaled)."""
         return dataclasses.replace(self, absmax=jnp.asarray(np.float32(np.float64(self.absmax) * factor[..., 0])))
+
+    def largest(self) -> jax.Array:
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
+        (Stored.largest)."""
+        return dataclasses.replace(self, codes=jnp.full_like(self.codes, _LARGEST)).decode("float32")
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
         """The axes along which (codes, absmax) are divided if the tensor is divided into `parts` equal parts along

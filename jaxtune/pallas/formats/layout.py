@@ -298,6 +298,11 @@ class Layout:
         """
         raise NotImplementedError
 
+    def rounding_activations(self, config: Config) -> Config:
+        """Returns the entry quantization_config, which the method `config` returned, with what makes servers round
+        activations to the format too. Layouts that can say so implement it; others raise NotImplementedError."""
+        raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True)
 class Export:

@@ -2,7 +2,6 @@
 
 Numbers are e2m1 and scales e8m0 (OCP Microscaling Formats v1.0). A byte has two numbers, the first in the low nibble.
 The format is read and written, in gpt-oss's layout and in that of compressed-tensors, but no model trains over it.
-`round_activations` rounds activations to its numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from jaxtune.pallas.formats.layout import (
 from jaxtune.pallas.formats.stored import Stored
 
 BLOCK = 32  # numbers that share a scale
-LARGEST = 6.0  # the largest number of e2m1
+LARGEST, LARGEST_CODES = 6.0, 0x77  # the largest number of e2m1, and a byte with two codes of it
 TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -50,7 +49,6 @@ class MXFP4(Stored):
     # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
 
-    largest_code = 0x77
     row_block = BLOCK
 
     @staticmethod
@@ -86,6 +84,21 @@ class MXFP4(Stored):
         codes, scales = _encode(tensor)
         return MXFP4(codes, scales, str(tensor.dtype))
 
+    @staticmethod
+    def encode_activations(x: jax.Array) -> MXFP4:
+        """Quantises activations float[..., n], n a multiple of 32, by compressed-tensors' rule for dynamic scales
+        (generate_mx_scales): a scale is a quarter of the power of two at or below the block's largest magnitude, or
+        half of it if that magnitude is at least 1.75 times the power. So the largest number is below 7 times its scale,
+        and is clipped to 6 times it at most. Numbers are rounded to nearest, ties to even. The scale of zeros, and of
+        numbers below 2^-124, is 2^-126. Quantisation-aware training rounds activations so."""
+        blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
+        bits = jax.lax.bitcast_convert_type(jnp.abs(blocks).max(-1, keepdims=True), jnp.int32)
+        # Adding a quarter of the mantissa's range changes the exponent where the mantissa is 1.75 or more.
+        biased = jnp.clip((bits + (1 << 21) >> 23) - 2, 1, 252)
+        scales = jax.lax.bitcast_convert_type(biased << 23, jnp.float32)
+        size = jnp.minimum(to_e2m1(jnp.abs(blocks) / scales), LARGEST)  # the division by a power of two is exact
+        return MXFP4(_packed(size, blocks, x.shape), biased[..., 0].astype(jnp.uint8), str(x.dtype))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the decoded tensor, [..., n]."""
@@ -106,6 +119,11 @@ class MXFP4(Stored):
         divided over devices or written in pieces: 32 along the last axis, so that no block is cut, and 1 along the
         others. It is never None: every axis can be divided."""
         return BLOCK if axis == self.ndim - 1 else 1
+
+    def largest(self) -> jax.Array:
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
+        (Stored.largest)."""
+        return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
         """Makes a weight of this shape in MXFP4 with random codes and scales, on which a kernel that decodes MXFP4 is
@@ -144,28 +162,6 @@ def to_e2m1(size: jax.Array) -> jax.Array:
     return jnp.round(size / step) * step
 
 
-def activation_scales(blocks: jax.Array) -> jax.Array:
-    """The scales with which activations are rounded to MXFP4, float32[..., 1], powers of two, by compressed-tensors'
-    rule for dynamic scales (generate_mxfp4_scales): a quarter of the power of two below the block's largest magnitude,
-    or half of it if that magnitude is at least 1.75 times the power. So the largest number is below 7 times its scale,
-    and is clipped to 6 times it at most. blocks: float32[..., 32]. The scale of zeros, and of numbers below 2^-124, is
-    2^-126."""
-    bits = jax.lax.bitcast_convert_type(jnp.abs(blocks).max(-1, keepdims=True), jnp.int32)
-    # Adding a quarter of the mantissa's range carries into the exponent from 1.75 on.
-    exponent = (bits + (1 << 21) >> 23) - 2
-    return jax.lax.bitcast_convert_type(jnp.clip(exponent, 1, 254) << 23, jnp.float32)
-
-
-def round_activations(x: jax.Array) -> jax.Array:
-    """Rounds activations [..., in], `in` a multiple of 32, to MXFP4 with one scale for each block of 32 numbers
-    (`activation_scales`), as compressed-tensors does with activations of its scheme MXFP4. The result has x's shape and
-    dtype; it is computed in float32. It has no straight-through gradient, which quantisation-aware training adds."""
-    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
-    scales = activation_scales(blocks)
-    size = jnp.minimum(to_e2m1(jnp.abs(blocks) / scales), LARGEST)  # the division by a power of two is exact
-    return (jnp.sign(blocks) * size * scales).astype(x.dtype).reshape(x.shape)
-
-
 @jax.jit
 def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises a tensor [..., n], n a multiple of 32, and returns (codes uint8[..., n / 2], scales uint8[..., n /
@@ -182,9 +178,16 @@ def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
     (low, low_error), (high, high_error) = rounded(exponent), rounded(exponent + 1)
     better = high_error < low_error
     size, exponent = jnp.where(better, high, low), jnp.where(better, exponent + 1, exponent)
+    return _packed(size, blocks, tensor.shape), (exponent[..., 0] + 127).astype(jnp.uint8)
+
+
+def _packed(size: jax.Array, blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The codes of numbers, uint8[..., n / 2], the first of two in the low four bits. size: float32[..., 32], their
+    magnitudes in units of the scale, numbers of e2m1. blocks: the numbers, of the same shape, which give the signs.
+    shape: of the tensor, (..., n)."""
     code = jnp.searchsorted(jnp.asarray(TABLE[:8]), size).astype(jnp.uint8)
-    code = (code | (jnp.signbit(blocks).astype(jnp.uint8) << 3)).reshape(*tensor.shape[:-1], -1, 2)
-    return code[..., 0] | code[..., 1] << 4, (exponent[..., 0] + 127).astype(jnp.uint8)
+    code = (code | (jnp.signbit(blocks).astype(jnp.uint8) << 3)).reshape(*shape[:-1], -1, 2)
+    return code[..., 0] | code[..., 1] << 4
 
 
 # ---- in checkpoints
@@ -264,8 +267,8 @@ class Published(Layout):
         return [(found.name, "_blocks"), ("scales", "_scales")]
 
     def can_store(self, weight: Stored) -> bool:
-        """False: the layout is gpt-oss's alone, so the export of that family names it (PUBLISHED), and weights of other
-        models are written in the next layout. weight: not used."""
+        """False: the layout is gpt-oss's alone, so the export of that family chooses it, and weights of other models
+        are written in the next layout. weight: not used."""
         del weight
         return False
 
@@ -376,7 +379,7 @@ class CompressedTensors(Layout):
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout, with activations in 16 bits; `with_activations` adds those in MXFP4.
+        layout, with activations in 16 bits; `rounding_activations` adds those in MXFP4.
 
         Args:
           weights: not used.
@@ -399,6 +402,13 @@ class CompressedTensors(Layout):
             "ignore": plain,
         }
 
+    def rounding_activations(self, config: Config) -> Config:
+        """The entry quantization_config, `config`, for servers that round activations to MXFP4 too (compressed-tensors'
+        scheme MXFP4, W4A4), with dynamic scales of blocks of 32 numbers; `config` is not changed."""
+        said: Config = config["config_groups"]
+        inputs = _NUMBER | {"dynamic": True}
+        return config | {"config_groups": {name: group | {"input_activations": inputs} for name, group in said.items()}}
+
 
 # How compressed-tensors describes the numbers of MXFP4 in config.json.
 _NUMBER = {
@@ -412,22 +422,11 @@ _NUMBER = {
 }
 
 
-def with_activations(config: Config) -> Config:
-    """The entry quantization_config of CompressedTensors, `config`, for servers that round activations to MXFP4 too
-    (compressed-tensors' scheme MXFP4, W4A4): with dynamic scales of blocks of 32 numbers. `config` is not changed."""
-    groups = {
-        name: group | {"input_activations": _NUMBER | {"dynamic": True}}
-        for name, group in config["config_groups"].items()
-    }
-    return config | {"config_groups": groups}
-
-
-PUBLISHED = Published()
 FORMAT = Format(
     name="mxfp4",
     title="in four bits (MXFP4)",
     kinds=(MXFP4,),
-    layouts=(PUBLISHED, CompressedTensors()),
+    layouts=(Published(), CompressedTensors()),
     export=Export(
         "mxfp4", "MXFP4, as compressed-tensors stores it or as gpt-oss is published", keeps=SERVED_IN_16_BITS
     ),

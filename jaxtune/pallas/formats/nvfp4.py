@@ -33,7 +33,7 @@ from jaxtune.pallas.formats.layout import (
     check_weights,
     file_tensor,
 )
-from jaxtune.pallas.formats.mxfp4 import LARGEST, TABLE, to_e2m1
+from jaxtune.pallas.formats.mxfp4 import LARGEST, LARGEST_CODES, TABLE, to_e2m1
 from jaxtune.pallas.formats.stored import Stored
 from jaxtune.pallas.meshes import on_any_mesh
 
@@ -66,7 +66,6 @@ class NVFP4(Stored):
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
 
     scale_axes = (-2, -1)
-    largest_code = 0x77
     row_block = BLOCK
 
     @staticmethod
@@ -129,6 +128,11 @@ class NVFP4(Stored):
         return dataclasses.replace(
             self, tensor_scale=jnp.asarray(np.float32(whole / factor if self.divides else whole * factor))
         )
+
+    def largest(self) -> jax.Array:
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
+        (Stored.largest)."""
+        return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
         """The axis along which each leaf (codes, scales, tensor_scale, and input_scale if there is one, in this order)
