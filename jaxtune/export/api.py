@@ -53,8 +53,8 @@ def export_model(
       model: the model, with or without an adapter.
       path: a folder that does not exist or is empty.
       to: one of FORMATS: "merged", a Hugging Face folder in the model's dtype; a quantised one ("bnb-4bit", "fp8",
-        "nvfp4", "int8", "w4a16", "w4a8" or "mxfp4"); "gguf"; or "adapter" or "gguf-adapter", which contain the adapter
-        alone. In all others an adapter is merged first. The model itself is not changed.
+        "nvfp4", "int8", "w4a16", "w4a8", "mxfp4" or "mxfp4-mxfp4"); "gguf"; or "adapter" or "gguf-adapter", which
+        contain the adapter alone. In all others an adapter is merged first. The model itself is not changed.
       tokenizer: written with the model; gguf needs it.
       outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's own dtype. After
         quantisation-aware training in q4_0 or q8_0, that type stores the numbers of the training. gguf-adapter is
@@ -250,6 +250,7 @@ FORMATS: dict[str, Callable[[Decoder, _Job], Exported]] = {
     "w4a16": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest)),
     "w4a8": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest, activations=True)),
     "mxfp4": _folder(lambda model, *rest: folders.write_mxfp4(_whole(model), *rest)),
+    "mxfp4-mxfp4": _folder(lambda model, *rest: folders.write_mxfp4(_whole(model), *rest, activations=True)),
     "adapter": _folder(lambda model, folder, tokenizer, _: adapters.write(model, folder, tokenizer)),
     "gguf": _gguf,
     "gguf-adapter": _gguf_adapter,

@@ -1,10 +1,10 @@
 """Exports as Hugging Face folders (safetensors, config.json, tokenizer) for other programs.
 
 `write_merged` decodes quantised weights and writes the model in its own dtype; `write_stored` writes linears and
-experts in a quantised format such as NF4 or FP8, and quantises those that are not in it yet; `write_mxfp4` writes
-gpt-oss as it is published. All end in `write_planned`, which writes the files and calls `verify`: it reads the folder
-back and compares every byte by checksum. Their caller (api.py) passes Weights (models/files/weights.py), which makes
-one tensor at a time and merges the model's adapter, if it has one, on the way.
+experts in a quantised format such as NF4 or FP8, and quantises those that are not in it yet; `write_mxfp4` does so in
+MXFP4, and writes gpt-oss as it is published. All end in `write_planned`, which writes the files and calls `verify`: it
+reads the folder back and compares every byte by checksum. Their caller (api.py) passes Weights
+(models/files/weights.py), which makes one tensor at a time and merges the model's adapter, if it has one, on the way.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from jaxtune.models.files import byte_files, file_plan, shards
 from jaxtune.models.files.file_plan import Group, Piece, Planned
 from jaxtune.models.files.folders import require_space
 from jaxtune.models.files.model_folder import read_config, weight_entries
-from jaxtune.models.files.weights import Weights, tensors_of
+from jaxtune.models.files.quant import stored_in
+from jaxtune.models.files.weights import Weights, not_whole, tensors_of
 from jaxtune.models.lora import experts
 from jaxtune.models.registry import config_from_hf, text_config
 from jaxtune.pallas.formats import FORMATS, Format, Stored, dense
+from jaxtune.pallas.formats.layout import Config
 from jaxtune.system import terminal
 
 
@@ -46,9 +48,17 @@ def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes
     return write_planned(weights.dequantized(), folder, tokenizer, max_shard_bytes)
 
 
-def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes a Hugging Face folder with the linears and experts in a quantised format, and returns [], as there are no
-    notes for the user.
+def write_stored(
+    to: Format,
+    weights: Weights,
+    folder: Path,
+    tokenizer: Any,
+    max_shard_bytes: int,
+    says: Callable[[Config], Config] | None = None,
+) -> list[str]:
+    """Writes a Hugging Face folder with the linears and experts in a quantised format. Returns notes for the user: a
+    sentence on the matrices that stay in 16 bits because their rows are not whole blocks of the format; [] if there are
+    none.
 
     If a file's header contains values of a weight (double-quantised NF4: a mean of each matrix, as text), weights that
     are not yet in the format are quantised twice: first for the header, then for the data.
@@ -60,38 +70,51 @@ def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
+      says: changes the entry quantization_config of config.json before it is written; None: it stays as it is.
     Raises:
-      ValueError: the model has experts, and the format's readers do not support them; weights that the model says QAT
-        rounded to the format were changed since; the disk has no room.
+      ValueError: the model has experts, and the format's readers do not support them; no matrix has rows of whole
+        blocks; weights that the model says QAT rounded to the format were changed since; the disk has no room.
       ArithmeticError: what was read back differs from what was written.
     """
     assert to.export is not None
     if to.export.without_experts is not None and weights.model.config.moe is not None:
         raise ValueError(f"{to.export.name}: {to.export.without_experts}")
-    changed = grids.quantized(weights, to.name)
-    return write_planned(
-        changed.dequantized(to.export.keeps) if to.export.keeps else changed, folder, tokenizer, max_shard_bytes
-    )
+    changed, left = grids.quantized(weights, to.name), not_whole(weights, to.name)
+    changed = changed.dequantized(to.export.keeps) if to.export.keeps else changed
+    if left and stored_in(changed.model) is None:
+        raise ValueError(f"{to.export.name}: no linear has rows of whole blocks of {to.kinds[0].row_block}; take fp8")
+    config = hf.hf_config_of(changed.model, tokenizer) if says is not None else {}
+    extra = {"quantization_config": says(config["quantization_config"])} if says is not None else None
+    write_planned(changed, folder, tokenizer, max_shard_bytes, extra=extra)
+    blocks = f"their rows are not whole blocks of {to.kinds[0].row_block}"
+    return [f"{len(left)} matrices are kept in {weights.model.dtype}: {blocks}"] if left else []
 
 
-def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes gpt-oss as a Hugging Face folder with its experts in MXFP4, as it is published. Returns [], as there are
-    no notes for the user.
+def write_mxfp4(
+    weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, activations: bool = False
+) -> list[str]:
+    """Writes a model as a Hugging Face folder in MXFP4: linears and experts as compressed-tensors stores them, or, of
+    gpt-oss, the experts as it is published. Returns notes for the user, as write_stored does.
 
     Args:
       weights: the model's weights.
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
+      activations: True: config.json says that servers round activations to MXFP4 too; False: they do not.
     Raises:
-      ValueError: a model of another family; the disk has no room.
+      ValueError: gpt-oss with `activations`, which its layout cannot say; the errors of write_stored.
       ArithmeticError: what was read back differs from what was written.
     """
-    model = weights.model
-    if model.config.family != "gpt_oss":
-        raise ValueError(f"mxfp4: only gpt-oss can be written, and this model is of the family {model.config.family!r}")
+    model, layouts = weights.model, FORMATS["mxfp4"].layouts
+    layout = next((each for each in layouts if each.families == (model.config.family,)), None)
+    if layout is None:
+        of_all = next(each for each in layouts if each.families is None)
+        says = of_all.rounding_activations if activations else None
+        return write_stored(FORMATS["mxfp4"], weights, folder, tokenizer, max_shard_bytes, says)
+    if activations:
+        raise ValueError("mxfp4-mxfp4: gpt-oss as it is published says nothing of activations; take mxfp4")
     planned, variables = hf.checkpoint_tensors(weights), tensors_of(model)
-    (layout,) = FORMATS["mxfp4"].layouts
     for name, matrix in experts(model):
         make = functools.partial(_in_mxfp4, weights.maker(name, variables[name]), model.dtype)
         count, out_size, in_size = matrix.sizes

@@ -13,7 +13,7 @@ from jax import core
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec
-from jaxtune.models.files.weights import Weights
+from jaxtune.models.files.weights import Weights, not_whole
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import FORMATS, Stored
@@ -91,9 +91,9 @@ def _storing(grid: FakeQuant) -> tuple[str, ...]:
 def quantized(weights: Weights, format: str) -> Weights:
     """Returns the weights with the linears and experts of the layers in a format of quantised weights (a key of
     FORMATS), each encoded when it is needed; those in another such format are decoded first. Embeddings, the head,
-    norms and routers stay as they are. If the model was trained with quantisation-aware training (it has `qat`), its
-    matrices are encoded exactly; others are rounded here. The new Weights' model has no `qat`, because the format
-    itself says what its numbers are.
+    norms, routers, and matrices whose rows are not whole blocks of the format (`not_whole`) stay as they are. If the
+    model was trained with quantisation-aware training (it has `qat`), its matrices are encoded exactly; others are
+    rounded here. The new Weights' model has no `qat`, because the format itself says what its numbers are.
 
     Args:
       weights: the model's weights.
@@ -104,12 +104,12 @@ def quantized(weights: Weights, format: str) -> Weights:
     """
     if weights.model.qat is None:
         return weights.quantized(format)
-    plain = weights.dequantized()
+    plain, left = weights.dequantized(), not_whole(weights, format)
     found = plain.changed(
         {
             name: functools.partial(_exactly, name, format)
             for name, matrix in matrices(plain.model)
-            if matrix.quantizable
+            if matrix.quantizable and name not in left
         }
     )
     found.model.qat = None  # the format itself says what its numbers are

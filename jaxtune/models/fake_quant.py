@@ -2,10 +2,11 @@
 that a low-bit format can represent.
 
 The forward uses the rounded numbers; in the backward the gradient passes unchanged to what was rounded
-(straight-through, arXiv 1308.3432, 1712.05877). With an adapter the merged weight is rounded, as it is in a deployed
-model. The adapter's gradients are then those of the adapter without rounding, for which no dense gradient of the merged
-weight is needed. `ROUNDINGS` declares the formats: how each rounds weights and activations. `FakeQuant` is the grid of
-one run or model; linears and experts round by it."""
+(straight-through, arXiv 1308.3432, 1712.05877), or only to the numbers within the grid's range (clipped: the
+gradient of rounding and clipping, arXiv 1805.06085). With an adapter the merged weight is rounded, as it is in a
+deployed model; qat_gradients.py has the gradients of products with it. `ROUNDINGS` declares the formats: how each
+rounds weights and activations, and its range. `FakeQuant` is the grid of one run or model; linears and experts round by
+it."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.lax import optimization_barrier
 
 from jaxtune.models.gguf_grids import q8_0_codes, signed_codes
 from jaxtune.pallas import formats
 from jaxtune.pallas.format_names import QAT_GROUPS, qat_group_size
 from jaxtune.pallas.formats.division import divide
 from jaxtune.pallas.formats.float16 import as_float16
+
+# The values of qat.gradients.
+STRAIGHT_THROUGH, CLIPPED = "straight_through", "clipped"
 
 
 def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
@@ -153,11 +156,16 @@ def int8_by_token(x: jax.Array) -> jax.Array:
     definition for W4A8 (dynamic, by token). The result has x's dtype. `_rounded_inputs` adds the straight-through
     gradient."""
     wide = x.astype(jnp.float32)
-    largest = jnp.abs(wide).max(-1, keepdims=True)
-    scale = divide(largest, jnp.full_like(largest, 127.5))
-    scale = jnp.where(scale == 0, jnp.finfo(jnp.float32).eps, scale)
+    scale = _token_scales(wide)
     codes = jnp.clip(jnp.round(divide(wide, jnp.broadcast_to(scale, wide.shape))), -128, 127)
     return (codes * scale).astype(x.dtype)
+
+
+def _token_scales(wide: jax.Array) -> jax.Array:
+    """The scales of int8_by_token, float32[..., 1]. wide: float32[..., in], the activations."""
+    largest = jnp.abs(wide).max(-1, keepdims=True)
+    scale = divide(largest, jnp.full_like(largest, 127.5))
+    return jnp.where(scale == 0, jnp.finfo(jnp.float32).eps, scale)
 
 
 def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
@@ -166,14 +174,20 @@ def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
     0 and max at least 0, and the zero point -128 - round(min / scale). Computed in float32; the result has x's dtype.
     `_rounded_inputs` adds the straight-through gradient."""
     wide = x.astype(jnp.float32)
-    low = jnp.minimum(wide.min(-1, keepdims=True), 0)
-    high = jnp.maximum(wide.max(-1, keepdims=True), 0)
-    scale = jnp.maximum(divide(high - low, jnp.full_like(low, 255)), jnp.finfo(jnp.float32).eps)
-    zero = jnp.clip(-128 - jnp.round(divide(low, scale)), -128, 127)
+    scale, zero = _token_zero_points(wide)
     # torchao multiplies by the reciprocal of the scale.
     inverse = divide(jnp.ones_like(scale), scale)
     codes = jnp.clip(jnp.round(wide * inverse) + zero, -128, 127)
     return ((codes - zero) * scale).astype(x.dtype)
+
+
+def _token_zero_points(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The scales and zero points of int8_by_token_asymmetric, both float32[..., 1]. wide: float32[..., in], the
+    activations."""
+    low = jnp.minimum(wide.min(-1, keepdims=True), 0)
+    high = jnp.maximum(wide.max(-1, keepdims=True), 0)
+    scale = jnp.maximum(divide(high - low, jnp.full_like(low, 255)), jnp.finfo(jnp.float32).eps)
+    return scale, jnp.clip(-128 - jnp.round(divide(low, scale)), -128, 127)
 
 
 def fp8_by_token(x: jax.Array) -> jax.Array:
@@ -183,6 +197,100 @@ def fp8_by_token(x: jax.Array) -> jax.Array:
     return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
 
 
+def mxfp4_activations(x: jax.Array) -> jax.Array:
+    """Rounds activations [..., in], `in` a multiple of 32, to MXFP4 with a scale for each block of 32 numbers, as
+    compressed-tensors does in its scheme MXFP4 (MXFP4.encode_activations). The result has x's dtype. `_rounded_inputs`
+    adds the straight-through gradient."""
+    return formats.MXFP4.encode_activations(x).decode(x.dtype)
+
+
+# ---- the ranges, beyond which numbers are clipped
+
+
+def _between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Where numbers are between the least and the largest number of their grid, bool in their shape. What the rounding
+    of a float32 scale may add, 2^-22 of the bound, does not count. numbers: float32[...]. low, high: the bounds, whose
+    shapes broadcast to that of `numbers`."""
+    slack = np.float32(2**-22)
+    return (numbers >= low - slack * jnp.abs(low)) & (numbers <= high + slack * jnp.abs(high))
+
+
+def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
+    """Where a weight [..., out, in] is between -8 and 7 times its scale, bool in its shape: everywhere except
+    where scales were rounded down to 16 bits. The arguments are those of int4."""
+    groups = _blocks(weight, group_size)
+    scale = int4_scales(groups, dtype).astype(jnp.float32)
+    return _between(groups, -8 * scale, 7 * scale).reshape(weight.shape)
+
+
+def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
+    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere except
+    where scales were rounded down to 16 bits. The arguments are those of int8."""
+    if group_size is None:
+        return _within_declared("int8", weight, None, dtype)
+    groups = _blocks(weight, group_size)
+    largest = 127 * int8_scales(groups, dtype).astype(jnp.float32)
+    return _between(groups, -largest, largest).reshape(weight.shape)
+
+
+def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
+    """Where a weight [..., out, in] is between -8 and 7 times its scale, which may be negative, bool in its shape. On
+    the side opposite a block's largest number the range ends at 7 scales. The arguments are those of q4_0."""
+    blocks = _blocks(weight, group_size)
+    scales = as_float16(signed_codes(blocks, 8, dtype)[0])
+    ends = -8 * scales, 7 * scales
+    return _between(blocks, jnp.minimum(*ends), jnp.maximum(*ends)).reshape(weight.shape)
+
+
+def _within_q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
+    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere except
+    where float16 rounds scales down. The arguments are those of q8_0."""
+    blocks = _blocks(weight, group_size)
+    largest = 127 * as_float16(q8_0_codes(blocks, dtype)[0])
+    return _between(blocks, -largest, largest).reshape(weight.shape)
+
+
+def _within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
+    """Where numbers are in the range that their scales have in a format of quantised weights, bool in their shape.
+    stored: the numbers, encoded in the format. numbers: of any floating-point dtype."""
+    largest = stored.largest()
+    return _between(numbers.astype(jnp.float32), -largest, largest)
+
+
+def _within_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
+    """Where a weight [..., out, in] is in the range of a declared format (a key of formats.FORMATS), bool in its
+    shape. group_size, dtype: those of `_as_declared`; scales do not depend on them."""
+    del group_size, dtype
+    return _within_stored(formats.FORMATS[format].encode(weight.astype(jnp.float32)), weight)
+
+
+def _within_int8_by_token(x: jax.Array) -> jax.Array:
+    """Where activations [..., in] are between -128 and 127 times the scale of int8_by_token, bool in their shape. The
+    largest magnitude is at 127.5 scales, so a positive one is outside."""
+    wide = x.astype(jnp.float32)
+    scale = _token_scales(wide)
+    return _between(wide, -128 * scale, 127 * scale)
+
+
+def _within_int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
+    """Where activations [..., in] are in the range of int8_by_token_asymmetric, bool in their shape. The rounded zero
+    point moves it by up to half a scale to one side."""
+    wide = x.astype(jnp.float32)
+    scale, zero = _token_zero_points(wide)
+    return _between(wide, (-128 - zero) * scale, (127 - zero) * scale)
+
+
+def _within_fp8_by_token(x: jax.Array) -> jax.Array:
+    """Where activations [..., in] are in the range of fp8_by_token, bool in their shape: everywhere."""
+    rows = x.reshape(-1, x.shape[-1])
+    return _within_stored(formats.FP8.encode(rows), rows).reshape(x.shape)
+
+
+def _within_mxfp4_activations(x: jax.Array) -> jax.Array:
+    """Where activations [..., in] are between -6 and 6 times the scale of their block in MXFP4, bool in their shape."""
+    return _within_stored(formats.MXFP4.encode_activations(x), x)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rounding:
     """How quantisation-aware training rounds the numbers of a format. ROUNDINGS has one for each format; their
@@ -190,24 +298,47 @@ class Rounding:
 
     # (weight [..., out, in], group_size or None, the dtype's name) -> rounded weight of the same shape in that dtype
     weights: Callable[[jax.Array, int | None, str], jax.Array]
+    # (the same) -> bool in the weight's shape: False where it is outside the grid's range, so that it is clipped
+    within: Callable[[jax.Array, int | None, str], jax.Array]
     block: int = 1  # without groups, how many consecutive weights of a row the format has in a block
     # activations [..., in] -> the same rounded, in their dtype; None: activations are not rounded
     activations: Callable[[jax.Array], jax.Array] | None = None
+    # (the same) -> bool in their shape, as `within` for weights
+    inputs_within: Callable[[jax.Array], jax.Array] | None = None
     # the values of `jaxtune export --to`, beside 16-bit ones, whose formats store the rounded weights exactly
     exports: tuple[str, ...] = ()
     outtype: str | None = None  # the quantised type of GGUF files, a value of --outtype, that stores them exactly
 
 
+def _declared(format: str) -> Rounding:
+    """Makes the Rounding of a declared format (a key of formats.FORMATS), whose weights alone are rounded and which is
+    exported under its own name."""
+    weights, within = (functools.partial(each, format) for each in (_as_declared, _within_declared))
+    return Rounding(weights, within, block=formats.FORMATS[format].kinds[0].row_block, exports=(format,))
+
+
+_INT4 = Rounding(int4, _within_int4, exports=("w4a16",))
+_MXFP4 = _declared("mxfp4")
 ROUNDINGS = {
-    "int4": Rounding(int4, exports=("w4a16",)),
-    "int8-int4": Rounding(int4, activations=int8_by_token, exports=("w4a8", "w4a16")),
-    "int8-int4-asymmetric": Rounding(int4, activations=int8_by_token_asymmetric, exports=("w4a16",)),
-    "int8": Rounding(int8, exports=("int8",)),
-    "fp8": Rounding(functools.partial(_as_declared, "fp8"), activations=fp8_by_token, exports=("fp8",)),
-    "nvfp4": Rounding(functools.partial(_as_declared, "nvfp4"), block=16, exports=("nvfp4",)),
-    "mxfp4": Rounding(functools.partial(_as_declared, "mxfp4"), block=32, exports=("mxfp4",)),
-    "q4_0": Rounding(q4_0, outtype="q4_0"),
-    "q8_0": Rounding(q8_0, outtype="q8_0"),
+    "int4": _INT4,
+    "int8-int4": dataclasses.replace(
+        _INT4, activations=int8_by_token, inputs_within=_within_int8_by_token, exports=("w4a8", "w4a16")
+    ),
+    "int8-int4-asymmetric": dataclasses.replace(
+        _INT4, activations=int8_by_token_asymmetric, inputs_within=_within_int8_by_token_asymmetric
+    ),
+    "int8": Rounding(int8, _within_int8, exports=("int8",)),
+    "fp8": dataclasses.replace(_declared("fp8"), activations=fp8_by_token, inputs_within=_within_fp8_by_token),
+    "nvfp4": _declared("nvfp4"),
+    "mxfp4": _MXFP4,
+    "mxfp4-mxfp4": dataclasses.replace(
+        _MXFP4,
+        activations=mxfp4_activations,
+        inputs_within=_within_mxfp4_activations,
+        exports=("mxfp4-mxfp4", "mxfp4"),
+    ),
+    "q4_0": Rounding(q4_0, _within_q4_0, outtype="q4_0"),
+    "q8_0": Rounding(q8_0, _within_q8_0, outtype="q8_0"),
 }
 assert ROUNDINGS.keys() == QAT_GROUPS.keys()
 
@@ -223,6 +354,8 @@ class FakeQuant:
     group_size: int | None  # how many consecutive weights of a row share a scale; None: as many as the format says
     dtype: str  # its name, of the rounded values and of scales of groups, whatever dtype computes with them
     inputs: bool = True  # False: activations are not rounded, also where the format rounds them
+    # where the gradient of what is rounded passes: "straight_through" (everywhere) or "clipped" (within the range)
+    gradients: str = STRAIGHT_THROUGH
 
     def __post_init__(self):
         if self.format not in ROUNDINGS:
@@ -237,7 +370,7 @@ class FakeQuant:
 
         Args:
           where: the file and key, for errors.
-          record: that object, as JSON has it; group_size may be missing or null.
+          record: that object, as JSON has it; group_size may be missing or null. Its gradients are straight-through.
 
         Raises:
           ValueError: no such object, a grid that is not supported, or a dtype that models do not have.
@@ -253,12 +386,22 @@ class FakeQuant:
 
     def record(self) -> dict[str, str | int | None]:
         """What files record of the grid, of which `of_record` makes it again: format, group_size and dtype, without
-        `inputs`."""
+        `inputs` and `gradients`, which are no part of it."""
         return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype}
 
     def __str__(self) -> str:
         groups = "" if self.group_size is None else f" in groups of {self.group_size}"
         return f"{self.format}{groups}, {self.dtype}"
+
+    @property
+    def clips(self) -> bool:
+        """Whether numbers outside the grid's range get no gradient (`gradients` is "clipped")."""
+        return self.gradients == CLIPPED
+
+    @property
+    def grid(self) -> FakeQuant:
+        """The grid alone, as files record it: with `inputs` and `gradients` at their defaults."""
+        return FakeQuant(self.format, self.group_size, self.dtype)
 
     @property
     def rounds_inputs(self) -> bool:
@@ -296,114 +439,36 @@ class FakeQuant:
         with jax.named_scope("fake_quantise"):
             return ROUNDINGS[self.format].weights(weight, self.group_size, self.dtype)
 
+    def within(self, weight: jax.Array) -> jax.Array:
+        """Where a weight [..., out, in] is in the grid's range, between the least and the largest number with its
+        scale, bool in its shape. If gradients are clipped, a weight elsewhere gets none."""
+        with jax.named_scope("fake_quantise"):
+            return ROUNDINGS[self.format].within(weight, self.group_size, self.dtype)
+
     def round_inputs(self, x: jax.Array) -> jax.Array:
         """Rounds activations [..., in] as the format does before a product, in their dtype; the gradient passes
-        unchanged. If `rounds_inputs` is False, x itself is returned."""
+        unchanged, or if gradients are clipped, where they are in the format's range. If `rounds_inputs` is False, x
+        itself is returned."""
         return _rounded_inputs(self, x) if self.rounds_inputs else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rounded_inputs(spec: FakeQuant, x: jax.Array) -> jax.Array:
     """The activations x [..., in] rounded as the format of `spec` does, in their dtype. In the backward, the gradient
-    of the result is passed unchanged to x."""
+    of the result is passed to x, unchanged, or if `spec` clips gradients, with zeros where x is outside the range."""
     activations = ROUNDINGS[spec.format].activations
     assert activations is not None
     with jax.named_scope("fake_quantise"):
         return activations(x)
 
 
-_rounded_inputs.defvjp(lambda spec, x: (_rounded_inputs(spec, x), None), lambda spec, _, dx: (dx,))
+def _rounded_inputs_fwd(spec: FakeQuant, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The forward rule of `_rounded_inputs`: (its result, where x is in the range, bool in its shape; None if
+    gradients are not clipped)."""
+    within = ROUNDINGS[spec.format].inputs_within if spec.clips else None
+    return _rounded_inputs(spec, x), None if within is None else within(x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Array:
-    """A weight [..., out, in] rounded to the grid `spec`, in the weight's own dtype. In the backward, the gradient of
-    the result is passed unchanged to the weight, and x gets none. Linears whose weights are trained whole round them so
-    in quantisation-aware training.
-
-    x: the activations that the rounded weight will multiply. An optimization barrier makes the rounding depend on them,
-    so that forward and backward each round. Otherwise XLA would round once for both, and keep the rounded weight in
-    memory in between."""
-    weight, _ = optimization_barrier((weight, x))
-    return spec.round(weight).astype(weight.dtype)
-
-
-straight_through.defvjp(
-    lambda spec, weight, x: (straight_through(spec, weight, x), None), lambda spec, _, dweight: (dweight, None)
+_rounded_inputs.defvjp(
+    _rounded_inputs_fwd, lambda spec, within, dx: (dx if within is None else jnp.where(within, dx, 0),)
 )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def adapter_gradients(out: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """Returns `out`, a linear's output [..., out], unchanged. In the backward the adapter's matrices a [r, in] and b
-    [out, r] get the gradients that the term `scale b a x` would give, so that the adapter trains although `out` was
-    computed from the rounded merged weight. x: [..., in], the linear's input, which gets no gradient here. scale: the
-    adapter's scale."""
-    del x, a, b, scale
-    return out
-
-
-def _adapter_gradients_bwd(scale, residuals, dout):
-    """The backward rule of `adapter_gradients`: (dout itself for out, None for x, the gradients of a and b that the sum
-    `scale b a x` would give). residuals: (x, a, b)."""
-    x, a, b = residuals
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    dy, x = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])
-
-    def product(left, right, dtype=x.dtype):
-        return jnp.matmul(left, right, precision=precision, preferred_element_type=dtype)
-
-    inner = product(x, a.astype(x.dtype).T)
-    dinner = product(dy, b.astype(x.dtype))
-    da, db = product(dinner.T, x, a.dtype), product(dy.T, inner, b.dtype)
-    return dout, None, scale * da, scale * db
-
-
-adapter_gradients.defvjp(lambda out, x, a, b, scale: (out, (x, a, b)), _adapter_gradients_bwd)
-
-
-@jax.custom_vjp
-def gradients_of(out: jax.Array, term: jax.Array) -> jax.Array:
-    """Returns the array `out` unchanged. In the backward its gradient is also that of `term`, an array of the same
-    shape, whose value is not used. So the adapters of experts get the gradients of the term that they would add,
-    although `out` was computed from their rounded merged weights."""
-    del term
-    return out
-
-
-gradients_of.defvjp(lambda out, term: (out, None), lambda _, dout: (dout, dout))
-
-
-@jax.custom_vjp
-def magnitude_gradients(out: jax.Array, magnitude: jax.Array) -> jax.Array:
-    """Returns `out`, the product [..., out] of x and a rounded merged weight with DoRA, unchanged. In the backward the
-    magnitude [out] gets its gradient: the merged weight's rows are proportional to it, and so are the rounded rows,
-    because scales are proportional to their largest numbers. A magnitude of 0 gets none."""
-    del magnitude
-    return out
-
-
-def _magnitude_gradients_bwd(residuals, dout):
-    """The backward rule of `magnitude_gradients`: (dout, the sum of dout * out over tokens divided by the magnitude).
-    residuals: (out, magnitude)."""
-    out, magnitude = residuals
-    sums = (dout.astype(jnp.float32) * out.astype(jnp.float32)).reshape(-1, out.shape[-1]).sum(0)
-    return dout, jnp.where(magnitude == 0, 0, sums / jnp.where(magnitude == 0, 1, magnitude)).astype(magnitude.dtype)
-
-
-magnitude_gradients.defvjp(lambda out, magnitude: (out, (out, magnitude)), _magnitude_gradients_bwd)
-
-
-def adapter_noise(x: jax.Array, dropped: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """What dropout adds to a product with a rounded merged weight: the adapter's term `scale b a x` with dropout minus
-    the term without it, whose mean over masks is zero. [..., out] in x's dtype. The gradients of a and b are those of
-    the term with dropout; both x and `dropped` get gradients too.
-
-    x: [..., in], the linear's input. dropped: the same after dropout. a: [r, in]. b: [out, r]. scale: the adapter's."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-    def term(x, a, b):
-        inner = jnp.matmul(x, a.astype(x.dtype).T, precision=precision)
-        return scale * jnp.matmul(inner, b.astype(x.dtype).T, precision=precision)
-
-    return term(dropped, a, b) - term(x, *jax.lax.stop_gradient((a, b)))

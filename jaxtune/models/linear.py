@@ -6,20 +6,23 @@ and `trained` convert a variable from one to the other."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.lax import optimization_barrier
 
-from jaxtune.models.fake_quant import (
-    FakeQuant,
+from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.placement import partition
+from jaxtune.models.qat_gradients import (
     adapter_gradients,
     adapter_noise,
     magnitude_gradients,
     straight_through,
+    unclipped_gradients,
 )
-from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored, dense
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 from jaxtune.pallas.quant_matmul.reference import dropout
@@ -155,6 +158,33 @@ def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
     return wide if lora.row_scale is None else lora.row_scale[:, None] * wide
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def merged_and_rounded(
+    spec: FakeQuant, weight: jax.Array | Stored, lora: LoraWeights | None, x: jax.Array
+) -> jax.Array:
+    """The weight [out, in] with the adapter `lora` merged in, if there is one, rounded to the grid `spec`, in the
+    grid's dtype. In the backward, the adapter gets the gradient of the rounded weight where the merged weight is in
+    the grid's range; weight and x get none.
+
+    x: the activations that the rounded weight will multiply; as in `straight_through`, the rounding is tied to them."""
+    weight, lora, _ = optimization_barrier((weight, lora, x))
+    weight = dense(weight, spec.dtype)
+    return spec.round(weight if lora is None else merged_weight(weight, lora))
+
+
+def _merged_and_rounded_bwd(spec: FakeQuant, residuals, dmerged: jax.Array):
+    """The backward rule of `merged_and_rounded`: (None, the gradient of the adapter, None). residuals: (weight, lora).
+    Merging and rounding are computed again, from the weight as it is stored."""
+    weight, lora, dmerged = optimization_barrier((*residuals, dmerged))
+    weight = dense(weight, spec.dtype)
+    return None, unclipped_gradients(spec, lambda lora: merged_weight(weight, lora), lora, dmerged), None
+
+
+merged_and_rounded.defvjp(
+    lambda spec, weight, lora, x: (merged_and_rounded(spec, weight, lora, x), (weight, lora)), _merged_and_rounded_bwd
+)
+
+
 class Linear(nnx.Module):
     """A linear layer: weight [out, in] as in Hugging Face checkpoints or quantised, optional bias [out], optional
     adapter. Calling it on x [..., in] gives [..., out].
@@ -207,16 +237,17 @@ class Linear(nnx.Module):
         merged in first if there is one. It has the weight's dtype if the weight is trained, otherwise the grid's.
 
         x: the activations that it multiplies. The rounding is tied to them; otherwise XLA would keep the rounded weight
-        from the forward to the backward. The gradient passes the rounding unchanged to a trained weight; a frozen one
-        gets none."""
+        from the forward to the backward. The gradient passes the rounding to a trained weight as `straight_through`
+        says. A frozen one gets none, and its adapter only if `fake_quant` clips gradients; otherwise _with_adapter
+        gives the adapter its own."""
         assert self.fake_quant is not None
         weight = self.stored_weight
         if isinstance(self.weight, nnx.Param):
             return straight_through(self.fake_quant, weight, jax.lax.stop_gradient(x))
         lora = None if self.lora is None else self.lora.weights(weight)
-        weight, lora, _ = jax.lax.optimization_barrier(jax.lax.stop_gradient((weight, lora, x)))
-        weight = dense(weight, self.fake_quant.dtype)
-        return self.fake_quant.round(weight if lora is None else merged_weight(weight, lora))
+        lora = lora if self.fake_quant.clips else jax.lax.stop_gradient(lora)
+        weight, x = jax.lax.stop_gradient((weight, x))
+        return merged_and_rounded(self.fake_quant, weight, lora, x)
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """x [..., in] -> [..., out] in x's dtype: the product with the weight, plus adapter and bias where there are
@@ -292,7 +323,8 @@ def _bias_follows(linear: Linear) -> bool:
 
 def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Array) -> jax.Array:
     """Finishes the output of a linear whose merged weight was rounded: returns `out` with what gives the adapter its
-    gradients, with dropout's noise, and with the bias if `_bias_follows`.
+    gradients (if gradients are clipped, the rounded weight itself does), with dropout's noise, and with the bias if
+    `_bias_follows`.
 
     Args:
       out: [..., out], the product of x and the rounded weight.
@@ -300,13 +332,13 @@ def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Arr
       x: [..., in], its input, rounded if the format rounds activations.
       dropped: x after dropout; x itself without dropout.
     """
-    assert linear.lora is not None
-    lora = linear.lora.weights(linear.stored_weight)
+    assert linear.lora is not None and linear.fake_quant is not None
+    lora, clips = linear.lora.weights(linear.stored_weight), linear.fake_quant.clips
     b = lora.b if lora.row_scale is None else jax.lax.stop_gradient(lora.row_scale)[:, None] * lora.b
-    if dropped is x:
+    if dropped is not x:
+        out = out + adapter_noise(x, dropped, lora.a, b, lora.scale, both=clips)
+    elif not clips:
         out = adapter_gradients(out, x, lora.a, b, lora.scale)
-    else:
-        out = out + adapter_noise(x, dropped, lora.a, b, lora.scale)
-    if linear.lora.magnitude is not None:
+    if linear.lora.magnitude is not None and not clips:
         out = magnitude_gradients(out, linear.lora.magnitude[...])
     return out + linear.bias[...].astype(out.dtype) if linear.bias is not None and _bias_follows(linear) else out

@@ -18,6 +18,7 @@ QAT_GROUPS: dict[str, tuple[int | None, ...]] = {
     "fp8": (None,),
     "nvfp4": (None,),
     "mxfp4": (None,),
+    "mxfp4-mxfp4": (None,),
     "q4_0": (32,),
     "q8_0": (32,),
 }

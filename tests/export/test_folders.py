@@ -210,14 +210,13 @@ def test_no_room(to, tmp_path, monkeypatch):
     [
         (
             dict(to="onnx"),
-            "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, nvfp4, int8, w4a16, w4a8, mxfp4, adapter, gguf",
+            "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, nvfp4, int8, w4a16, w4a8, mxfp4, mxfp4-mxfp4, a",
         ),
         (dict(to="merged", outtype="q8_0"), "outtype = 'q8_0' is an option of gguf; merged has none"),
         (
             dict(to="gguf", outtype="q3"),
             "outtype = 'q3' is unknown; it can be f32, f16, bf16, q8_0, q6_k, q4_k_m, q4_0",
         ),
-        (dict(to="mxfp4"), "only gpt-oss can be written, and this model is of the family 'qwen2'"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message, tmp_path):

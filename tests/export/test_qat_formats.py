@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import of_a_checkpoint
 from llama_cpp_models import made
 from tiny_models import adapted_model
 
@@ -16,7 +17,7 @@ from jaxtune.export import grids
 from jaxtune.models.files.headers import read_header
 from jaxtune.models.files.quant import convert_qat, prepare_qat
 from jaxtune.models.files.shards import read_tensor
-from jaxtune.models.lora import linears
+from jaxtune.models.lora import linears, matrices
 from jaxtune.pallas.formats import dense
 
 gguf = pytest.importorskip("gguf")
@@ -122,6 +123,77 @@ def test_gguf_of_another_grid_or_of_changed_weights_is_refused(tmp_path, tokeniz
     with pytest.raises(ValueError, match=r"numbers of blk.0.attn_q.weight are not on the grid of Q4_0 to which the"):
         export(model, "q4_0")
     assert not (tmp_path / "out").exists()
+
+
+EXPERTS = dict(hidden_size=64, moe_intermediate_size=32, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "format", "to", "dtype"),
+    [
+        ("qwen2", "full", "mxfp4", "mxfp4", "bfloat16"),
+        ("qwen2", "full", "mxfp4", "mxfp4", "float32"),
+        ("qwen2", "full", "mxfp4-mxfp4", "mxfp4", "bfloat16"),
+        ("qwen2", "lora", "mxfp4-mxfp4", "mxfp4-mxfp4", "bfloat16"),
+        ("qwen3_moe", "full", "mxfp4", "mxfp4", "bfloat16"),
+        ("qwen3_moe", "full", "mxfp4-mxfp4", "mxfp4-mxfp4", "float32"),
+    ],
+)
+def test_mxfp4_holds_the_numbers_that_training_saw(tmp_path, family, how, format, to, dtype):
+    """Of linears and experts, read by the definition of compressed-tensors' layout and by jaxtune, bit for bit."""
+    model = made(family, dtype, **EXPERTS) if family == "qwen3_moe" else model_of(dtype)
+    prepared = prepare_qat(model if how == "full" else adapted_model(model, r=2), format)
+    whole = convert_qat(prepared) if how == "full" else jaxtune.merge_adapter(prepared)
+    jaxtune.export_model(prepared if how == "lora" else whole, tmp_path / "out", to)
+    entries = read_header(tmp_path / "out/model.safetensors")
+    found = {
+        name.removesuffix(".weight_packed"): e2m1_blocks(
+            *(read_tensor(entries[name.replace("packed", part)]) for part in ("packed", "scale"))
+        )
+        for name in entries
+        if name.endswith(".weight_packed")
+    }
+    loaded, _ = jaxtune.from_pretrained(tmp_path / "out", dtype=dtype)
+    for (name, ours), (_, theirs) in zip(matrices(whole), matrices(loaded), strict=True):
+        wanted = np.asarray(ours.weight[...], np.float32)
+        np.testing.assert_array_equal(np.asarray(theirs.weight[...], np.float32), wanted, err_msg=name)
+        if ours.quantizable:
+            stored = of_a_checkpoint(found.__getitem__, name, len(wanted))
+            np.testing.assert_array_equal(stored, wanted, err_msg=name)
+    says = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    (group,) = says["config_groups"].values()
+    assert says["format"] == group["format"] == "mxfp4-pack-quantized" and "lm_head" in says["ignore"]
+    number = dict(num_bits=4, type="float", symmetric=True, strategy="group", group_size=32)
+    number |= dict(scale_dtype="torch.uint8", zp_dtype="torch.uint8")
+    assert group["weights"] == number | {"dynamic": False}
+    assert group["input_activations"] == (number | {"dynamic": True} if to == "mxfp4-mxfp4" else None)
+
+
+def e2m1_blocks(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """A weight float32[out, in] of mxfp4-pack-quantized: codes uint8[out, in / 2], the first of two in the low bits,
+    and exponents uint8[out, in / 32] with a bias of 127."""
+    assert packed.dtype == scales.dtype == np.uint8
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values = np.concatenate([numbers, -numbers])[np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)]
+    return values * np.repeat(np.float32(2) ** (scales.astype(np.float32) - 127), 32, axis=1)
+
+
+def test_what_mxfp4_cannot_hold_stays_in_16_bits_or_is_refused(tmp_path):
+    """Rows that are not whole blocks of 32, which training does not round either; activations of gpt-oss."""
+    model = made("qwen2", "bfloat16", hidden_size=64, intermediate_size=80, num_hidden_layers=1)
+    whole = convert_qat(prepare_qat(model, "mxfp4"))
+    done = jaxtune.export_model(whole, tmp_path / "out", "mxfp4")
+    assert done.notes == ("1 matrices are kept in bfloat16: their rows are not whole blocks of 32",)
+    loaded, _ = jaxtune.from_pretrained(done.folder)
+    for (name, ours), (_, theirs) in zip(linears(whole), linears(loaded), strict=True):
+        np.testing.assert_array_equal(theirs.weight[...], ours.weight[...], err_msg=name)
+    says = json.loads((done.folder / "config.json").read_text())["quantization_config"]
+    assert says["ignore"] == ["lm_head", "model.layers.0.mlp.down_proj"]
+    odd = made("qwen2", hidden_size=48, intermediate_size=80, num_attention_heads=4, num_hidden_layers=1)
+    with pytest.raises(ValueError, match="mxfp4: no linear has rows of whole blocks of 32; take fp8"):
+        jaxtune.export_model(odd, tmp_path / "odd", "mxfp4")
+    with pytest.raises(ValueError, match="gpt-oss as it is published says nothing of activations; take mxfp4"):
+        jaxtune.export_model(made("gpt_oss"), tmp_path / "odd", "mxfp4-mxfp4")
 
 
 def test_weights_of_another_grid_are_refused(tmp_path):

@@ -59,7 +59,7 @@ def test_rounded_weights_are_those_of_the_format(name, size):
         scale = (abs(groups).max(1) * np.float32(1 / 127))[:, None]
         wanted = np.clip(np.rint(groups / np.where(scale == 0, 1, scale)), -127, 127) * scale
     else:
-        wanted = np.asarray(FORMATS[name].encode(jnp.asarray(weight)).decode())
+        wanted = np.asarray(FORMATS[name.partition("-")[0]].encode(jnp.asarray(weight)).decode())
     np.testing.assert_array_equal(rounded, wanted.reshape(weight.shape))
     assert not np.array_equal(rounded, weight)
 
@@ -100,9 +100,17 @@ def test_rounded_activations_are_those_of_the_format():
     wanted = (wide / scale).astype(jnp.float8_e4m3fn).astype(np.float32) * scale
     np.testing.assert_array_equal(fake_quant.fp8_by_token(x), wanted)
 
+    blocks = wide.reshape(-1, 32)
+    largest = np.where((blocks == 0).all(1), 1, abs(blocks).max(1)).astype(np.float64)
+    power = 2.0 ** np.floor(np.log2(largest))
+    scale = np.where(largest >= 1.75 * power, power / 2, power / 4)[:, None]
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # no number drawn lies between two
+    wanted = np.sign(blocks) * numbers[abs(abs(blocks / scale)[..., None] - numbers).argmin(-1)] * scale
+    np.testing.assert_array_equal(fake_quant.mxfp4_activations(x), wanted.reshape(x.shape))
+
 
 def test_activations_are_rounded_before_products_and_gradients_pass():
-    for name in ("int8-int4", "fp8"):
+    for name in ("int8-int4", "fp8", "mxfp4-mxfp4"):
         spec = FakeQuant(name, QAT_GROUPS[name][0], "float32")
         x = jnp.asarray(DRAWN)
         value, pullback = jax.vjp(spec.round_inputs, x)

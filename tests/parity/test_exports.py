@@ -10,9 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.compressors import MXFP4PackedCompressor, PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from llama_cpp_models import made
 from tiny_models import adapted_model
@@ -70,17 +71,19 @@ def test_w4a8_is_read_by_compressed_tensors(tmp_path):
     assert abs(logits - want).max() < 0.2 * abs(plain - want).max()  # near ties of sums may round apart
 
 
-@pytest.mark.parametrize("name", ["int8-int4", "fp8"])
+@pytest.mark.parametrize("name", ["int8-int4", "fp8", "mxfp4-mxfp4"])
 def test_qat_rounds_activations_as_compressed_tensors_does(name):
-    kind = "float" if name == "fp8" else "int"
+    kind = "int" if name == "int8-int4" else "float"
     args = QuantizationArgs(num_bits=8, type=kind, strategy="token", dynamic=True, symmetric=True)
+    if name == "mxfp4-mxfp4":
+        args = PRESET_SCHEMES["MXFP4"]["input_activations"]
     x = np.random.default_rng(0).standard_normal((2, 9, 64)).astype(np.float32) * 3
     scale, zero = compute_dynamic_scales_and_zp(torch.from_numpy(x), args, None)
     theirs = fake_quantize(torch.from_numpy(x), scale, zero, args).numpy()
     np.testing.assert_array_equal(ROUNDINGS[name].activations(jnp.asarray(x)), theirs)
 
 
-def decompressed(folder) -> dict[str, np.ndarray]:
+def decompressed(folder, reader=PackedQuantizationCompressor) -> dict[str, np.ndarray]:
     """{name: weight} of what compressed-tensors' own reader makes of each linear that a folder has in four bits."""
     said = json.loads((folder / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(said).config_groups["group_0"]
@@ -90,8 +93,9 @@ def decompressed(folder) -> dict[str, np.ndarray]:
         name, _, part = key.rpartition(".")
         if part.startswith("weight_"):
             parts.setdefault(name, {})[part] = tensor
-    weights = {name: PackedQuantizationCompressor.decompress(state, scheme)["weight"] for name, state in parts.items()}
-    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    weights = {name: reader.decompress(state, scheme)["weight"] for name, state in parts.items()}
+    if reader is PackedQuantizationCompressor:  # MXFP4 has no tensor that says which dtype the weight had
+        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     return {name: weight.float().numpy() for name, weight in weights.items()}
 
 
@@ -119,3 +123,21 @@ def test_qat_exports_the_numbers_that_training_saw(tmp_path, how, group):
         assert found.keys() == seen.keys()
         for name, weight in seen.items():
             np.testing.assert_array_equal(found[name], weight, err_msg=name)
+
+
+@pytest.mark.parametrize(("format", "scheme"), [("mxfp4", "MXFP4A16"), ("mxfp4-mxfp4", "MXFP4")])
+def test_mxfp4_is_read_by_compressed_tensors(tmp_path, format, scheme):
+    """The numbers that training saw, bit for bit, and the scheme by its own name."""
+    model = made("qwen2", "bfloat16", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    whole = convert_qat(prepare_qat(model, format))
+    jaxtune.export_model(whole, tmp_path / "out", to=format)
+    found = decompressed(tmp_path / "out", MXFP4PackedCompressor)
+    assert len(found) == len(list(linears(whole)))
+    for name, linear in linears(whole):
+        np.testing.assert_array_equal(found[name], np.asarray(linear.weight[...], np.float32), err_msg=name)
+    said = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    group = QuantizationConfig.model_validate(said).config_groups["group_0"]
+    keys = ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic", "scale_dtype", "zp_dtype")
+    for part in ("weights", "input_activations"):
+        wanted, own = PRESET_SCHEMES[scheme].get(part), getattr(group, part)
+        assert [getattr(own, key, None) for key in keys] == [getattr(wanted, key, None) for key in keys]

@@ -300,3 +300,12 @@ def test_compare_meta():
         "old",
     ]
     assert compare_meta({"a": float("nan"), "b": {}}, {"a": float("nan"), "b": {}}, ["a"]) == ([], [])
+
+
+def test_a_record_without_a_key_is_read_as_having_its_default():
+    """A version without qat.gradients wrote it, whose default is a string."""
+    saved = {"config": {"qat": {"format": "int4", "start": 0}}}
+    for gradients, refused in (("straight_through", []), ("clipped", ["config.qat.gradients"])):
+        current = {"config": {"qat": saved["config"]["qat"] | {"gradients": gradients}}}
+        found, harmless = compare_meta(saved, current, ["config.qat"])
+        assert [difference.key for difference in found] == refused and not harmless

@@ -156,7 +156,7 @@ def test_rounded_activations_are_resumed_and_divided(tmp_path, of_experts):
 def test_the_config_says_it_briefly_and_refuses(tmp_path):
     config = make_config(tmp_path, qat=QatConfig())
     values = config_to_dict(config)
-    assert values["qat"] == {"format": "int4", "group_size": 128, "start": 0}
+    assert values["qat"] == {"format": "int4", "group_size": 128, "start": 0, "gradients": "straight_through"}
     assert config_from_dict(values | {"qat": "int4"}) == config_from_dict(values) == config
     with pytest.raises(ValueError, match="qat.start = 900: the run has only"):
         trainer_of(tmp_path, model_of(), qat=QatConfig(group_size=32, start=900), steps=None, epochs=1.0)

@@ -223,7 +223,8 @@ def merged_weights(model: Decoder) -> Weights:
             changed += 1
             if module.original is not None:
                 del module.original
-    merged.qat = qat_spec(model)
+    spec = qat_spec(model)
+    merged.qat = None if spec is None else spec.grid
     for _, module in nnx.iter_modules(merged):
         for key, value in list(vars(module).items()):
             if isinstance(value, Frozen):

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.fake_quant import STRAIGHT_THROUGH, FakeQuant
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.lora import copy_structure, freeze, has_adapter, matrices, name_matches
 from jaxtune.models.registry import weights_stored_in
@@ -128,10 +128,12 @@ def _stored(model: Decoder) -> dict[str, Stored]:
 # ---- quantisation-aware training
 
 
-def prepare_qat(model: Decoder, format: str = "int4", group_size: int | None = None) -> Decoder:
+def prepare_qat(
+    model: Decoder, format: str = "int4", group_size: int | None = None, gradients: str = STRAIGHT_THROUGH
+) -> Decoder:
     """A new model over the same arrays whose layers compute with fake-quantised weights, and with fake-quantised
-    activations where the format has them (fake_quant.py): they are rounded in each forward, and gradients pass
-    unchanged to the weights, which are stored and trained as before.
+    activations where the format has them (fake_quant.py): they are rounded in each forward, and gradients pass to the
+    weights, which are stored and trained as before.
 
     Where there are adapters, the merged weight is rounded. Linears and experts whose input size is not a multiple of
     the numbers that share a scale are not rounded (`not_quantized` names them), nor are routers, embeddings, head and
@@ -141,11 +143,12 @@ def prepare_qat(model: Decoder, format: str = "int4", group_size: int | None = N
       format: a key of fake_quant.ROUNDINGS, such as "int4".
       group_size: how many consecutive weights of a row share a scale; None: the format's default, which is 128 for the
         int4 formats, and for others what the format itself says.
+      gradients: "straight_through": they pass unchanged; "clipped": not to numbers outside the range of their scale.
     Raises:
       ValueError: another format or size; a size that divides no matrix's input.
     """
     size = QAT_GROUPS[format][-1] if group_size is None and format in QAT_GROUPS else group_size
-    return rounded_by(model, FakeQuant(format, size, model.dtype))
+    return rounded_by(model, FakeQuant(format, size, model.dtype, gradients=gradients))
 
 
 def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
@@ -201,7 +204,7 @@ def convert_qat(model: Decoder) -> Decoder:
         transposed = isinstance(matrix, ExpertLinear) and matrix.transposed
         matrix.weight = matrix.weight.replace(round_to_grid(weight, matrix.fake_quant, transposed))
         matrix.fake_quant = None
-    model.qat = spec
+    model.qat = spec.grid
     return model
 
 

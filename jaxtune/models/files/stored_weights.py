@@ -145,7 +145,7 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
         arrays = {k: shards.read_bytes(h) if k in layout.raw else shards.read_tensor(h) for k, h in headers.items()}
         digests.append([Digest.of(label, arrays[key]) for label, key in layout.digested(found)])
         weights.append(layout.read(found, arrays, dtype_name))
-    if len(entry.shape) == 2 or layout.decoded_on_load:
+    if len(entry.pieces[0].shape) == len(entry.shape):  # one matrix, or all experts in one piece
         return weights[0], Digest.joined(digests[0])
     if layout.digests_pieces:
         digest = Digest.joined(map(Digest.joined, digests))

@@ -20,7 +20,7 @@ from jaxtune.models.families.common import tensor_name
 from jaxtune.models.files import quant
 from jaxtune.models.lora import copy_structure, matrices, name_matches
 from jaxtune.models.registry import family
-from jaxtune.pallas.formats import Stored, dense
+from jaxtune.pallas.formats import FORMATS, Stored, dense
 
 
 def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
@@ -102,16 +102,25 @@ class Weights:
 
     def quantized(self, load_in: str) -> Weights:
         """These weights with all linears and experts in the layers quantised to the format `load_in` (such as "nf4"),
-        each when it is needed; those in another format are decoded first. Routers are not quantised. The new model's
-        `qat` is None, because its weights are no longer on a grid of QAT. If the model is stored in that format already
-        (quant.stored_in), the result is these weights themselves, with the linears that it has in 16 bits."""
+        each when it is needed; those in another format are decoded first. Routers are not quantised, nor are matrices
+        whose rows are not whole blocks of the format (not_whole). The new model's `qat` is None, because its weights
+        are no longer on a grid of QAT. If the model is stored in that format already (quant.stored_in), the result is
+        these weights themselves, with the linears that it has in 16 bits."""
         if quant.stored_in(self.model) == load_in:
             return self
         plain = self.dequantized()
-        encode = functools.partial(quant.encode, load_in=load_in)
-        found = plain.changed({name: encode for name, matrix in matrices(plain.model) if matrix.quantizable})
+        encode, left = functools.partial(quant.encode, load_in=load_in), not_whole(plain, load_in)
+        chosen = [name for name, matrix in matrices(plain.model) if matrix.quantizable and name not in left]
+        found = plain.changed(dict.fromkeys(chosen, encode))
         found.model.qat = None  # its weights are no longer rounded to that grid
         return found
+
+
+def not_whole(weights: Weights, format: str) -> list[str]:
+    """The names of the linears and experts that a format of quantised weights (a key of FORMATS) cannot store because
+    their rows are not whole blocks of it, in the model's order. Routers are left out."""
+    block = FORMATS[format].kinds[0].row_block
+    return [name for name, matrix in matrices(weights.model) if matrix.quantizable and matrix.sizes[-1] % block]
 
 
 def _then(make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
-from jaxtune.models.fake_quant import FakeQuant, gradients_of, straight_through
+from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.linear import merged_weight
+from jaxtune.models.qat_gradients import gradients_of, straight_through, unclipped_gradients
 from jaxtune.pallas.formats import Stored, dense
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
 from jaxtune.pallas.quant_matmul import LoraWeights
@@ -70,6 +71,61 @@ class ExpertLora(nnx.Module):
         """The adapters as the argument of grouped_matmul, the product of rows that are sorted by expert: a, b and the
         scale."""
         return GroupedLora(self.a[...], self.b[...], self.scale)
+
+
+def _merged(weight: jax.Array, lora: GroupedLora | None, transposed: bool) -> jax.Array:
+    """One expert's weight [out, in] with its adapter merged in, which makes it float32. weight: [out, in], or [in, out]
+    if `transposed`. lora: the adapter, a [r, in] and b [out, r], which have no axis of experts here; None: there is
+    none."""
+    weight = weight.T if transposed else weight
+    return weight if lora is None else merged_weight(weight, LoraWeights(lora.a, lora.b, None, lora.scale))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _merged_and_rounded(
+    spec: FakeQuant, transposed: bool, weight: jax.Array | Stored, lora: GroupedLora | None, x: jax.Array
+) -> jax.Array:
+    """The weights of all experts with their adapters merged in, if there are any, rounded to the grid `spec` one expert
+    at a time, in the shape of the stored ones and the grid's dtype. In the backward, the adapters get the gradient of
+    the rounded weights where the merged ones are in the grid's range; weight and x get none.
+
+    Args:
+      spec: the grid.
+      transposed: whether `weight` is [E, in, out]; False: [E, out, in].
+      weight: an array or quantised.
+      lora: the adapters, or None.
+      x: the activations that the rounded weights will multiply, to which the rounding is tied.
+    """
+    weight, lora, _ = optimization_barrier((weight, lora, x))
+
+    def one(expert):
+        weight, lora = expert
+        rounded = spec.round(_merged(weight, lora, transposed))
+        return rounded.T if transposed else rounded
+
+    return jax.lax.map(one, (dense(weight, spec.dtype), lora))
+
+
+def _merged_and_rounded_bwd(spec: FakeQuant, transposed: bool, residuals, dmerged: jax.Array):
+    """The backward rule of `_merged_and_rounded`: (None, the gradients of the adapters, None). residuals: (weight,
+    lora)."""
+    weight, lora, dmerged = optimization_barrier((*residuals, dmerged))
+
+    def one(expert):
+        weight, lora, dmerged = expert
+        dmerged = dmerged.T if transposed else dmerged
+        return unclipped_gradients(spec, lambda lora: _merged(weight, lora, transposed), lora, dmerged)
+
+    return None, jax.lax.map(one, (dense(weight, spec.dtype), lora, dmerged)), None
+
+
+_merged_and_rounded.defvjp(
+    lambda spec, transposed, weight, lora, x: (
+        _merged_and_rounded(spec, transposed, weight, lora, x),
+        (weight, lora),
+    ),
+    _merged_and_rounded_bwd,
+)
 
 
 class ExpertLinear(nnx.Module):
@@ -132,6 +188,13 @@ class ExpertLinear(nnx.Module):
         return isinstance(self.weight, nnx.Param)
 
     @property
+    def product_has_weight_gradient(self) -> bool:
+        """Whether the backward of the product computes the gradient of its weight: if the weight trains, or if an
+        adapter that is merged into it gets its gradient through it, as with clipped gradients of `fake_quant`."""
+        through = self.lora is not None and self.fake_quant is not None and self.fake_quant.clips
+        return self.trains or through
+
+    @property
     def stored_weight(self) -> jax.Array | Stored:
         """The weight in the form in which the model stores it: an array, or a quantised weight (Stored)."""
         return self.weight.get_value()
@@ -143,32 +206,16 @@ class ExpertLinear(nnx.Module):
         dtype.
 
         x: the activations that they multiply. As in Linear, the rounding is tied to them, so that forward and backward
-        each round; the gradient passes the rounding unchanged to trained weights, and frozen ones get none."""
+        each round; the gradient passes the rounding to trained weights as `straight_through` says. Frozen ones get
+        none, and their adapters only if `fake_quant` clips gradients."""
         assert self.fake_quant is not None
         if self.trains:
             weight = self.weight[...].swapaxes(1, 2) if self.transposed else self.weight[...]
             rounded: jax.Array = straight_through(self.fake_quant, weight, jax.lax.stop_gradient(x))
             return rounded.swapaxes(1, 2) if self.transposed else rounded
-        values = (self.stored_weight, self.adapter(), x)
-        weight, lora, _ = optimization_barrier(jax.lax.stop_gradient(values))
-        return self.merged_and_rounded(dense(weight, self.fake_quant.dtype), lora)
-
-    def merged_and_rounded(self, weight: jax.Array, lora: GroupedLora | None) -> jax.Array:
-        """Merges adapters into `weight`, the decoded weights of this matrix in the shape of the stored ones, and rounds
-        each expert's to `fake_quant`; the result has that shape and the grid's dtype. lora: the adapters; None: there
-        are none."""
-        spec = self.fake_quant
-        assert spec is not None
-
-        def one(expert):
-            weight, *adapter = expert
-            weight = weight.T if self.transposed else weight
-            if lora is not None:
-                a, b = adapter
-                weight = merged_weight(weight, LoraWeights(a, b, None, lora.scale))
-            return spec.round(weight).T if self.transposed else spec.round(weight)
-
-        return jax.lax.map(one, (weight,) if lora is None else (weight, lora.a, lora.b))
+        lora = self.adapter() if self.fake_quant.clips else jax.lax.stop_gradient(self.adapter())
+        weight, x = jax.lax.stop_gradient((self.stored_weight, x))
+        return _merged_and_rounded(self.fake_quant, self.transposed, weight, lora, x)
 
     def adapter(self) -> GroupedLora | None:
         """The adapters as the argument of grouped_matmul (a, b and the scale); None if there are none."""
@@ -208,9 +255,9 @@ class ExpertLinear(nnx.Module):
             transposed=self.transposed,
             derivative_follows=True,
             fp8=fp8,
-            weight_trains=self.trains,
+            weight_trains=self.product_has_weight_gradient,
         )
-        if self.fake_quant is not None and lora is not None:
+        if self.fake_quant is not None and lora is not None and not self.fake_quant.clips:
             a, b = (lora.scale * lora.a).astype(x.dtype), lora.b.astype(x.dtype)
             inner = matmul_of_tokens(jax.lax.stop_gradient(x), a, routing)
             out = gradients_of(out, grouped_matmul(inner, b, routing.groups))
@@ -233,13 +280,15 @@ class ExpertLinear(nnx.Module):
         """
         given = rows.dtype
         rows = rows.astype(self.compute or given)
-        product = functools.partial(matmul_to_tokens, transposed=self.transposed, weight_trains=self.trains)
+        product = functools.partial(
+            matmul_to_tokens, transposed=self.transposed, weight_trains=self.product_has_weight_gradient
+        )
         if self.fake_quant is None:
             out = product(rows, self.stored_weight, routing, lora, fp8=self.fp8)
         else:
             weight, rows = self.rounded_weight(rows), self.fake_quant.round_inputs(rows)
             out = product(rows, weight, routing)
-            if lora is not None:
+            if lora is not None and not self.fake_quant.clips:
                 a, b = (lora.scale * lora.a).astype(rows.dtype), lora.b.astype(rows.dtype)
                 inner = grouped_matmul(jax.lax.stop_gradient(rows), a, routing.groups)
                 out = gradients_of(out, matmul_to_tokens(inner, b, routing))

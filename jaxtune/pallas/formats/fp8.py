@@ -110,6 +110,11 @@ class FP8(Stored):
             return f"scales are {describe(self.scales)}; shape {self.shape} in blocks of {self.block} asks for {wanted}"
         return None
 
+    def largest(self) -> jax.Array:
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
+        (Stored.largest)."""
+        return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST)).decode("float32")
+
     def cut(self, axis: int) -> int | None:
         """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
         devices or written in pieces, so that no block is cut: the block's size along `out` or `in`, and 1 along leading

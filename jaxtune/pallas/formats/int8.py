@@ -83,6 +83,11 @@ class Int8(Stored):
         (Stored.rescaled)."""
         return dataclasses.replace(self, absmax=jnp.asarray(np.float32(np.float64(self.absmax) * factor[..., 0])))
 
+    def largest(self) -> jax.Array:
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
+        (Stored.largest)."""
+        return dataclasses.replace(self, codes=jnp.full_like(self.codes, _LARGEST)).decode("float32")
+
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
         """The axes along which (codes, absmax) are divided if the tensor is divided into `parts` equal parts along
         `axis`, for the sharding of a model's weights.

@@ -91,6 +91,26 @@ def file_tensor(like: jax.Array | np.ndarray | None, of: Of) -> FileTensor:
     return FileTensor(tuple(like.shape), np.dtype(like.dtype), of)
 
 
+def check_weights(settings: Settings, wanted: Mapping[str, object]) -> None:
+    """Raises ValueError, with key and value, if a quantization_config of compressed-tensors (`settings`) has a group
+    whose weights are stored in another way than a layout reads, or a quantised key/value cache.
+
+    wanted: {key, such as "num_bits": the only value that is supported}; a key that a group lacks has that value."""
+    for name, group in (settings.get("config_groups") or {}).items():
+        weights = group.get("weights") or {}
+        for key, value in wanted.items():
+            if weights.get(key, value) != value:
+                raise ValueError(
+                    f"config.json: quantization_config.config_groups.{name}.weights.{key} = {weights[key]!r}: of "
+                    f"{settings['format']} only {value!r} is supported; use the 16-bit original"
+                )
+    if settings.get("kv_cache_scheme") is not None:
+        raise ValueError(
+            f"config.json: quantization_config.kv_cache_scheme = {settings['kv_cache_scheme']!r}: only null is "
+            "supported; use the 16-bit original"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Found:
     """A quantised weight in a checkpoint of which only the headers have been read: what Layout.describe returns, and
@@ -276,6 +296,11 @@ class Layout:
           plain: the names of the linears that are not quantised, including the head's.
           dtype: the name of the dtype that the model computes in.
         """
+        raise NotImplementedError
+
+    def rounding_activations(self, config: Config) -> Config:
+        """Returns the entry quantization_config, which the method `config` returned, with what makes servers round
+        activations to the format too. Layouts that can say so implement it; others raise NotImplementedError."""
         raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
 """MXFP4, the format in which gpt-oss is published: blocks of 32 four-bit numbers that share a power of two.
 
 Numbers are e2m1 and scales e8m0 (OCP Microscaling Formats v1.0). A byte has two numbers, the first in the low nibble.
-The format is read and written, but no model trains over it.
+The format is read and written, in gpt-oss's layout and in that of compressed-tensors, but no model trains over it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxtune.pallas.arguments import Arguments
 from jaxtune.pallas.formats.layout import (
+    SERVED_IN_16_BITS,
     Arrays,
     Config,
     Export,
@@ -26,10 +27,13 @@ from jaxtune.pallas.formats.layout import (
     Layout,
     Read,
     Settings,
+    check_weights,
+    file_tensor,
 )
 from jaxtune.pallas.formats.stored import Stored
 
 BLOCK = 32  # numbers that share a scale
+LARGEST, LARGEST_CODES = 6.0, 0x77  # the largest number of e2m1, and a byte with two codes of it
 TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -44,6 +48,8 @@ class MXFP4(Stored):
     scales: jax.Array  # uint8[..., n / 32], the exponents of two, with a bias of 127 (e8m0)
     # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
+
+    row_block = BLOCK
 
     @staticmethod
     def from_blocks(blocks: jax.Array, scales: jax.Array, dtype_name: str = "bfloat16") -> MXFP4:
@@ -78,6 +84,21 @@ class MXFP4(Stored):
         codes, scales = _encode(tensor)
         return MXFP4(codes, scales, str(tensor.dtype))
 
+    @staticmethod
+    def encode_activations(x: jax.Array) -> MXFP4:
+        """Quantises activations float[..., n], n a multiple of 32, by compressed-tensors' rule for dynamic scales
+        (generate_mx_scales): a scale is a quarter of the power of two at or below the block's largest magnitude, or
+        half of it if that magnitude is at least 1.75 times the power. So the largest number is below 7 times its scale,
+        and is clipped to 6 times it at most. Numbers are rounded to nearest, ties to even. The scale of zeros, and of
+        numbers below 2^-124, is 2^-126. Quantisation-aware training rounds activations so."""
+        blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
+        bits = jax.lax.bitcast_convert_type(jnp.abs(blocks).max(-1, keepdims=True), jnp.int32)
+        # Adding a quarter of the mantissa's range changes the exponent where the mantissa is 1.75 or more.
+        biased = jnp.clip((bits + (1 << 21) >> 23) - 2, 1, 252)
+        scales = jax.lax.bitcast_convert_type(biased << 23, jnp.float32)
+        size = jnp.minimum(to_e2m1(jnp.abs(blocks) / scales), LARGEST)  # the division by a power of two is exact
+        return MXFP4(_packed(size, blocks, x.shape), biased[..., 0].astype(jnp.uint8), str(x.dtype))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the decoded tensor, [..., n]."""
@@ -98,6 +119,11 @@ class MXFP4(Stored):
         divided over devices or written in pieces: 32 along the last axis, so that no block is cut, and 1 along the
         others. It is never None: every axis can be divided."""
         return BLOCK if axis == self.ndim - 1 else 1
+
+    def largest(self) -> jax.Array:
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
+        (Stored.largest)."""
+        return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
         """Makes a weight of this shape in MXFP4 with random codes and scales, on which a kernel that decodes MXFP4 is
@@ -128,6 +154,14 @@ class MXFP4(Stored):
             return wide.astype(dtype or self.dtype).reshape(self.shape)
 
 
+def to_e2m1(size: jax.Array) -> jax.Array:
+    """Rounds magnitudes, float32 of any shape, to the nearest number of e2m1, and above 6 to the next multiples of 2,
+    which callers clip. The numbers lie 0.5 apart below 2, 1 below 4 and 2 above; ties go to the even code, as jnp.round
+    has them."""
+    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    return jnp.round(size / step) * step
+
+
 @jax.jit
 def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises a tensor [..., n], n a multiple of 32, and returns (codes uint8[..., n / 2], scales uint8[..., n /
@@ -137,19 +171,23 @@ def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
     exponent = jnp.clip(jnp.frexp(largest)[1] - 3, -126, 124)  # 6 is the largest number: 1.5 times 2 to the 2
 
     def rounded(exponent):
-        size = jnp.abs(blocks) * jnp.exp2(-exponent.astype(jnp.float32))
-        # Numbers lie 0.5 apart below 2, 1 below 4 and 2 above; ties go to the even code, as jnp.round has them.
-        step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
-        size = jnp.minimum(jnp.round(size / step) * step, 6.0)
+        size = jnp.minimum(to_e2m1(jnp.abs(blocks) * jnp.exp2(-exponent.astype(jnp.float32))), LARGEST)
         error = jnp.square(size * jnp.exp2(exponent.astype(jnp.float32)) - jnp.abs(blocks)).sum(-1, keepdims=True)
         return size, error
 
     (low, low_error), (high, high_error) = rounded(exponent), rounded(exponent + 1)
     better = high_error < low_error
     size, exponent = jnp.where(better, high, low), jnp.where(better, exponent + 1, exponent)
+    return _packed(size, blocks, tensor.shape), (exponent[..., 0] + 127).astype(jnp.uint8)
+
+
+def _packed(size: jax.Array, blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The codes of numbers, uint8[..., n / 2], the first of two in the low four bits. size: float32[..., 32], their
+    magnitudes in units of the scale, numbers of e2m1. blocks: the numbers, of the same shape, which give the signs.
+    shape: of the tensor, (..., n)."""
     code = jnp.searchsorted(jnp.asarray(TABLE[:8]), size).astype(jnp.uint8)
-    code = (code | (jnp.signbit(blocks).astype(jnp.uint8) << 3)).reshape(*tensor.shape[:-1], -1, 2)
-    return code[..., 0] | code[..., 1] << 4, (exponent[..., 0] + 127).astype(jnp.uint8)
+    code = (code | (jnp.signbit(blocks).astype(jnp.uint8) << 3)).reshape(*shape[:-1], -1, 2)
+    return code[..., 0] | code[..., 1] << 4
 
 
 # ---- in checkpoints
@@ -228,6 +266,12 @@ class Published(Layout):
         and "scales"."""
         return [(found.name, "_blocks"), ("scales", "_scales")]
 
+    def can_store(self, weight: Stored) -> bool:
+        """False: the layout is gpt-oss's alone, so the export of that family chooses it, and weights of other models
+        are written in the next layout. weight: not used."""
+        del weight
+        return False
+
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
         """Describes the tensors of a file that store `weight`, experts [E, out, in], {key, such as "_scales":
         FileTensor}. A FileTensor has a shape, a dtype, and a function that later takes the same weight with its arrays
@@ -256,10 +300,134 @@ def _decoded(weight: MXFP4, dtype: str) -> jax.Array:
     return weight.decode(dtype).swapaxes(1, 2)
 
 
+class CompressedTensors(Layout):
+    """The layout of compressed-tensors' `mxfp4-pack-quantized`, in which models other than gpt-oss are published and
+    written.
+
+    The tensors are `X.weight_packed` uint8[out, in / 2] and `X.weight_scale` uint8[out, in / 32], in e8m0. They are
+    decoded when they are loaded, because no model trains over MXFP4. The attributes and methods are explained in
+    Layout.
+    """
+
+    title = "MXFP4 of compressed-tensors (mxfp4-pack-quantized)"
+    codes = ".weight_packed"
+    codes_dtype = "U8"
+    others = (".weight_scale",)
+    decoded_on_load = True
+
+    def recognises(self, settings: Settings) -> bool:
+        """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
+        quant_method is "compressed-tensors" and the format is "mxfp4-pack-quantized"."""
+        return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "mxfp4-pack-quantized")
+
+    def check(self, settings: Settings) -> None:
+        """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
+        setting that is not supported. Supported are weights that are symmetric floats of 4 bits in groups of 32,
+        without a quantised key/value cache."""
+        check_weights(settings, {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True})
+
+    def claims(self, tensors: Headers) -> bool:
+        """Whether a module's tensors, {key: header}, are a weight of this layout: `.weight_packed` has the dtype U8,
+        and so has `.weight_scale`, unless it is missing, for which `describe` raises. The scales of NVFP4, whose codes
+        have the same name, are in e4m3."""
+        scales = tensors.get(".weight_scale")
+        return super().claims(tensors) and (scales is None or scales.dtype == "U8")
+
+    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+        """Describes the weight that a module's tensors store, from their headers alone. Returns a Found with its name,
+        headers and shape [out, in].
+
+        Args:
+          name: the weight's name in the model.
+          tensors: {".weight_packed": header of the codes, ".weight_scale": header of the scales}.
+          read: a function that returns a tensor's bytes; it is not called, because the headers say everything.
+        Raises:
+          ValueError: the scales are missing, or their shape does not fit the codes.
+        """
+        codes, scales = tensors[self.codes], tensors.get(".weight_scale")
+        wanted = [codes.shape[0], 2 * codes.shape[1] // BLOCK] if len(codes.shape) == 2 else None
+        if scales is None or wanted is None or list(scales.shape) != wanted or 2 * codes.shape[1] % BLOCK:
+            got = "is missing" if scales is None else f"is {scales.dtype}{list(scales.shape)}"
+            raise ValueError(
+                f"{codes.file}: {name}: .weight_scale {got}; codes U8{list(codes.shape)} in blocks of {BLOCK} need "
+                f"U8{wanted or '[out, in / 32]'}"
+            )
+        return Found(name, tensors, (codes.shape[0], 2 * codes.shape[1]))
+
+    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
+        """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its two tensors.
+
+        Args:
+          found: what `describe` returned; not used.
+          arrays: {".weight_packed": the codes, ".weight_scale": the scales}.
+          dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
+        """
+        leaves: list = [arrays[self.codes], arrays[".weight_scale"]]
+        return MXFP4(*leaves, dtype_name=dtype_name)
+
+    def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
+        """Describes the tensors of a file that store `weight`, an MXFP4 [out, in], {key, such as ".weight_scale":
+        FileTensor}. A FileTensor has a shape, a dtype, and a function that later takes the same weight with its arrays
+        and returns the array to write. A file's header is written before the weights have been quantised, so `weight`
+        may contain shapes and dtypes (jax.ShapeDtypeStruct) instead of arrays. number: the number that some layouts put
+        into the header, from `header_number`; this layout has none and ignores it."""
+        assert isinstance(weight, MXFP4)
+        return {
+            self.codes: file_tensor(weight.codes, lambda w: w.codes),
+            ".weight_scale": file_tensor(weight.scales, lambda w: w.scales),
+        }
+
+    def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
+        layout, with activations in 16 bits; `rounding_activations` adds those in MXFP4.
+
+        Args:
+          weights: not used.
+          plain: the names of the linears that are not quantised.
+          dtype: not used.
+        """
+        group = {
+            "targets": ["Linear"],
+            "weights": _NUMBER | {"dynamic": False},
+            "input_activations": None,
+            "output_activations": None,
+            "format": "mxfp4-pack-quantized",
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp4-pack-quantized",
+            "quantization_status": "compressed",
+            "kv_cache_scheme": None,
+            "config_groups": {"group_0": group},
+            "ignore": plain,
+        }
+
+    def rounding_activations(self, config: Config) -> Config:
+        """The entry quantization_config, `config`, for servers that round activations to MXFP4 too (compressed-tensors'
+        scheme MXFP4, W4A4), with dynamic scales of blocks of 32 numbers; `config` is not changed."""
+        said: Config = config["config_groups"]
+        inputs = _NUMBER | {"dynamic": True}
+        return config | {"config_groups": {name: group | {"input_activations": inputs} for name, group in said.items()}}
+
+
+# How compressed-tensors describes the numbers of MXFP4 in config.json.
+_NUMBER = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": BLOCK,
+    "scale_dtype": "torch.uint8",
+    "zp_dtype": "torch.uint8",
+}
+
+
 FORMAT = Format(
     name="mxfp4",
     title="in four bits (MXFP4)",
     kinds=(MXFP4,),
-    layouts=(Published(),),
-    export=Export("mxfp4", "gpt-oss as it is published"),
+    layouts=(Published(), CompressedTensors()),
+    export=Export(
+        "mxfp4", "MXFP4, as compressed-tensors stores it or as gpt-oss is published", keeps=SERVED_IN_16_BITS
+    ),
 )

@@ -30,14 +30,15 @@ from jaxtune.pallas.formats.layout import (
     Layout,
     Read,
     Settings,
+    check_weights,
     file_tensor,
 )
-from jaxtune.pallas.formats.mxfp4 import TABLE
+from jaxtune.pallas.formats.mxfp4 import LARGEST, LARGEST_CODES, TABLE, to_e2m1
 from jaxtune.pallas.formats.stored import Stored
 from jaxtune.pallas.meshes import on_any_mesh
 
 BLOCK = 16  # numbers that share a scale
-_LARGEST, _LARGEST_SCALE = 6.0, 448.0  # of e2m1 and of e4m3
+_LARGEST_SCALE = 448.0  # the largest number of e4m3
 # The number of each byte in e4m3, for kernels that look up a block's scale by its stored byte.
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 _SCALE_OF_ZEROS = 0.125  # the scale of a block whose scale would round to zero, as in compressed-tensors
@@ -65,6 +66,7 @@ class NVFP4(Stored):
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
 
     scale_axes = (-2, -1)
+    row_block = BLOCK
 
     @staticmethod
     @on_any_mesh
@@ -126,6 +128,11 @@ class NVFP4(Stored):
         return dataclasses.replace(
             self, tensor_scale=jnp.asarray(np.float32(whole / factor if self.divides else whole * factor))
         )
+
+    def largest(self) -> jax.Array:
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
+        (Stored.largest)."""
+        return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
         """The axis along which each leaf (codes, scales, tensor_scale, and input_scale if there is one, in this order)
@@ -230,20 +237,17 @@ def _encode(array: jax.Array) -> NVFP4:
 
     largest = jnp.maximum(largest, jnp.finfo(array.dtype).tiny)
     inverse = rounded(divide(jnp.ones_like(largest), largest))  # as torch divides a number by a tensor
-    tensor_scale = rounded(inverse * (_LARGEST * _LARGEST_SCALE))
+    tensor_scale = rounded(inverse * (LARGEST * _LARGEST_SCALE))
     tensor_scale = jnp.where(jnp.isfinite(tensor_scale), tensor_scale, 1.0)
     blocks = wide.reshape(*wide.shape[:-1], -1, BLOCK)
     magnitude = jnp.abs(blocks).max(-1)
-    sixth = rounded(divide(magnitude, jnp.full_like(magnitude, _LARGEST)))
+    sixth = rounded(divide(magnitude, jnp.full_like(magnitude, LARGEST)))
     scales = jnp.minimum(sixth * tensor_scale, _LARGEST_SCALE).astype(jnp.float8_e4m3fn)
     scales = jnp.where(scales.astype(jnp.float32) == 0, _SCALE_OF_ZEROS, scales.astype(jnp.float32))
     scales = scales.astype(jnp.float8_e4m3fn)
     each = _times_tensor_scale(scales.astype(jnp.float32), tensor_scale, True)[..., None]
     scaled = divide(blocks, jnp.broadcast_to(each, blocks.shape))
-    size = jnp.minimum(jnp.abs(scaled), _LARGEST)
-    # Numbers lie 0.5 apart below 2, 1 below 4 and 2 above; ties go to the even code, as jnp.round has them.
-    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
-    size = jnp.round(size / step) * step
+    size = to_e2m1(jnp.minimum(jnp.abs(scaled), LARGEST))
     code = jnp.searchsorted(jnp.asarray(TABLE[:8]), size).astype(jnp.uint8)
     code = (code | ((scaled < 0).astype(jnp.uint8) << 3)).reshape(*array.shape[:-1], -1, 2)
     return NVFP4(code[..., 0] | code[..., 1] << 4, scales, tensor_scale, None, True, array.dtype.name)
@@ -367,19 +371,7 @@ class CompressedTensors(_Files):
         """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
         setting that is not supported. Supported are weights that are symmetric floats of 4 bits in groups of 16,
         without a quantised key/value cache."""
-        for name, group in (settings.get("config_groups") or {}).items():
-            weights = group.get("weights") or {}
-            for key, value in {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True}.items():
-                if weights.get(key, value) != value:
-                    raise ValueError(
-                        f"config.json: quantization_config.config_groups.{name}.weights.{key} = {weights[key]!r}: of "
-                        f"nvfp4-pack-quantized only {value!r} is supported; use the 16-bit original"
-                    )
-        if settings.get("kv_cache_scheme") is not None:
-            raise ValueError(
-                f"config.json: quantization_config.kv_cache_scheme = {settings['kv_cache_scheme']!r}: only null is "
-                "supported; use the 16-bit original"
-            )
+        check_weights(settings, {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True})
 
     def claims(self, tensors: Headers) -> bool:
         """Whether a module's tensors, {key: header}, are a weight of this layout: `.weight_packed` has the dtype U8,

@@ -40,6 +40,8 @@ class Stored:
     # the axes of the tensor along which all numbers share the float32 scale that `rescaled` changes, such as (-1,) for
     # a scale for each row; None: there is no such scale
     scale_axes: ClassVar[tuple[int, ...] | None] = None
+    # the size of a block of numbers along the last axis; a tensor whose rows are not whole blocks cannot be quantised
+    row_block: ClassVar[int] = 1
 
     @property
     def dtype(self) -> np.dtype:
@@ -129,6 +131,12 @@ class Stored:
         exactly the same 16-bit numbers. Formats with `scale_axes` implement it; others raise NotImplementedError.
 
         factor: float64, of the decoded tensor's shape but with 1 along `scale_axes`."""
+        raise NotImplementedError
+
+    def largest(self) -> jax.Array:
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
+        shape. Quantisation-aware training compares weights with it to find those that are clipped. Formats that it
+        rounds to implement it; others raise NotImplementedError."""
         raise NotImplementedError
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> Stored:

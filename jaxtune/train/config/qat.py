@@ -22,14 +22,20 @@ class QatConfig:
     __pydantic_config__ = _STRICT
 
     format: Annotated[
-        Literal["int4", "int8-int4", "int8-int4-asymmetric", "int8", "fp8", "nvfp4", "mxfp4", "q4_0", "q8_0"],
-        "What the weights are rounded to; int8-int4 and fp8 round activations too. q4_0 and q8_0 are GGUF's types.",
+        Literal[
+            "int4", "int8-int4", "int8-int4-asymmetric", "int8", "fp8", "nvfp4", "mxfp4", "mxfp4-mxfp4", "q4_0", "q8_0"
+        ],
+        "What weights are rounded to; int8-int4, fp8 and mxfp4-mxfp4 round activations too. q4_0, q8_0 are GGUF's.",
     ] = "int4"
     group_size: Annotated[
         int | None,
         "Weights of a row that share a scale: 32, 64 or 128 for int4 (128), 32 or null for int8, 32 for q4_0 and q8_0.",
     ] = None
     start: Annotated[int, "Steps to train without rounding first."] = 0
+    gradients: Annotated[
+        Literal["straight_through", "clipped"],
+        "Rounding passes every gradient, or (clipped) none to numbers outside the range of their scale.",
+    ] = "straight_through"
 
     def __post_init__(self) -> None:
         if self.group_size is None:

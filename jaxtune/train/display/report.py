@@ -213,9 +213,10 @@ def precision_notes(
         left = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
         what = "weights and activations" if qat.rounds_inputs else "weights"
         groups = "" if qat.group_size is None else f", groups of {qat.group_size}"
-        notes.append(f"QAT: {what} rounded to {qat.format}{groups}, from step {start}{left}")
+        clipped = "; numbers outside the range of their scale get no gradient" if qat.clips else ""
+        notes.append(f"QAT: {what} rounded to {qat.format}{groups}, from step {start}{left}{clipped}")
     before = qat_spec(model)
-    if before is not None and before != qat:
+    if before is not None and (qat is None or before.grid != qat.grid):
         notes.append(
             f"the adapter was trained with merged weights rounded to {before}, and this run "
             f"{'does not round them' if qat is None else 'rounds them in another way'}; the section qat sets how"

@@ -6,7 +6,6 @@ of it what results store. `require_same_settings` and `require_same_rows` compar
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -308,12 +307,14 @@ def compare_meta(
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    """{"config." + key: its default} for config keys whose default is null, true, false, a number or a list. A record
-    without such a key was written by a version that did not have it, and is read as having the default."""
+    """{"config." + key: its default} for config keys. A record without such a key was written by a version that did not
+    have it, and is read as having the default."""
     found: dict[str, Any] = {}
     for key in config_keys():
-        with contextlib.suppress(ValueError):
+        try:
             found[f"config.{key.name}"] = json.loads(key.default)
+        except ValueError:  # a string, which has no quotes there
+            found[f"config.{key.name}"] = key.default
     return found
 
 

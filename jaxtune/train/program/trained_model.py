@@ -70,7 +70,7 @@ class TrainedModel:
             model.teacher.dtype = model.dtype
         self.plain_graph, self.trainable, self.frozen = nnx.split(model, nnx.Param, ...)
         if config.qat is not None:
-            model = prepare_qat(model, config.qat.format, config.qat.group_size)
+            model = prepare_qat(model, config.qat.format, config.qat.group_size, config.qat.gradients)
         self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
         self._graph_alone = nnx.graphdef(without_teacher(model))
         if self.qat is not None and not self.qat.represented_by(self.given.dtype):
