@@ -45,17 +45,42 @@ def normal(seed: int, *shape: int) -> jax.Array:
 # ---- the formats
 
 
-@pytest.mark.parametrize(("format", "largest"), [("int8", 127), ("int4", 7)])
-def test_a_block_is_integers_with_a_scale(format, largest):
+BLOCKS = np.asarray(normal(0, 3, 256)) * np.array([[1e-3], [1.0], [1e20]], np.float32)
+
+
+def test_a_block_is_integers_with_a_scale():
     """By numpy, from the definition."""
-    x = np.asarray(normal(0, 3, 256)) * np.array([[1e-3], [1.0], [1e20]], np.float32)
-    blocks = x.reshape(3, 4, 64)
-    scales = np.abs(blocks).max(-1) / np.float32(largest)
+    blocks = BLOCKS.reshape(3, 4, 64)
+    scales = np.abs(blocks).max(-1) / np.float32(127)
     want = np.rint(blocks * (1 / scales)[..., None]) * scales[..., None]
-    encoded = jax.jit(low_format.encode, static_argnums=1)(x, format)
-    np.testing.assert_allclose(low_format.decode(encoded, format), want.reshape(3, 256), rtol=1e-6)
+    encoded = jax.jit(low_format.encode, static_argnums=1)(BLOCKS, "int8")
+    np.testing.assert_allclose(low_format.decode(encoded, "int8"), want.reshape(3, 256), rtol=1e-6)
     size = sum(part.nbytes for part in encoded.values())
-    assert size == x.size * low_format.bytes_per_number(format)
+    assert size == BLOCKS.size * low_format.bytes_per_number("int8")
+
+
+def test_a_block_of_int4_is_squares_with_a_scale():
+    """By numpy, from the definition: of 15 multiples of a scale the nearest; a scale is a part of the row's largest."""
+    x = BLOCKS.astype(np.float64)
+    x[1, :16] *= 1e-12  # below the smallest scale
+    blocks = x.reshape(3, 16, 16)
+    largest = np.abs(x).max(-1)[:, None]
+    exponents = np.clip(np.floor(-8 * np.log2(np.abs(blocks).max(-1) / largest)), 0, 255)
+    scales = (largest * 2 ** (-exponents / 8))[..., None]
+    levels = np.array([k * abs(k) / 49 for k in range(-7, 8)])
+    want = levels[np.abs((blocks / scales)[..., None] - levels).argmin(-1)] * scales
+    encoded = jax.jit(low_format.encode, static_argnums=1)(x.astype(np.float32), "int4")
+    np.testing.assert_allclose(low_format.decode(encoded, "int4"), want.reshape(3, 256), rtol=2e-6)
+    assert not want[1, 0].any() and (np.abs(blocks) <= scales).all()
+    size = sum(part.nbytes for name, part in encoded.items() if name != "largest")
+    assert size == x.size * low_format.bytes_per_number("int4")
+
+
+def test_numbers_that_are_usually_small_keep_more_digits():
+    usual = jnp.zeros(32).at[:16].set(1e-3).at[3].set(4e-3).at[5].set(0.0)
+    weights = low_format.weights_in_blocks(usual)
+    want = np.array([0.5, 0.5, 0.5, 1, 0.5, 1 / 8, *[0.5] * 10, *[1] * 16])
+    np.testing.assert_allclose(weights, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -243,14 +268,12 @@ def away(sync: GradientSync, optimizer: str) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want - first))
 
 
-def test_with_error_feedback_weights_stay_near_those_of_a_float32_sync():
-    assert away(INT8, "adam") < 0.01 < away(GradientSync("int8", False), "adam")
-    assert away(INT4, "sgd") < 0.05 < 2 * 0.05 < away(STOCHASTIC, "sgd")
-
-
-def test_int4_changes_what_adam_does():
-    """What docs/several_gpus.md says: rounding adds to the second moments, so that steps are smaller."""
-    assert 0.1 < away(INT4, "adam") < 0.2
+@pytest.mark.parametrize(
+    ("format", "optimizer", "most"), [("int8", "adam", 0.01), ("int4", "adam", 0.05), ("int4", "sgd", 0.05)]
+)
+def test_with_error_feedback_weights_stay_near_those_of_a_float32_sync(format, optimizer, most):
+    near, without = (away(GradientSync(format, feedback), optimizer) for feedback in (True, False))
+    assert near < most < without and (format == "int8" or 2 * near < without)
 
 
 def test_one_update_of_all_micro_batches():
@@ -283,6 +306,35 @@ def test_errors_are_what_the_sums_lack():
     [kept], [summed] = state.sync_errors["sent"], state.sync_errors["summed"]
     left = np.asarray(kept, np.float64).sum(0) + np.asarray(summed, np.float64).reshape(-1)
     np.testing.assert_allclose(np.linalg.norm(left), np.linalg.norm(lost), rtol=0.02)
+    [usual] = np.asarray(state.sync_errors["usual"], np.float64)
+    np.testing.assert_array_equal(usual[0], usual[1])
+    assert 0.8 < np.linalg.norm(usual) / np.linalg.norm(exact * math.sqrt(1 - 0.99**2)) < 1.2  # of two steps
+
+
+def test_a_checkpoint_of_int4_with_equal_steps(tmp_path, monkeypatch, capsys):
+    """An older version's, without usual sizes: the run continues, and says that its errors start from zero."""
+    save = CheckpointConfig(every_steps=1, every_minutes=None, keep=6)
+    mesh = mesh_config(gradient_sync="int4")
+
+    def train(steps):
+        config = make_config(tmp_path, steps=steps, rows_per_step=8, mesh=mesh, checkpoint=save)
+        return Trainer(lora_model(), None, config, dataset(documents(24))).train()
+
+    def older(self, trainable, shape):
+        return {name: sizes for name, sizes in error_sizes(self, trainable, shape).items() if name != "usual"}
+
+    error_sizes = GradientSync.error_sizes
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientSync, "error_sizes", older)
+        patch.setattr(GradientSync, "__str__", lambda self: "sent in int4 with error feedback")
+        train(2)
+    capsys.readouterr()
+    train(3)
+    said = capsys.readouterr().out
+    assert "mesh.gradient_sync: the errors in the checkpoint are of another format; error feedback starts from" in said
+    assert "not bit for bit the same run: numerics.gradients: saved 'fp32, sent in int4 with error feedback'" in said
+    train(4)
+    assert "mesh.gradient_sync" not in capsys.readouterr().out
 
 
 # ---- what is not finite
@@ -373,11 +425,12 @@ def test_a_resumed_run_is_the_same_run(make, mesh, tmp_path, capsys):
     assert "mesh.gradient_sync: the checkpoint has no errors" in capsys.readouterr().out
 
 
-def test_the_planner_counts_what_the_sync_takes():
+@pytest.mark.parametrize("sync", [INT8, INT4], ids=str)
+def test_the_planner_counts_what_the_sync_takes(sync):
     """Of a model whose sums are larger than anything else of the update."""
-    step = made((4, 1), INT8, wide())
+    step = made((4, 1), sync, wide())
     trainable, shape = step.state.trainable, partition.MeshShape.of(step.program.mesh)
-    kept, taken = INT8.bytes_on_device(trainable, shape)
+    kept, taken = sync.bytes_on_device(trainable, shape)
     analysis = step.update.lower(step.state, step.sums).compile().memory_analysis()
     assert kept == sum(leaf.nbytes for leaf in jax.tree.leaves(step.state.sync_errors)) / 4
     assert analysis.temp_size_in_bytes <= 1.1 * taken

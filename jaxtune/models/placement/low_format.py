@@ -2,12 +2,18 @@
 
 A sum has two legs, as in NCCL's all-reduce: `reduce_scatter` sends each device its part of all devices' arrays, and
 `all_gather` sends the parts of the sum to all devices. Numbers are in the low format on both legs, and are added in
-float32. What a format is: `bf16` are bfloat16 numbers; `int8` and `int4` are integers from -127 to 127 and from -7 to 7
-with a float32 scale, max |x| / 127 or / 7, for each block of 64 numbers (2, 1.06 and 0.56 bytes a number).
+float32. What a format is:
+
+- `bf16`: bfloat16 numbers, 2 bytes each.
+- `int8`: integers from -127 to 127 with a float32 scale, max |x| / 127, for each block of 64 numbers; 1.06 bytes each.
+- `int4`: codes k from -7 to 7 that stand for k |k| / 49 of a scale for each block of 16 numbers; 0.56 bytes each. Steps
+  between codes grow with the number, so that small numbers beside a large one keep some of their digits. The scale is
+  one byte e, for 2^(-e / 8) of the largest number of the row, which is sent in float32: the smallest such scale that is
+  not less than the block's max |x|, or 2^-31.9 of the row's largest number.
 
 Numbers are rounded to the nearest, or stochastically with a seed: then the expected result is the number. A block with
-a number that is not finite has a scale that is not finite, so that all numbers that are decoded from it are infinite or
-NaN: every device learns of the overflow of one.
+a number that is not finite (in int4 its whole row) has a scale that is not finite, so that all numbers that are decoded
+from it are infinite or NaN: every device learns of the overflow of one.
 """
 
 from __future__ import annotations
@@ -21,9 +27,10 @@ from jaxtune.pallas.rounding import random_bits, stochastic_round
 
 SyncFormat = Literal["bf16", "int8", "int4"]
 Axes = str | tuple[str, ...]  # one or several axes of a mesh, by name
-BLOCK = 64  # numbers that share a scale
-_LARGEST = {"int8": 127, "int4": 7}
-_BITS = {"bf16": 16.0, "int8": 8.0 + 32 / BLOCK, "int4": 4.0 + 32 / BLOCK}
+BLOCK = 64  # the numbers of an array are a multiple of this; in int8 so many share a scale
+INT4_BLOCK = 16  # numbers that share a scale in int4
+_STEPS = 8  # scales of int4 between a number and its double
+_BITS = {"bf16": 16.0, "int8": 8.0 + 32 / BLOCK, "int4": 4.0 + 8 / INT4_BLOCK}
 
 
 def bytes_per_number(format: SyncFormat) -> float:
@@ -41,30 +48,74 @@ def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stre
       seed: uint32[2], from which stochastic rounding draws; None: numbers are rounded to the nearest.
       stream: different for arrays that are rounded with the same seed.
     Returns:
-      {"codes": uint16[..., n], the bits of bfloat16; int8[..., n]; or uint8[..., n / 2], two int4 a byte}, and for int8
-        and int4 "scales": float32[..., n / 64].
+      {"codes": uint16[..., n], the bits of bfloat16; int8[..., n]; or uint8[..., n / 2], two int4 a byte}; for int8
+        also "scales": float32[..., n / 64]; for int4 "scales": uint8[..., n / 16] and "largest": float32[..., 1], the
+        largest |x| of each row.
     """
     if format == "bf16":
         rounded = x.astype(jnp.bfloat16) if seed is None else stochastic_round(x, seed, stream)
         # As integers, because XLA may widen bfloat16 before it is sent (it does on CPUs).
         return {"codes": jax.lax.bitcast_convert_type(rounded, jnp.uint16)}
-    largest = _LARGEST[format]
-    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
-    scales = jnp.abs(blocks).max(-1) / largest
-    # Of scales that are not normal numbers, which some devices take for 0, the inverse is not finite.
-    inverse = jnp.where(scales >= jnp.finfo(jnp.float32).tiny, 1 / scales, 0)
-    multiples = blocks * inverse[..., None]
-    if seed is None:
-        whole = jnp.round(multiples)
-    else:
-        draws = (random_bits(blocks.shape, seed, stream).astype(jnp.float32) + 0.5) / 65536
-        whole = jnp.floor(multiples + draws)
-    codes = jnp.clip(whole, -largest, largest).astype(jnp.int8)
-    if format == "int4":
-        half = BLOCK // 2  # the first half of a block is in the low bits of its bytes
-        low, high = codes[..., :half], codes[..., half:]
-        codes = jax.lax.bitcast_convert_type((low & 15) | (high << 4), jnp.uint8)
-    return {"codes": codes.reshape(*x.shape[:-1], -1), "scales": scales}
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK if format == "int8" else INT4_BLOCK)
+    draws = None if seed is None else (random_bits(blocks.shape, seed, stream).astype(jnp.float32) + 0.5) / 65536
+    return _encode_int8(blocks, draws) if format == "int8" else _encode_int4(blocks, draws)
+
+
+def _encode_int8(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
+    """`encode` for int8. blocks: float32[..., blocks, 64], the numbers. draws: as in `_rounded`."""
+    scales = jnp.abs(blocks).max(-1) / 127
+    codes = jnp.clip(_rounded(blocks * _inverse(scales)[..., None], draws), -127, 127).astype(jnp.int8)
+    return {"codes": codes.reshape(*scales.shape[:-1], -1), "scales": scales}
+
+
+def _encode_int4(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
+    """`encode` for int4. blocks: float32[..., blocks, 16], the numbers. draws: as in `_rounded`."""
+    of_blocks = jnp.abs(blocks).max(-1)
+    largest = of_blocks.max(-1, keepdims=True)
+    scales = jnp.clip(jnp.floor(-_STEPS * jnp.log2(of_blocks * _inverse(largest))), 0, 255).astype(jnp.uint8)
+    multiples = jnp.abs(blocks) * _inverse(_int4_scales(scales, largest) / 49)[..., None]
+    lower = jnp.clip(jnp.floor(jnp.sqrt(multiples)), 0, 6)  # a code; the number is from lower^2 to (lower + 1)^2
+    codes = jnp.clip(lower + _rounded((multiples - lower * lower) / (2 * lower + 1), draws), 0, 7)
+    codes = jnp.where(blocks < 0, -codes, codes).astype(jnp.int8).reshape(*largest.shape[:-1], -1, BLOCK)
+    half = BLOCK // 2  # of each 64 numbers, the first half is in the low bits of their bytes
+    codes = jax.lax.bitcast_convert_type((codes[..., :half] & 15) | (codes[..., half:] << 4), jnp.uint8)
+    return {"codes": codes.reshape(*largest.shape[:-1], -1), "scales": scales, "largest": largest}
+
+
+def _rounded(x: jax.Array, draws: jax.Array | None) -> jax.Array:
+    """The float32 numbers `x` rounded to integers: to the nearest, or stochastically by `draws`, numbers of the same
+    shape that are uniform from 0 to 1."""
+    return jnp.round(x) if draws is None else jnp.floor(x + draws)
+
+
+def _int4_scales(scales: jax.Array, largest: jax.Array) -> jax.Array:
+    """The scales, float32[..., blocks], that the bytes `scales`, uint8[..., blocks], stand for in rows with the largest
+    numbers `largest`, float32[..., 1]."""
+    return largest * jnp.exp2(scales.astype(jnp.float32) * (-1 / _STEPS))
+
+
+def _inverse(scales: jax.Array) -> jax.Array:
+    """1 / scales, float32 of the same shape; 0 for scales that are not normal numbers, which some devices take for 0:
+    their inverse is not finite."""
+    return jnp.where(scales >= jnp.finfo(jnp.float32).tiny, 1 / scales, 0)
+
+
+def weights_in_blocks(usual: jax.Array) -> jax.Array:
+    """By what numbers are divided before they are encoded in int4, and multiplied after, so that those that are usually
+    small keep more of their digits beside large ones of the same block.
+
+    A weight is the root of a number's usual size as a part of the largest one in its block, which is midway between the
+    same weight for all, with which the sum of all errors is smallest, and errors in proportion to each number. It is at
+    least 1/8, so that a number that is larger than usual for once does not cost the others of its block their digits.
+
+    Args:
+      usual: float32[n], the numbers' usual sizes, in any unit; n is a multiple of 16.
+    Returns:
+      float32[n], from 1/8 to 1; 1 in blocks of zeros.
+    """
+    blocks = usual.reshape(-1, INT4_BLOCK)
+    inverse = _inverse(blocks.max(-1, keepdims=True))
+    return jnp.where(inverse > 0, jnp.maximum(jnp.sqrt(blocks * inverse), 1 / 8), 1.0).reshape(-1)
 
 
 def decode(encoded: dict[str, jax.Array], format: SyncFormat) -> jax.Array:
@@ -73,12 +124,15 @@ def decode(encoded: dict[str, jax.Array], format: SyncFormat) -> jax.Array:
     if format == "bf16":
         return jax.lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
     scales = encoded["scales"]
-    codes = codes.reshape(*scales.shape, -1)
-    if format == "int4":
-        low = jax.lax.bitcast_convert_type(codes << 4, jnp.int8) >> 4  # the shift repeats the sign
-        high = jax.lax.bitcast_convert_type(codes, jnp.int8) >> 4
-        codes = jnp.concatenate([low, high], -1)
-    return (codes.astype(jnp.float32) * scales[..., None]).reshape(*scales.shape[:-1], -1)
+    if format == "int8":
+        blocks = codes.reshape(*scales.shape, BLOCK).astype(jnp.float32)
+        return (blocks * scales[..., None]).reshape(codes.shape)
+    codes = codes.reshape(*codes.shape[:-1], -1, BLOCK // 2)
+    low = jax.lax.bitcast_convert_type(codes << 4, jnp.int8) >> 4  # the shift repeats the sign
+    high = jax.lax.bitcast_convert_type(codes, jnp.int8) >> 4
+    blocks = jnp.concatenate([low, high], -1).reshape(*scales.shape, INT4_BLOCK).astype(jnp.float32)
+    scales = _int4_scales(scales, encoded["largest"] / 49)
+    return (blocks * jnp.abs(blocks) * scales[..., None]).reshape(*scales.shape[:-1], -1)
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: int = 0):

@@ -5,6 +5,11 @@ feedback (arXiv 1901.09847) each device keeps what rounding took from the number
 sends in the next step. These errors are part of the train state, in bfloat16. They are errors of the mean gradient, so
 that they stay right when the number of targets or the loss scale changes.
 
+Adam divides each gradient by its own usual size, so that errors which are small beside the largest gradient of a block
+may be large beside others. In int4 each device therefore also keeps the usual sizes of the summed gradients, the same
+on all devices: roots of running means of squares as Adam's own, by which numbers are weighted before they are encoded
+(low_format.weights_in_blocks).
+
 Tensors that are whole on each device are added over all devices, and those that `fsdp` divides over `data`, once a step
 in the update. Small tensors are joined to buffers, so that there are few collectives. The sums over `fsdp` of divided
 tensors are made in the backward of each micro-batch (gathers.scatter), always rounded stochastically, as their errors
@@ -28,7 +33,8 @@ from jaxtune.train.config import MeshConfig
 
 # Tensors are joined to buffers of up to this many numbers; a larger tensor has a buffer of its own.
 _JOINED = 1 << 24
-ERRORS = jnp.bfloat16  # the dtype in which errors are kept
+ERRORS = jnp.bfloat16  # the dtype in which errors and usual sizes are kept
+_DECAY = 0.99  # of the running means of squares: a smaller change a step would be less than bfloat16 can keep
 # What the update takes for a number, by XLA's compiler for two H200s: 11.7 bytes in int8, 9.7 in int4, 10.0 in bf16.
 _UPDATE_BYTES = 12.0
 
@@ -67,8 +73,10 @@ class GradientSync:
     feedback: bool
 
     def __str__(self) -> str:
-        """What the first screen of a run says: "sent in int8 with error feedback", for example."""
-        return f"sent in {self.format} {'with error feedback' if self.feedback else 'with stochastic rounding'}"
+        """What the first screen and the record of a run say: "sent in int8 with error feedback", for example. In the
+        records of older versions, whose int4 had equal steps, "quadratic" is missing."""
+        format = "quadratic int4" if self.format == "int4" else self.format
+        return f"sent in {format} {'with error feedback' if self.feedback else 'with stochastic rounding'}"
 
     @staticmethod
     def buffers(tensors: Sequence[tuple[int, bool]], shape: MeshShape) -> list[Buffer]:
@@ -96,8 +104,8 @@ class GradientSync:
 
     def error_sizes(self, trainable, shape: MeshShape) -> dict[str, list[int]]:
         """The numbers of errors that each device keeps: of the gradients that it sends ("sent") and of the sums that it
-        makes ("summed"), one for each buffer; {} without error feedback or with one device. trainable: the trained
-        tensors, which may be abstract. shape: the mesh's."""
+        makes ("summed"), and in int4 of the sums' usual sizes ("usual"), one for each buffer; {} without error feedback
+        or with one device. trainable: the trained tensors, which may be abstract. shape: the mesh's."""
         if not self.feedback or shape.size == 1:
             return {}
         leaves = jax.tree.leaves(partition.divided_into(trainable, shape.parts), is_leaf=_is_shard)
@@ -106,11 +114,13 @@ class GradientSync:
         divided = [_is_shard(leaf) for leaf in leaves]
         tensors = [(n // shape.parts if cut else n, cut) for n, cut in zip(sizes, divided, strict=True)]
         buffers = self.buffers(tensors, shape)
-        return {"sent": [b.size for b in buffers], "summed": [b.part for b in buffers]}
+        sizes = {"sent": [b.size for b in buffers], "summed": [b.part for b in buffers]}
+        return sizes | ({"usual": sizes["sent"]} if self.format == "int4" else {})
 
     def first_errors(self, trainable, shape: MeshShape) -> dict[str, list[jax.Array]]:
-        """The errors with which a run starts: {"sent", "summed": a list of zeros bfloat16[devices, n], one for each
-        buffer}; {} without error feedback or with one device. trainable: the trained tensors. shape: the mesh's."""
+        """The errors with which a run starts, by the names of `error_sizes`: lists of zeros bfloat16[devices, n], one
+        for each buffer; {} without error feedback or with one device. trainable: the trained tensors. shape: the
+        mesh's."""
         sizes = self.error_sizes(trainable, shape)
         return {name: [jnp.zeros((shape.size, n), ERRORS) for n in one] for name, one in sizes.items()}
 
@@ -146,15 +156,24 @@ class GradientSync:
             mine = jnp.pad(mine, (0, buffer.size - buffer.numbers))
             if errors:
                 mine += errors["sent"][index].astype(jnp.float32) * unit
+            weights = own = 1.0
+            if "usual" in errors:
+                weights = low_format.weights_in_blocks(errors["usual"][index].astype(jnp.float32))
+                own = weights.reshape(buffer.devices, buffer.part)[jax.lax.axis_index(buffer.axes)]
+                mine /= weights
             parts = mine.reshape(buffer.devices, buffer.part)
             part, lost = low_format.reduce_scatter(parts, buffer.axes, self.format, seed, 2 * index)
             if errors:
-                new["sent"].append((lost.reshape(-1) / unit).astype(ERRORS))
-                part += errors["summed"][index].astype(jnp.float32) * unit
+                new["sent"].append((lost.reshape(-1) * weights / unit).astype(ERRORS))
+                part += errors["summed"][index].astype(jnp.float32) * unit / own
             whole, lost = low_format.all_gather(part, buffer.axes, self.format, seed, 2 * index + 1)
             if errors:
-                new["summed"].append((lost / unit).astype(ERRORS))
-            whole, start = whole.reshape(-1), 0
+                new["summed"].append((lost * own / unit).astype(ERRORS))
+            whole, start = whole.reshape(-1) * weights, 0
+            if "usual" in errors:
+                squares = jnp.square(errors["usual"][index].astype(jnp.float32))
+                squares += (1 - _DECAY) * (jnp.square(whole / unit) - squares)
+                new["usual"].append(jnp.sqrt(squares).astype(ERRORS))
             for i in buffer.tensors:
                 size = arrays[i].size
                 arrays[i] = whole[start : start + size].reshape(arrays[i].shape).astype(arrays[i].dtype)
@@ -189,7 +208,10 @@ def as_saved(like, saved: Mapping):
     mesh, shape = saved["config"].get("mesh") or {}, MeshShape.from_record(saved["numerics"])
     sizes: dict[str, list[int]] = {}
     if mesh.get("gradient_sync", "fp32") != "fp32" and mesh["gradient_rounding"] == "error_feedback":
-        sizes = GradientSync(mesh["gradient_sync"], True).error_sizes(like.trainable, shape)
+        sync = GradientSync(mesh["gradient_sync"], True)
+        sizes = sync.error_sizes(like.trainable, shape)
+        if str(sync) not in saved["numerics"]["gradients"]:  # an older version's int4, which had no usual sizes
+            sizes.pop("usual", None)
     errors = {name: [jax.ShapeDtypeStruct((shape.size, n), ERRORS) for n in one] for name, one in sizes.items()}
     leaf = next(iter(jax.tree.leaves(like.sync_errors)), None)
     here = leaf is not None and MeshShape.of(leaf.sharding.mesh) == shape
@@ -214,6 +236,8 @@ def fitted(state, like, note: Callable[[list[str]], object]):
         if all(leaf.sharding == wanted.sharding for leaf, wanted in pairs):
             return state
         text = "mesh.gradient_sync: the errors in the checkpoint are of another mesh; error feedback starts from zero"
+    elif state.sync_errors and like.sync_errors:
+        text = "mesh.gradient_sync: the errors in the checkpoint are of another format; error feedback starts from zero"
     elif state.sync_errors:
         text = "mesh.gradient_sync: the errors of error feedback in the checkpoint are not used"
     else:
