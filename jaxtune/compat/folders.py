@@ -79,7 +79,7 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
         if steps:
             raise ValueError(
                 f"train: output_dir = {str(output)!r} holds the checkpoints of a run: pass "
-                "resume_from_checkpoint=True to go on from them, or name another folder"
+                "resume_from_checkpoint=True to continue from them, or name another folder"
             )
         return False, None
     if given is True:
