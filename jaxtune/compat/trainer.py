@@ -427,7 +427,7 @@ class SFTTrainer(Evaluations):
         if there:
             say(f"{type(self).__name__}: what was trained is in {left.folder(steps)}")
         if resumes and self.args.load_best_model_at_end:
-            events.tell_of_better(output / JSONL, steps)
+            events.note_better(output / JSONL, steps)
         events.tell("on_train_end")
         losses = [line["loss"] for line in trainer.history if "loss" in line]
         loss = sum(losses) / len(losses) if losses else math.nan
