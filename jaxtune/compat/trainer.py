@@ -194,7 +194,8 @@ class SFTTrainer(Evaluations):
         return data
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """Returns a map from a module of the run to the script's, here the identity; subclasses restore dropout."""
+        """Returns a function that changes a module of the run, in place, before the script sees it, and returns it:
+        here it changes nothing. In subclasses it restores the dropout rates that the script's adapters have."""
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
