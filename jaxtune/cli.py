@@ -82,7 +82,7 @@ def console(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     interrupts.raise_dropped_interrupts()
-    terminal.outlive(told=not set(arguments[:1]) <= set(_WORKING))
+    terminal.outlive(raises=not set(arguments[:1]) <= set(_WORKING))
     # transformers imports torch wherever it is installed, which takes seconds and is of no use to a command. It is
     # hidden until transformers has been imported (model_folder.load_tokenizer).
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

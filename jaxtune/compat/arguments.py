@@ -26,7 +26,7 @@ class Argument:
     free: tuple  # values that are accepted without a line or an error; an error proposes the first, the default
 
 
-_told: set[tuple[str, str]] = set()
+_printed: set[tuple[str, str]] = set()
 
 
 def settle(
@@ -65,8 +65,8 @@ def settle(
 def tell(where: str, name: str, text: str) -> None:
     """Prints why an argument has no effect here, once in a process for each `where` (the called function or class) and
     `name` (the argument). `text` is the reason."""
-    if (where, name) not in _told:
-        _told.add((where, name))
+    if (where, name) not in _printed:
+        _printed.add((where, name))
         say(f"{where}: {name} does nothing here: {text}")
 
 

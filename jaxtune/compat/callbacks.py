@@ -268,7 +268,7 @@ class Events(Callback):
         self._callbacks, self._processing_class = callbacks, processing_class
         self._scheduled: dict[str, int | None] = {}
         self._steps_per_epoch, self._can_evaluate = 1, False
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
         self._left = 0  # the step of the last checkpoint-N folder
 
     def tell(self, event: str, **more: Any) -> None:
@@ -374,8 +374,8 @@ class Events(Callback):
           ValueError: an evaluation is requested and there is no eval_dataset.
         """
         for name, is_due in due.items():
-            if is_due and not getattr(self.control, f"should_{name}") and name not in self._told:
-                self._told.add(name)
+            if is_due and not getattr(self.control, f"should_{name}") and name not in self._printed:
+                self._printed.add(name)
                 say(
                     f"SFTTrainer: a callback sets should_{name} to False, but SFTConfig's {name} steps stay as they are"
                 )
@@ -431,7 +431,7 @@ class Events(Callback):
             self._leave(step)
         self.tell("on_save")
 
-    def tell_of_better(self, metrics: Path, done: int) -> None:
+    def note_better(self, metrics: Path, done: int) -> None:
         """Called at the end of a run that was continued and has load_best_model_at_end: prints a note if an evaluation
         of an earlier call of train() was better than the weights that the model now has. Those better weights were lost
         with the earlier process.

@@ -19,7 +19,7 @@ import jaxtune
 from jaxtune.compat.callbacks import TrainerState
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter
-from jaxtune.system.files import unfinished_name
+from jaxtune.system.files import temporary_path
 from jaxtune.system.terminal import say
 from jaxtune.train.folder.checkpoint import saved_steps
 
@@ -79,7 +79,7 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
         if steps:
             raise ValueError(
                 f"train: output_dir = {str(output)!r} holds the checkpoints of a run: pass "
-                "resume_from_checkpoint=True to go on from them, or name another folder"
+                "resume_from_checkpoint=True to continue from them, or name another folder"
             )
         return False, None
     if given is True:
@@ -106,7 +106,7 @@ def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> N
 def save_beside(module: Decoder, folder: Path, tokenizer: Any = None) -> None:
     """Saves what `save` does into a folder that may have other files, as output_dir has checkpoint-N folders. Files
     with the names of the new ones are replaced, and others stay."""
-    whole = unfinished_name(folder / "model")
+    whole = temporary_path(folder / "model")
     save(module, whole, tokenizer)
     for file in sorted(whole.iterdir()):
         os.replace(file, folder / file.name)
@@ -137,14 +137,14 @@ class Checkpoints:
         """Writes the weights of `module` as the checkpoint-N folder of a step, in place of one that an earlier call of
         train() wrote, and removes old folders over the limit. Returns True if the folder was written, now or before in
         this call of train(). An error (OSError, ValueError) is printed, the run continues, and False is returned."""
-        folder, whole = self.folder(step), unfinished_name(self.folder(step))
+        folder, whole = self.folder(step), temporary_path(self.folder(step))
         if step in self.written:
             return True
         try:
             save(module, whole, self._tokenizer)
             write_state(whole, self._state)
             if folder.exists():  # written by an earlier call, which continued from a step before
-                old = unfinished_name(folder)
+                old = temporary_path(folder)
                 os.rename(folder, old)
                 os.rename(whole, folder)
                 shutil.rmtree(old)

@@ -194,7 +194,8 @@ class SFTTrainer(Evaluations):
         return data
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """Returns a map from a module of the run to the script's, here the identity; subclasses restore dropout."""
+        """Returns a function that changes a module of the run, in place, before the script sees it, and returns it:
+        here it changes nothing. In subclasses it restores the dropout rates that the script's adapters have."""
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
@@ -427,7 +428,7 @@ class SFTTrainer(Evaluations):
         if there:
             say(f"{type(self).__name__}: what was trained is in {left.folder(steps)}")
         if resumes and self.args.load_best_model_at_end:
-            events.tell_of_better(output / JSONL, steps)
+            events.note_better(output / JSONL, steps)
         events.tell("on_train_end")
         losses = [line["loss"] for line in trainer.history if "loss" in line]
         loss = sum(losses) / len(losses) if losses else math.nan

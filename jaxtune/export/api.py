@@ -74,7 +74,7 @@ def export_model(
     job = _Job(Path(path).resolve(), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
     if to.startswith("gguf") and not model.config.head.is_text:
         raise ValueError(f"export: to = {to!r}: {model.config.head.what}, for which GGUF has no place; take merged")
-    grids.require_held(model, to, (outtype or _DEFAULT_OUTTYPE[model.dtype]) if to == "gguf" else None)
+    grids.require_representable(model, to, (outtype or _DEFAULT_OUTTYPE[model.dtype]) if to == "gguf" else None)
     done = FORMATS[to](model, job)
     alone = to in ("adapter", "gguf-adapter")
     return dataclasses.replace(done, notes=done.notes + grids.notes_on_adapter(model)) if alone else done

@@ -1,6 +1,6 @@
 """Keeps exports from losing quantisation-aware training (QAT), which rounded the model's weights to a grid:
-`require_held` refuses a format that would round them again, and `quantized` stores them exactly in a format that has
-this grid."""
+`require_representable` refuses a format that would round them again, and `quantized` stores them exactly in a format
+that has this grid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def grid_of_export(model: Decoder) -> FakeQuant | None:
     return qat_spec(model) if has_adapter(model) else model.qat
 
 
-def require_held(model: Decoder, to: str, outtype: str | None) -> None:
+def require_representable(model: Decoder, to: str, outtype: str | None) -> None:
     """Raises ValueError if a format, or its dtype, cannot represent the weights of quantisation-aware training, so that
     they would be rounded again, which would lose what was trained for. Nothing is raised for a model without such
     training, or for formats of adapters.

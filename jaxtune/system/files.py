@@ -41,7 +41,7 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
     """
     path = Path(path)
     data = data.encode() if isinstance(data, str) else data
-    temporary = unfinished_name(path)
+    temporary = temporary_path(path)
     try:
         with writing(path, len(data)):
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -62,9 +62,9 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
         sync(path.parent)
 
 
-def unfinished_name(path: str | os.PathLike) -> Path:
+def temporary_path(path: str | os.PathLike) -> Path:
     """Returns a new hidden path in the folder of `path`, for a file or folder that is renamed to `path` when it is
-    complete. Nothing is created. remove_unfinished recognises the name by its form, .NAME.PROCESS-RANDOM.tmp."""
+    complete. Nothing is created. remove_temporary recognises the name by its form, .NAME.PROCESS-RANDOM.tmp."""
     path = Path(path)
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
@@ -140,15 +140,15 @@ def read_plain(path: str | os.PathLike) -> bytes:
         return file.read()
 
 
-_UNFINISHED = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
+_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 
-def remove_unfinished(folder: str | os.PathLike) -> None:
-    """Removes temporary files and folders (with names from `unfinished_name`) that killed processes left in `folder`.
+def remove_temporary(folder: str | os.PathLike) -> None:
+    """Removes temporary files and folders (with names from `temporary_path`) that killed processes left in `folder`.
     Those that a living process is writing stay, such as an export into a run's folder: it has locked them (`hold`). On
     a file system without locks they are removed, too."""
     for left in Path(folder).glob(".*.tmp"):
-        if _UNFINISHED.fullmatch(left.name):
+        if _TEMPORARY.fullmatch(left.name):
             remove_left(left)
 
 

@@ -148,7 +148,7 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
     """
     if processes is not None or process is not None:
         if coordinator is None or processes is None or process is None:
-            raise ValueError("--coordinator, --processes and --process belong together: give all three")
+            raise ValueError("--coordinator, --processes and --process are incomplete: give all three")
         if not re.fullmatch(r".+:\d+", coordinator):
             raise ValueError(f"--coordinator = {coordinator!r}: must be host:port, such as node001:12345")
         if not 0 <= process < processes:
@@ -319,10 +319,10 @@ def require_same(what: dict[str, Any], fix: str) -> None:
     """
     if count() == 1:
         return
-    ours = json.loads(json.dumps(what))
-    theirs = of_first(lambda: ours)
-    names = (name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name))
-    other = next(([name, ours.get(name), theirs.get(name)] for name in names), None)
+    own = json.loads(json.dumps(what))
+    expected = of_first(lambda: own)
+    names = (name for name in sorted(own.keys() | expected.keys()) if own.get(name) != expected.get(name))
+    other = next(([name, own.get(name), expected.get(name)] for name in names), None)
     for number, found in enumerate(all_of(other)):
         if found is not None:
             name, here, there = found

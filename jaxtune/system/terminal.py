@@ -97,13 +97,13 @@ class _Stream:
         return iter(self._stream)
 
 
-def outlive(told: bool = False) -> None:
+def outlive(raises: bool = False) -> None:
     """From now on this process continues when the reader of its stdout or stderr is gone, such as `head`, or a terminal
     that was closed; what can no longer be written is dropped. If one of the file descriptors 0 to 2 is closed, the null
     device takes its place.
 
     Args:
-      told: True: the first write to stdout that fails raises an OSError (for a pipe, a BrokenPipeError), for commands
+      raises: True: the first write to stdout that fails raises an OSError (for a pipe, a BrokenPipeError), for commands
         whose result is what they print, and that have nothing left to do then. False: such a write is dropped, too, for
         commands such as training whose result is on disk.
     """
@@ -111,7 +111,7 @@ def outlive(told: bool = False) -> None:
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
             pass  # the parent closed it; without this the next file that is opened would get what is printed
         os.close(descriptor)
-    sys.stdout = _outliving(sys.stdout, "<stdout>" if told else "")
+    sys.stdout = _outliving(sys.stdout, "<stdout>" if raises else "")
     sys.stderr = _outliving(sys.stderr)
 
 

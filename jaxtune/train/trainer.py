@@ -23,7 +23,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition
 from jaxtune.system import processes, shared_folders
-from jaxtune.system.files import remove_unfinished
+from jaxtune.system.files import remove_temporary
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import outliving, say
 from jaxtune.train import own_parts, setup
@@ -215,7 +215,7 @@ class Trainer:
             stack.enter_context(checkpointer)
             shared_folders.require_shared(self.output)
             if processes.first():
-                remove_unfinished(self.output)
+                remove_temporary(self.output)
             with stop.at_once():
                 self.stored.fill((self.train_data, self.eval_data), self.engine)
                 resumed, start = self._resume(checkpointer, from_step)

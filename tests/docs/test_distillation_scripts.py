@@ -22,7 +22,7 @@ CHATS = [{"messages": [*row["prompt"], {"role": "assistant", "content": f"{n}"}]
 
 @pytest.fixture(autouse=True)
 def nothing_was_told(monkeypatch):
-    monkeypatch.setattr(arguments, "_told", set())
+    monkeypatch.setattr(arguments, "_printed", set())
 
 
 def trainer_of(kind: Any, rows, model=None, teacher: Any = "base", held_out=None, **settings):

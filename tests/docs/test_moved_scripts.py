@@ -45,7 +45,7 @@ def from_the_hub(workplace, monkeypatch):
         return made if split else datasets.DatasetDict(train=made, test=made.select(range(4)))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(arguments, "_told", set())
+    monkeypatch.setattr(arguments, "_printed", set())
     return workplace
 
 

@@ -100,7 +100,7 @@ def place(model_folder, tmp_path, monkeypatch) -> Path:
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(arguments, "_told", set())
+    monkeypatch.setattr(arguments, "_printed", set())
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "tokens"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.chdir(work)

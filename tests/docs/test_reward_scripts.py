@@ -27,7 +27,7 @@ def from_the_hub(workplace, monkeypatch):
         "trl-lib/ultrafeedback-prompt": [{"prompt": [{"role": "user", "content": "Go on."}]}] * 8,
     }
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: datasets.Dataset.from_list(rows[name]))
-    monkeypatch.setattr(arguments, "_told", set())
+    monkeypatch.setattr(arguments, "_printed", set())
     return workplace
 
 

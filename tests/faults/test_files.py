@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from jaxtune.system.files import atomic_write, fingerprints, remove_unfinished, unfinished_name
+from jaxtune.system.files import atomic_write, fingerprints, remove_temporary, temporary_path
 
 
 @contextlib.contextmanager
@@ -41,14 +41,14 @@ def test_a_link_is_replaced_and_its_target_kept(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
-    left = unfinished_name(tmp_path / "merged")
+    left = temporary_path(tmp_path / "merged")
     left.mkdir()
     (left / "model.safetensors").write_text("half")
-    unfinished_name(tmp_path / "config.yaml").write_text("st")
+    temporary_path(tmp_path / "config.yaml").write_text("st")
     names = {"config.yaml", ".hidden", "x.tmp", ".mine.tmp", ".notes.2024-draft.tmp"}
     for name in names:
         (tmp_path / name).write_text("kept")
-    remove_unfinished(tmp_path)
+    remove_temporary(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == names
 
 

@@ -32,7 +32,7 @@ from jaxtune.export.gguf_tensors import Source, Tensor
 from jaxtune.models.adapters.adapter_files import save_adapter
 from jaxtune.models.files import shards
 from jaxtune.models.hf import save_pretrained
-from jaxtune.system.files import atomic_write, remove_unfinished, unfinished_name
+from jaxtune.system.files import atomic_write, remove_temporary, temporary_path
 from jaxtune.train.data import cache, prepare, workers
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.display import metrics as m
@@ -150,7 +150,7 @@ def test_what_a_living_process_writes_into_a_run_s_folder_stays(tmp_path, killed
         if killed:
             other.kill()
             other.wait()
-        remove_unfinished(tmp_path)
+        remove_temporary(tmp_path)
         assert folder.exists() == file.exists() == (not killed)
         if not killed:
             other.communicate("\n")  # the folder's own names are written by the same function
@@ -370,4 +370,4 @@ def test_a_named_pipe_among_tokens_and_locks_is_not_waited_for(tmp_path):
 
 def test_limits_are_as_they_were():
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-    assert unfinished_name("a").name.endswith(".tmp")
+    assert temporary_path("a").name.endswith(".tmp")

@@ -439,7 +439,7 @@ def test_each_process_times_algorithms_for_itself(given, flags, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("a:1", 2, None), "belong together"),
+        (("a:1", 2, None), "give all three"),
         (("a", 2, 0), "must be host:port"),
         (("a:1", 2, 2), "from 0 to 1"),
         (("a:1", None, None), "give --processes and --process too"),

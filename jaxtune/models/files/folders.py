@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxtune.system import processes
-from jaxtune.system.files import hold, remove_left, sync, unfinished_name
+from jaxtune.system.files import hold, remove_left, sync, temporary_path
 
 
 def require_new(path: str | os.PathLike, what: str) -> Path:
@@ -83,7 +83,7 @@ def _make_locked(path: Path) -> tuple[Path, int]:
     use). The lock lasts until the caller closes the descriptor; without it another process would remove the folder as a
     leftover."""
     while True:
-        temporary = unfinished_name(path)
+        temporary = temporary_path(path)
         temporary.mkdir()
         descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
         if hold(descriptor) and os.fstat(descriptor).st_nlink:

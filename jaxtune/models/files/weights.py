@@ -124,5 +124,6 @@ def not_whole(weights: Weights, format: str) -> list[str]:
 
 
 def _then(make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
-    """The changed tensor, change(make()): `make` computes the tensor before the change. For functools.partial."""
+    """The changed tensor, change(make()): `make` computes the tensor before the change. `Weights.changed` binds both
+    arguments by functools.partial, and gets a function that computes the tensor when it is needed."""
     return change(make())

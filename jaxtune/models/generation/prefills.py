@@ -157,7 +157,7 @@ class Prefills:
           the number of tokens that the program computes, padding included; the sampler adds them up for its limit.
         """
         if self._long is not None:
-            return self._go_on(leaves, self._long)
+            return self._next_chunk(leaves, self._long)
         first = nearest[0]
         count = len(first.tokens) - 1
         if count == 0:
@@ -222,7 +222,7 @@ class Prefills:
             at += count
         return self._programs.pack(self._structure, width, leaves, tokens, starts, lengths, totals)
 
-    def _go_on(self, leaves, long: _Long) -> int:
+    def _next_chunk(self, leaves, long: _Long) -> int:
         """Dispatches the next chunk of a long prompt, and returns its number of tokens; leaves: the model's arrays."""
         tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
         at, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)

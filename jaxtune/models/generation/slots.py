@@ -355,10 +355,10 @@ def _decode(
             hidden, states = _through_layers(model, splits, live.token[:, None], states, at, tables, live.active)
             token, logprob, ranked = _chosen(model, kind, hidden, seen, live, rows)
         length = live.length + live.active
-        goes_on = (token[:, None] != rows.ends).all(-1) & (length < rows.limit) & (length <= rows.pause)
+        continues = (token[:, None] != rows.ends).all(-1) & (length < rows.limit) & (length <= rows.pause)
         if kind.penalises:
             seen = seen.at[jnp.arange(len(token)), token].max(live.active)
-        after = Live(jnp.where(live.active, token, live.token), length, live.active & goes_on)
+        after = Live(jnp.where(live.active, token, live.token), length, live.active & continues)
         return (states, after, seen), (token, logprob, live.active, ranked)
 
     (states, live, seen), made = jax.lax.scan(one, (states, live, seen), length=steps)

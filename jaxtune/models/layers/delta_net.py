@@ -32,7 +32,7 @@ from jaxtune.pallas.delta_rule import (
 )
 from jaxtune.pallas.delta_rule.chunked import CHUNK, GROUP_TOKENS
 
-_OUT = "remembered"  # the recurrence's output, by its name in plans and run folders
+_OUT = "remembered"  # the recurrence's output, by the name that checkpoints of earlier runs have in their plans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ class DeltaNet(nnx.Module):
         self.out_proj = linear(keys[6], shape.value_size, hidden)
 
     def segments(self) -> tuple[Segment, ...]:
-        """Its segments in the order in which they run: `project` (the input projections), `remember` (convolution and
+        """Its segments in the order in which they run: `project` (the input projections), `recur` (convolution and
         recurrence) and `mix` (gated norm and out_proj). They tell the stack how to run the mixer and the planner what
         it costs."""
         shape, time = self.shape, DELTA_RULE_TIME.of("triton", dispatch.device_kind() or "")
@@ -174,7 +174,7 @@ class DeltaNet(nnx.Module):
                 matrices=("in_proj_qkvz", "in_proj_ba") if shape.fused else apart,
             ),
             Segment(
-                "remember",
+                "recur",
                 ("qkv", "rates"),
                 (Residual(_OUT),),
                 DeltaNet._recur,
@@ -220,7 +220,7 @@ class DeltaNet(nnx.Module):
         )
 
     def _recur(self, context: Context, qkv: jax.Array, rates: jax.Array):
-        """The function `run` of the segment `remember`: the short convolution of qkv, decay and beta from rates, and
+        """The function `run` of the segment `recur`: the short convolution of qkv, decay and beta from rates, and
         the gated delta rule. Returns a tuple of one array, the rule's output [B, T, heads, value_dim].
 
         context: has the document boundaries (`layout`). qkv: [B, T, 2 key_size + value_size], queries, keys and values

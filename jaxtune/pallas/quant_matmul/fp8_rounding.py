@@ -25,7 +25,7 @@ _LANES = 128
 _VECTORS = (8, 4)  # 16-bit numbers that a lane reads at once
 _TILE_ROWS = 128  # rows that have one expert
 _MOST = 28_672  # the longest row: 112 registers of a lane
-_TOGETHER = 8192  # numbers that a warpgroup reads at once, if rows are shorter
+_VALUES_AT_ONCE = 8192  # numbers that a warpgroup reads at once, if rows are shorter
 
 
 def _vector(widths: Sequence[int]) -> int | None:
@@ -152,7 +152,7 @@ def rounded(
         operands.append(factors if grouped else factors[None])
     operands += [experts] if grouped else []
     operands += [] if tokens is None else [tokens]
-    rows_each = min(max(_TOGETHER // sum(widths), 1), rows)
+    rows_each = min(max(_VALUES_AT_ONCE // sum(widths), 1), rows)
     options = dict(rows_each=rows_each, scaled=factors is not None, grouped=grouped, gathered=tokens is not None)
     codes, scale = gpu_kernel.kernel(
         functools.partial(_kernel, widths=widths, **options),

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import pydantic
 
-from jaxtune.system.files import atomic_write, read_plain, unfinished_name, writing
+from jaxtune.system.files import atomic_write, read_plain, temporary_path, writing
 from jaxtune.system.terminal import printable
 from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.reading import Source
@@ -283,7 +283,7 @@ def open_or_build(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder.parent)
-        temporary = unfinished_name(folder)
+        temporary = temporary_path(folder)
         temporary.mkdir()
     except OSError as error:
         raise ValueError(f"data.cache_dir={folder.parent} cannot be written ({error}); set another") from None

@@ -212,7 +212,8 @@ def _require_distributions(
 
 
 def _key(tokens: np.ndarray, limit: int | None) -> bytes:
-    """A hash of the first `limit` tokens of a document (None: of all), by which it is found."""
+    """A hash of the first `limit` tokens of a document (None: of all), by which a row of the teacher's file is matched
+    with the documents of the run that have the same tokens."""
     return hashlib.blake2b(np.ascontiguousarray(tokens[:limit], np.int32).tobytes(), digest_size=16).digest()
 
 

@@ -29,7 +29,7 @@ class FolderLock:
       ValueError: another run has the lock, the folder cannot be written, or the file is a link.
     """
 
-    _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+    _locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
     """All locks of this process, so that a forked process can close the files that it inherits."""
 
     def __init__(self, folder: Path):
@@ -57,7 +57,7 @@ class FolderLock:
                 raise ValueError(f"{self.path} is a link, which no run creates: remove it") from None
             raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another output folder") from None
         self._descriptor = descriptor
-        FolderLock._held.add(self)
+        FolderLock._locks.add(self)
 
     def _lock(self, descriptor: int) -> None:
         """Locks the open file `descriptor`; closes it and raises ValueError if another run has it locked. On a file
@@ -99,4 +99,4 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 # A forked data worker inherits the lock, and would keep the folder locked after the run was killed.
-os.register_at_fork(after_in_child=lambda: [lock._forget_in_child() for lock in FolderLock._held])
+os.register_at_fork(after_in_child=lambda: [lock._forget_in_child() for lock in FolderLock._locks])

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from jaxtune.models.adapters.trained_over import RUN_RECORD
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.folders import new_folder
-from jaxtune.system.files import atomic_write, fingerprints, sync, unfinished_name
+from jaxtune.system.files import atomic_write, fingerprints, sync, temporary_path
 from jaxtune.train.folder.record import LENGTHENED, compare_meta
 
 PROOF = RUN_RECORD
@@ -148,10 +148,10 @@ def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[
     """
     if os.path.lexists(folder):
         require_replaceable(folder, run, step)
-        old = unfinished_name(folder)
+        old = temporary_path(folder)
     else:
         old = None
-    whole = unfinished_name(folder)
+    whole = temporary_path(folder)
     with new_folder(whole, "export") as temporary:
         write(temporary)
         files = sorted(path for path in temporary.rglob("*") if path.is_file())

@@ -291,7 +291,7 @@ class ToolTurns:
         Raises:
           ConfigError: a text that an environment's `reset` added makes a prompt too long.
         """
-        dialogues = self._begun(prompts, seeds)
+        dialogues = self._new_dialogues(prompts, seeds)
         sampler = self.sampling.sampler(model, [one.given.prompt_ids for one in dialogues], alone=True)
         turns: dict[int, _Dialogue] = {}  # by the number of the sampler's request
         waiting: dict[Future[Answered], _Dialogue] = {}
@@ -309,7 +309,7 @@ class ToolTurns:
                     wait(waiting, return_when=FIRST_COMPLETED)
                 for future in [future for future in waiting if future.done()]:
                     one = waiting.pop(future)
-                    if self._goes_on(one, future.result()):
+                    if self._add_results(one, future.result()):
                         turns[self._submitted(sampler, one)] = one
         calls, failures = (sum(getattr(one, name) for one in dialogues) for name in ("calls", "failures"))
         for one in dialogues:
@@ -321,7 +321,7 @@ class ToolTurns:
             "tools/failure_frequency": failures / calls if calls else 0.0,
         }
 
-    def _begun(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[_Dialogue]:
+    def _new_dialogues(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[_Dialogue]:
         """The answers before their first turn, one for each prompt. If the run has environments, each answer gets one
         that was reset for it, and the text that `reset` returned is added to its prompt. Raises ConfigError if that
         makes a prompt too long.
@@ -376,7 +376,7 @@ class ToolTurns:
         one.calls += len(calls)
         return loop.run(self.tools.answer(calls, self.tools.of(one.environment)))
 
-    def _goes_on(self, one: _Dialogue, answered: Answered) -> bool:
+    def _add_results(self, one: _Dialogue, answered: Answered) -> bool:
         """Adds what tools returned (`answered`) to the answer `one`, as tokens that were not sampled and as messages,
         and counts the failed calls. Returns True if the next turn is to be sampled. Returns False if the answer would
         have no room for another token of the model: it is then complete, and what the tools returned is not added."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PLACES = 4  # a row has at most this many times the number of longest documents that fit into it
-_TOLD_EVERY, _CUT_OFF = 10, 0.5  # steps between two samples on the screen; the share of cut answers that is warned of
+_PRINT_EVERY, _CUT_OFF = 10, 0.5  # steps between two samples on the screen; the share of cut answers that is warned of
 _SHOWN = 160  # characters of a prompt or an answer on the screen
 
 
@@ -223,7 +223,7 @@ class OwnSamples(BatchSource):
             "completions/clipped_ratio": cut,
             "sampling_seconds": time.monotonic() - started,
         }
-        if step % _TOLD_EVERY == 0:
+        if step % _PRINT_EVERY == 0:
             self._tell(found[0], cut)
         return found
 

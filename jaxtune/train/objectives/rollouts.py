@@ -38,7 +38,7 @@ from jaxtune.train.objectives.packed_answers import (
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled
 
 _PLACES = 4  # a row has at most this many times the number of longest answers that fit into it
-_TOLD_EVERY = 10  # generations between two samples and warnings on the screen
+_PRINT_EVERY = 10  # generations between two samples and warnings on the screen
 
 
 class Advantages(Protocol):
@@ -304,7 +304,7 @@ class SampledAnswers(BatchSource):
         self._metrics[step] = measured(made, table, self.rewards, settings) | metrics | times
         if kl is not None:
             self._metrics[step]["kl"] = float(kl.sum() / max(1, sum(map(self.rows.counted, made))))
-        if number % _TOLD_EVERY == 0:
+        if number % _PRINT_EVERY == 0:
             self._news += screen_lines(sampled, table, made, self.rewards, settings)
         return made
 

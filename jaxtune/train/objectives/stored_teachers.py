@@ -26,7 +26,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.placement import partition
 from jaxtune.system import processes, shared_folders
-from jaxtune.system.files import fingerprints, hold, remove_left, unfinished_name
+from jaxtune.system.files import fingerprints, hold, remove_left, temporary_path
 from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError, TrainConfig
 from jaxtune.train.data.batches import Batch, BatchSource
@@ -371,7 +371,7 @@ def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
     size is reserved on the disk. On leaving, it gets its checksum and becomes `path`; after an error it is removed.
     Temporary files of runs that ended are removed first. Raises ConfigError on entering if the file cannot be
     written."""
-    temporary = unfinished_name(path)
+    temporary = temporary_path(path)
     try:
         with _writable(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -118,8 +118,10 @@ def _stages(sizes: list[int]) -> list[_Stage]:
 
 
 def _groups(sizes: list[int]) -> list[list[int]]:
-    """Divides the tensors, in their order, into groups: the indices of each group's tensors. A group's states have at
-    most GROUP_BYTES, or the group is one larger tensor. sizes: the bytes of each tensor's states."""
+    """Divides the tensors, in their order, into groups: the indices of each group's tensors. update_by_tensor copies
+    the states of a group between host and device at once, so that copies are large and the states on the device few. A
+    group's states have at most GROUP_BYTES, or the group is one larger tensor. sizes: the bytes of each tensor's states
+    that are in host memory."""
     groups: list[list[int]] = [[]]
     for tensor, size in enumerate(sizes):
         if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > GROUP_BYTES:

@@ -264,7 +264,9 @@ def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float]:
-    """(bytes in addition to the head's weight while the loss runs, bytes of the head's gradient after it).
+    """The planner's estimate of device memory for the head, on one device if nothing is divided: (bytes in addition to
+    the head's weight while the loss and its gradient are computed, bytes of the head's gradient after that, 0 if it
+    does not train).
 
     Args:
       model: has the head, which trains if its variable is an nnx.Param, and may compute in a dtype of its own.

@@ -66,7 +66,7 @@ _ONE_MEMORY_GBPS = 25.0  # network rate between machines whose device and host s
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 # An unknown device of this machine is assumed to have the rates of this one, which only rank plans, until it is
 # measured.
-_STAND_IN = "RTX 3060"
+_ASSUMED = "RTX 3060"
 
 
 def host_memory_bytes() -> float:
@@ -150,7 +150,7 @@ def find_device(
     if (reason := refusal(name)) is not None:
         raise ValueError(f"{'this GPU' if here else 'plan.device'} = {name!r}: {reason}")
     sheet, known = data_sheet(name), known_ceilings(name)
-    rated = sheet or DATA_SHEETS[_STAND_IN]
+    rated = sheet or DATA_SHEETS[_ASSUMED]
     shares = DEVICE_SHARES.of("xla", name)
     if sheet is None and not here:
         near = difflib.get_close_matches(name, known_devices(), 3, 0.85)
@@ -170,7 +170,7 @@ def find_device(
         note = "not measured: from its data sheet, at the shares that an H200 reaches"
         if sheet is None:
             note = (
-                f"unknown device, with the rates of an {_STAND_IN}; `{spelled('profile ceilings')}` measures them once"
+                f"unknown device, with the rates of an {_ASSUMED}; `{spelled('profile ceilings')}` measures them once"
             )
         elif sheet is data_sheet("H200"):
             note = "measured"

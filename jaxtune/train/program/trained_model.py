@@ -107,8 +107,8 @@ class TrainedModel:
         return state, engine.zero_sums(state), frozen
 
     def _first(self, engine: Engine) -> tuple[TrainState, Any]:
-        """(state, frozen) of a new run, placed on the mesh of `engine`; `first_state` and `begin` add the sums. Waits
-        for weights that are being loaded."""
+        """(state, frozen) of a new run, placed on the mesh of `engine`. `first_state` and `begin` call it, and make the
+        sums to which a step adds its gradients themselves. Waits for weights that are being loaded."""
         self.take_weights()
         frozen = self.placed_frozen(engine)  # comes first, so that the blocks it frees are used for what follows
         program, where = engine.program, engine.replicated
