@@ -194,8 +194,7 @@ class SFTTrainer(Evaluations):
         return data
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """Returns a function that changes a module of the run, in place, before the script sees it, and returns it:
-        here it changes nothing. In subclasses it restores the dropout rates that the script's adapters have."""
+        """Returns a function that turns a module of the run into the script's: unchanged, or with its dropout."""
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
