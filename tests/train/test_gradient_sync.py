@@ -308,7 +308,7 @@ def test_errors_are_what_the_sums_lack():
     np.testing.assert_allclose(np.linalg.norm(left), np.linalg.norm(lost), rtol=0.02)
     [usual] = np.asarray(state.sync_errors["usual"], np.float64)
     np.testing.assert_array_equal(usual[0], usual[1])
-    assert 0.8 < np.linalg.norm(usual) / np.linalg.norm(exact * math.sqrt(1 - 0.99**2)) < 1.2  # of two steps
+    assert 0.8 < np.linalg.norm(usual[0]) / np.linalg.norm(exact * math.sqrt(1 - 0.99**2)) < 1.2  # of two steps
 
 
 def test_a_checkpoint_of_int4_with_equal_steps(tmp_path, monkeypatch, capsys):
