@@ -117,7 +117,10 @@ def test_activations_are_within_seven_scales():
     wide = np.asarray(stored.decode("float32"), np.float64).reshape(-1, 32)
     scale = 2.0 ** (np.asarray(stored.scales, np.float64).reshape(-1, 1) - 127)
     size = abs(x.astype(np.float64)).reshape(-1, 32)
-    assert (size < 7 * scale).all() and (size.max(1, keepdims=True) >= 3.5 * scale)[scale > 2.0**-126].all()
+    # Above 1.75 * 2^127 the next power would make numbers infinite.
+    assert ((size < 7 * scale) | (scale == 2.0**125)).all() and (size.max(1, keepdims=True) >= 3.5 * scale)[
+        scale > 2.0**-126
+    ].all()
     error = abs(wide - np.copysign(size, x.reshape(-1, 32)))
     normal = (scale > 2.0**-124).ravel()  # smaller products are zero on some devices
     assert (error <= np.where(size > 6 * scale, size - 6 * scale, np.maximum(scale / 4, size / 4)))[normal].all()
