@@ -182,7 +182,7 @@ def weights_stored_in(hf: dict) -> str | None:
     (`hf`).
 
     It reads the key quantization_config. None: weights of 16 bits or more, or a format that is decoded on loading, such
-    as gpt-oss's MXFP4.
+    as MXFP4.
 
     Raises:
       ValueError: a quantisation that cannot be read.

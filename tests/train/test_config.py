@@ -162,7 +162,10 @@ def test_yaml_faults_name_file_and_line(recipe):
         ("optim: null", "optim = null (FILE:3): expected section of keys"),
         ("optim: 3", "optim = 3 (FILE:3): expected section of keys"),
         ("qat: int3", 'qat.format = "int3" (FILE:3): expected int4'),
-        ("qat: {wait: 5}", "unknown key qat.wait (FILE:3); valid keys here: format, group_size, start, gradients"),
+        (
+            "qat: {xxxxxxxxxxxx: 5}",
+            "unknown key qat.xxxxxxxxxxxx (FILE:3); valid keys here: format, group_size, start, gradients",
+        ),
         ("qat: {group_size: 48}", "qat.group_size = 48: int4 has groups of 32, 64 or 128 (FILE:3)"),
         ("steps: 4\nqat: {start: 4}", "qat.start = 4: must be below steps = 4 (FILE:4)"),
         (

@@ -128,6 +128,20 @@ def test_full_fine_tuning_gives_weights_on_the_grid(tmp_path):
     assert losses(trainer)[-1] < losses(trainer)[0]
 
 
+def test_clipped_gradients_train_otherwise_and_are_said(tmp_path):
+    """Over adapters: the first loss is the same, and later ones are not."""
+    runs = {}
+    for gradients in ("straight_through", "clipped"):
+        trainer = trainer_of(tmp_path / gradients, model_of(), QatConfig("mxfp4", gradients=gradients))
+        spec = qat_spec(trainer.train())
+        assert spec.grid == FakeQuant("mxfp4", None, "float32") and spec.clips == (gradients == "clipped")
+        runs[gradients] = losses(trainer)
+        said = "; numbers outside the range of their scale get no gradient" in trainer.notes()[1]
+        assert said == (gradients == "clipped")
+    straight, clipped = runs.values()
+    assert straight[0] == clipped[0] and straight[1:] != clipped[1:]
+
+
 @pytest.mark.parametrize("of_experts", [False, True])
 def test_rounded_activations_are_resumed_and_divided(tmp_path, of_experts):
     """With dropout and DoRA, or with experts: a resume gives equal bits, and two devices that divide the weights give

@@ -42,7 +42,7 @@ def weight_name(module: str) -> str:
 
 def is_kept_packed(entry: headers.TensorEntry) -> bool:
     """Whether `entry`, a tensor of a checkpoint's files, is a quantised weight that the model keeps quantised, and does
-    not decode on loading, as it does MXFP4 weights of gpt-oss."""
+    not decode on loading, as it does MXFP4 weights."""
     return isinstance(entry, StoredEntry) and not entry.layout.decoded_on_load
 
 

@@ -90,7 +90,8 @@ class MXFP4(Stored):
         (generate_mx_scales): a scale is a quarter of the power of two at or below the block's largest magnitude, or
         half of it if that magnitude is at least 1.75 times the power. So the largest number is below 7 times its scale,
         and is clipped to 6 times it at most. Numbers are rounded to nearest, ties to even. The scale of zeros, and of
-        numbers below 2^-124, is 2^-126. Quantisation-aware training rounds activations so."""
+        numbers below 2^-124, is 2^-126, and none is above 2^125, so that no number becomes infinite.
+        Quantisation-aware training rounds activations so."""
         blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
         bits = jax.lax.bitcast_convert_type(jnp.abs(blocks).max(-1, keepdims=True), jnp.int32)
         # Adding a quarter of the mantissa's range changes the exponent where the mantissa is 1.75 or more.
