@@ -353,7 +353,7 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
     programs = persistent.cores()
     return gpu_kernel.kernel(
         functools.partial(_weight_kernel, programs=programs),
-        "grouped_weight_gradient",
+        "expert_weight_gradient",
         gpu_kernel.interpreter(),
         out_type=jax.ShapeDtypeStruct((groups.num_experts, left.shape[1], right.shape[1]), dtype),
         grid=(programs,),
