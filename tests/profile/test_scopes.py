@@ -60,6 +60,7 @@ def test_scope_and_phase(op_name, scope, phase):
         (KERNEL, "grouped_matmul_mosaic_gpu_kernel", "layer/expand/experts/grouped_matmul", "MoE"),
         (KERNEL, "grouped_matmul_mosaic_gpu_kernel", "", "MoE"),
         (KERNEL, "expert_sums_mosaic_gpu_kernel", "", "MoE"),
+        (KERNEL, "expert_weight_gradient_mosaic_gpu_kernel", "", "MoE"),
         (KERNEL, "small_matmul_mosaic_gpu_kernel", "layer/expand/small_matmul", "GEMM"),
         (KERNEL, "attention_query_mosaic_gpu_kernel", "", "attention"),
         (KERNEL, "adam8_mosaic_gpu_kernel", "", "optimizer"),

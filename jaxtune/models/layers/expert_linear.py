@@ -184,7 +184,7 @@ class ExpertLinear(nnx.Module):
 
     @property
     def trains(self) -> bool:
-        """Whether the weight trains, which then is an array with a gradient; adapters have theirs in any case."""
+        """Whether the weight trains, and so is an array with a gradient. It says nothing of the adapters."""
         return isinstance(self.weight, nnx.Param)
 
     @property

@@ -35,7 +35,7 @@ _PROGRAMS = 2
 _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)  # for any 16-bit dtype
 
 # A weight's gradient: the columns of an item, and the steps that are loaded ahead, by the bytes of a number of the
-# result, whose tile lies in shared memory beside them.
+# result, whose tile needs shared memory too.
 _WEIGHT_STAGES = {2: {256: 3, 192: 4, 128: 5, 64: 6}, 4: {192: 3, 128: 4, 64: 6}}
 _NARROW = 192  # tiles with fewer columns than this are used only for sides that have fewer columns
 # Registers of a thread of the warpgroup that loads, and of the two that multiply, as of mosaic.py's kernel.
@@ -353,7 +353,7 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
     programs = persistent.cores()
     return gpu_kernel.kernel(
         functools.partial(_weight_kernel, programs=programs),
-        "grouped_weight_gradient",
+        "expert_weight_gradient",
         gpu_kernel.interpreter(),
         out_type=jax.ShapeDtypeStruct((groups.num_experts, left.shape[1], right.shape[1]), dtype),
         grid=(programs,),
@@ -410,13 +410,13 @@ def weight_refusal(dtype, weight_dtype) -> str | None:
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
         row = jnp.arange(groups.rows)[:, None]
         inside = (row >= groups.starts()) & (row < groups.starts() + groups.sizes)
-        held = inside.any(1, keepdims=True)
+        occupied = inside.any(1, keepdims=True)
         keys = jax.random.split(jax.random.key(0))
         got, cases = [], []
         # One and two warpgroups that multiply; items of 256, 192, 128 and 64 columns; sizes that they do not divide.
         for left_size, right_size in ((64, 64), (128, 320), (192, 448), (320, 128)):
             left = jax.random.normal(keys[0], (groups.rows, left_size)).astype(given)
-            right = jnp.where(held, jax.random.normal(keys[1], (groups.rows, right_size)), 0).astype(given)
+            right = jnp.where(occupied, jax.random.normal(keys[1], (groups.rows, right_size)), 0).astype(given)
             got.append(jax.jit(weight_gradient, static_argnums=3)(left, right, groups, wanted))
             cases.append((left.astype(jnp.float32), right.astype(jnp.float32)))
 

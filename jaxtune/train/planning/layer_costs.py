@@ -46,7 +46,7 @@ class Work:
     # Time of its own kernels beyond FLOPs and moved_bytes, as the bytes that a device copy moves in that time.
     kernel_forward: float = 0.0
     kernel_backward: float = 0.0
-    weight_flops: float = 0.0  # of the products that compute the weights' gradients, but for experts'
+    weight_flops: float = 0.0  # of the products that compute the weights' gradients, without experts'
     expert_weight_flops: float = 0.0  # of those that compute the gradients of experts' weights
     weight_bytes: float = 0.0  # bytes of weights that are read once a pass, whatever the number of tokens
     decoded: float = 0.0  # number of weights that are decoded (from a quantised format) once a pass
@@ -54,7 +54,7 @@ class Work:
 
     def expert_gradient_seconds(self, tokens: float, rate: float, device: Device) -> float:
         """Seconds on `device` to compute the gradients of experts' weights from the rows of `tokens` tokens, with those
-        that pad the experts' last tiles; 0 if none trains. rate: FLOPs a second of dense products over so many tokens.
+        that pad the experts' last tiles; 0 if none trains. rate: FLOPs a second of dense products of these tokens.
         On Hopper a kernel computes them, elsewhere XLA does (pallas/grouped_matmul)."""
         if not self.expert_weight_flops:
             return 0.0
