@@ -49,15 +49,15 @@ def show_plan(config: TrainConfig, console: Console) -> None:
     hf = find_config(config.model.from_config or config.model.path or "")
     shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
     config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))
+    runs = objective_of(config).reference_runs
     if device is None:
-        chosen, why = mesh_of(config, lambda: cost.abstract_model(shape, config))
+        chosen, why = mesh_of(config, lambda: cost.abstract_model(shape, config), reference_runs=runs)
         if why is not None:
             console.print(fitted(why, console), markup=False, highlight=False)
         config = replace(config, mesh=chosen)
         device = _here(config, chosen)
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
-    runs = objective_of(config).reference_runs
     parts = cost.step_cost(cost.abstract_model(shape, config), config, reference_runs=runs)
     room = search.Room(budget_bytes, devices.limit(config, device))
     try:
