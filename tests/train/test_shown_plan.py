@@ -37,7 +37,7 @@ def test_a_plan_without_rows_is_that_of_the_run(monkeypatch, capsys, tmp_path):
         cli.main([*recipe, "mesh.data=8"])
     capsys.readouterr()
     assert cli.main([*recipe, "mesh.data=-1", "rows_per_step=6"]) == cli.USER_ERROR
-    assert "rows_per_step = 6" in capsys.readouterr().err
+    assert "mesh.data = 4: must divide the 6 rows of a micro-batch" in capsys.readouterr().err
 
 
 def test_what_a_config_alone_shows_is_refused_before_a_file_is_read(monkeypatch, capsys):
