@@ -86,7 +86,7 @@ _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def _group_limits() -> Iterator[int]:
     """The limits of memory, in bytes, of the control groups that this process is in: of its own and of those around it,
-    which limit it too. A container sees its own as the root; SLURM and systemd make theirs further down (the kernel's
+    which limit it too. A container sees its own as the root; SLURM and systemd make others further down (the kernel's
     documentation of cgroups, versions 1 and 2)."""
     lines = []
     with contextlib.suppress(OSError):  # no Linux
