@@ -44,7 +44,7 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
         routes = isinstance(module, Router) or "router" in path
         kind = ROUTER if routes else NORMS if isinstance(module, RMSNorm | LayerNorm) else ""
         tied = isinstance(module, Embedding) and model.head is None
-        in_format = path[0] == "layers" and getattr(module, "quantizable", False)
+        in_format = path[0] in ("layers", "per_layer") and getattr(module, "quantizable", False)
         yield Component(name, kind, (config.head.name,) if tied else (), in_format), path, module
 
 

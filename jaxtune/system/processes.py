@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxtune.system import terminal
+from jaxtune.system import shared_errors, terminal
 from jaxtune.system.terminal import printable
 
 HEARTBEAT_SECONDS = 30
@@ -256,15 +256,23 @@ def all_of(value: Any) -> list[Any]:
 
 def of_first(value: Callable[[], Any]) -> Any:
     """Returns in all processes what `value()` returns in the first one, sent as JSON; the others do not call `value`.
-    If it raises, only the first process does, and the others wait. Collective: every process must call it, in the same
+    If it raises an Exception, all processes raise it: the first the exception itself, the others one with the same
+    message and a class of Python's own (shared_errors.py). Collective: every process must call it, in the same
     order as its other collective calls and in its main thread."""
-    client, number = _client(), next(_calls)
+    client, key = _client(), f"jaxtune/first/{next(_calls)}"
     if client is None:
         return value()
-    key = f"jaxtune/first/{number}"
     if first():
-        client.key_value_set(key, json.dumps(value()))
-    return json.loads(_get(client, key))
+        try:
+            sent = json.dumps([None, value()])
+        except Exception as error:
+            client.key_value_set(key, json.dumps([shared_errors.described(error), None]))
+            raise
+        client.key_value_set(key, sent)
+    failed, result = json.loads(_get(client, key))
+    if failed is not None:
+        raise shared_errors.made(failed)
+    return result
 
 
 def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
@@ -340,8 +348,9 @@ def hosts() -> int:
 def one_a_host() -> Iterator[None]:
     """A context that processes enter in turns: first the first process, then the first one of each other host, then all
     others. It is for filling a cache on disk, such as that of tokenised rows: later processes read what earlier ones
-    wrote, and do not compute it again. Collective: every process must call it, in the same order as its other
-    collective calls and in its main thread."""
+    wrote, and do not compute it again. If a process raises an Exception in its turn, all raise it after that turn (as
+    `of_first`). Collective: every process must call it, in the same order as its other collective calls and in its main
+    thread; nothing within may be collective."""
     if count() == 1:
         yield
         return
@@ -349,20 +358,41 @@ def one_a_host() -> Iterator[None]:
     own = index()
     turn = 0 if own == 0 else 1 if hosts.index(hosts[own]) == own else 2
     for now in range(3):
+        failed = None
         if now == turn:
-            yield
-        all_of(None)
+            try:
+                yield
+            except Exception as error:
+                failed = error
+        found = all_of(None if failed is None else shared_errors.described(failed))
+        if failed is not None:
+            raise failed
+        if failure := next(filter(None, found), None):
+            raise shared_errors.made(failure)
 
 
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
     """A context for writing what all processes have to compute but only one may write: it yields `path` in the first
     process, and in the others a path of the same name in a temporary folder that is removed at the end. Its end waits
-    until all processes have reached it, so that the first has written. Collective: every process must enter it, in the
-    same order as its other collective calls and in its main thread."""
+    until all processes have reached it, so that the first has written. A process that raises an Exception within does
+    not wait, and the others raise it at their end (as `of_first`). Collective: every process must enter it, in the same
+    order as its other collective calls and in its main thread."""
+    client, key, failure = _client(), f"jaxtune/written/{next(_calls)}/", None
+    if client is None:
+        yield path
+        return
     with tempfile.TemporaryDirectory() as folder:
-        yield path if first() else Path(folder) / path.name
-    all_of(None)
+        try:
+            yield path if first() else Path(folder) / path.name
+        except Exception as error:
+            failure = shared_errors.described(error)
+            raise
+        finally:
+            client.key_value_set(f"{key}{index()}", json.dumps(failure))
+    for other in range(count()):
+        if failure := json.loads(_get(client, f"{key}{other}")):
+            raise shared_errors.made(failure)
 
 
 def _get(client: Any, key: str) -> str:

@@ -17,9 +17,9 @@ _LATE_SECONDS = 30.0  # after which a network file system shows a new name at th
 
 def require_shared(folder: Path) -> None:
     """Raises ValueError, in all processes, if the path `folder` is not the same folder for all of them, as on hosts
-    without a shared file system. The folder must exist in the first process and be writable there; if it is not, the
-    first process alone raises OSError, and the others wait for it. Collective: every process must call it, in the same
-    order as its other collective calls and in its main thread."""
+    without a shared file system. The folder must exist in the first process and be writable there; if it is not, all of
+    them raise the first one's OSError. Collective: every process must call it, in the same order as its other
+    collective calls and in its main thread."""
     lacking = [number for number, there in enumerate(_see_first(folder)) if not there]
     if lacking:
         raise ValueError(

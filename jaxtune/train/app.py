@@ -11,28 +11,22 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import jax
 
 from jaxtune.models.adapters.adapter_files import save_adapter
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.files.weights import Weights
-from jaxtune.models.generation.slot_plan import slots_for
 from jaxtune.models.hf import save_weights
 from jaxtune.models.lora import has_adapter
-from jaxtune.models.registry import config_from_hf, weights_stored_in
 from jaxtune.system import processes, terminal
 from jaxtune.system.files import atomic_write, require_makeable
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train import host_memory
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.data.formats import Example, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.data.row_errors import RowError, attempt
@@ -45,12 +39,10 @@ from jaxtune.train.folder.results import holds, require_own, require_replaceable
 from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.loading import loading
-from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.policy import GRPO
-from jaxtune.train.planning import choice, cost, devices, fitting, search, teacher_pass
-from jaxtune.train.planning.meshes import mesh_of
-from jaxtune.train.planning.phases import Sampled, phase, prefill_bytes, questions_at_a_time
+from jaxtune.train.planning.phases import Sampled, phase, questions_at_a_time
 from jaxtune.train.program.program_cache import use_program_cache
+from jaxtune.train.setup import require_sampling
+from jaxtune.train.shown_plan import show_plan
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.trainer import Trainer
 
@@ -186,10 +178,13 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
 
 def require_fit_for_processes(config: TrainConfig) -> None:
     """Raises ValueError for a run of several processes if their configs differ, or if the config asks for what several
-    processes cannot do yet: answers in evaluations, or optim.offload. A single process is always accepted."""
+    processes cannot do yet: answers that train or are evaluated, or optim.offload. A single process is always
+    accepted."""
     if (count := processes.count()) == 1:
         return
     require_same_settings(config)
+    if config.objective.samples:
+        require_sampling(config, config.mesh or MeshConfig())
     for key, value in config.evaluation.asking:
         raise ValueError(
             f"{key} = {value}: {count} processes cannot generate at the same time yet; unset it, and generate from "
@@ -409,60 +404,6 @@ class _Delivery:
         if wanted.merged:
             exports.append((MERGED, whole))
         return exports
-
-
-def show_plan(config: TrainConfig, console: Console) -> None:
-    """Prints on `console` the plan for the device that the config names, or for this machine's, from the model's
-    shapes alone: without weights, rows or compiling.
-
-    Raises:
-      ValueError: no device is named and there is no GPU here; the device or the model is not known; adapter.path is
-        set.
-      PlanError: no plan fits; the message names settings that would.
-    """
-    name, limit = config.plan.device, None
-    if name is None:
-        here = jax.local_devices()[0]
-        if here.platform == "cpu":
-            raise ValueError(
-                "plan.device is not set, and this machine has no GPU: name one, such as plan.device='RTX 4090'"
-            )
-        name, limit = here.device_kind, (here.memory_stats() or {}).get("bytes_limit")
-    if config.adapter is not None and config.adapter.path is not None:
-        raise ValueError(
-            f"adapter.path = {config.adapter.path!r}: a plan without weights needs the adapter's settings: set "
-            "adapter.path=null and adapter.r"
-        )
-    hf = find_config(config.model.from_config or config.model.path or "")
-    shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
-    config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))
-    if config.plan.device is None:
-        chosen, why = mesh_of(config, lambda: cost.abstract_model(shape, config))
-        config = replace(config, mesh=chosen)
-        if why is not None:
-            console.print(fitted(why, console), markup=False, highlight=False)
-    device = devices.find_device(name, limit, config.plan.host_gb)
-    budget_bytes = devices.budget(config, device)
-    assert budget_bytes is not None  # a device with a data sheet has a memory
-    runs = objective_of(config).reference_runs
-    parts = cost.step_cost(cost.abstract_model(shape, config), config, reference_runs=runs)
-    room = search.Room(budget_bytes, devices.limit(config, device))
-    try:
-        forecast, _ = search.next_plan(parts, config, device, room)
-    except choice.PlanError as error:
-        fixes = fitting.fitting_settings(shape, config, device, budget_bytes, reference_runs=runs)
-        raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
-    longest = fitting.longest_row(parts, config, device, budget_bytes)
-    report.plan_elsewhere(forecast, parts, device, budget_bytes, longest, console)
-    objective = objective_of(config)
-    if isinstance(objective, GRPO):  # rows are not read here, so that prompts are taken to be as long as there is room
-        room = budget_bytes - parts.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(parts, device)
-        most = min(objective.settings.slots, config.rows_per_step * objective.settings.steps_per_generation)
-        slots = slots_for(cost.abstract_model(shape, config), room, config.data.length, most)
-        console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
-    for line in teacher_pass.pass_lines(config, shape, device):
-        console.print(fitted(line, console), markup=False, highlight=False)
-    console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, parts.devices))
 
 
 def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:

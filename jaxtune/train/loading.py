@@ -65,7 +65,8 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     assert wanted.path is not None
     pretrained = Pretrained(wanted.path, config.dtype, wanted.load_in, precision=config.components)
     stored = replace(config, model=replace(wanted, load_in=wanted.load_in or pretrained.stored_in))
-    chosen, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored))
+    runs = objective_of(config).reference_runs
+    chosen, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored), reference_runs=runs)
     mesh = None if chosen.divides_tensors is None else partition.make_mesh(*chosen.sizes)
     cancelled = threading.Event()
 

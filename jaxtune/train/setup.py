@@ -154,7 +154,7 @@ def planned(
         optimizer=optimizer,
     )
     if batches.sampled_rows is not None:
-        _require_sampling(config, chosen)
+        require_sampling(config, chosen)
     mesh = partition.make_mesh(*chosen.sizes)
     config = dataclasses.replace(config, mesh=chosen)
     config.require_rows_for(mesh.size)
@@ -174,16 +174,13 @@ def planned(
     return config, mesh, planner
 
 
-def _require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
+def require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
     """Raises ConfigError if the run's objective cannot sample its answers on this mesh, because the mesh divides
     weights (fsdp), or because the run has several processes. It is called only for objectives that train on answers
-    which the model samples, such as GRPO. config: has the objective's name, for the message."""
+    which the model samples, such as GRPO; the train command calls it before it reads anything, and `planned` for
+    sources of answers that were given in Python. config: has the objective's name, for the message."""
+    config.require_whole_weights(mesh)
     name = config.objective.name
-    if mesh.fsdp != 1:
-        raise ConfigError(
-            f"mesh.fsdp = {mesh.fsdp}: objective.name = {name} samples answers, for which each device needs whole "
-            "weights; set mesh.fsdp=1 and mesh.data to the number of devices, and model.load_in=nf4 if they do not fit"
-        )
     if (count := processes.count()) > 1:
         raise ConfigError(
             f"objective.name = {name}: {count} processes cannot share the sampling yet; run one process, which "

@@ -169,6 +169,11 @@ def test_mxfp4_as_published(tmp_path):
     assert all(isinstance(matrix.stored_weight, FourBit) for _, matrix in experts(nf4))
     save_pretrained(load(tmp_path / "packed"), tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    scales = packed["model.layers.0.mlp.experts.down_proj_scales"]
+    scales[1, 2, 0] = 255  # NaN in e8m0
+    save_file({key: np.ascontiguousarray(array) for key, array in packed.items()}, tmp_path / "packed" / FILE)
+    with pytest.raises(ValueError, match=r"down_proj_scales\[1, 2, 0\] is 255, which is NaN in MXFP4, as 1 of its "):
+        load(tmp_path / "packed")
     del packed["model.layers.0.mlp.experts.down_proj_scales"]
     save_file({key: np.ascontiguousarray(array) for key, array in packed.items()}, tmp_path / "packed" / FILE)
     with pytest.raises(ValueError, match=r"down_proj_blocks is there, but .*down_proj_scales is missing"):

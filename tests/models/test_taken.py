@@ -15,13 +15,16 @@ from flax import nnx
 from tiny import CONFIGS
 
 import jaxtune
-from jaxtune.models.hf import model_from_config
+from jaxtune.models.components import stored_as
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.lora import matrices
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.models.stack import run_stack
+from jaxtune.pallas.formats import FourBit
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 HF = CONFIGS["gemma4_shared"]
@@ -129,6 +132,16 @@ def test_every_linear_takes_an_adapter(model):
     assert "model.layers.3.self_attn.q_proj" in names and "model.layers.3.self_attn.k_proj" not in names
     adapted = jaxtune.get_peft_model(model, r=2)
     assert all(matrix.lora is not None for _, matrix in matrices(adapted))
+
+
+def test_every_linear_of_the_model_is_quantised_on_loading(model, tmp_path):
+    """As bitsandbytes does, and as the plan counts it: the projection beside the layers, too."""
+    save_pretrained(model, tmp_path / "whole")
+    loaded, _ = jaxtune.from_pretrained(tmp_path / "whole", load_in="nf4")
+    planned = nnx.eval_shape(lambda: stored_as(Decoder(config_from_hf(HF), jax.random.key(0)), {}, "nf4"))
+    for one in (loaded, planned):
+        stored = {name: isinstance(matrix.stored_weight, FourBit) for name, matrix in matrices(one)}
+        assert all(stored.values()) and "model.per_layer_model_projection" in stored, stored
 
 
 def test_a_layer_gives_or_takes():

@@ -170,6 +170,43 @@ def test_llama_factorys_lora(tmp_path, capsys):
     assert "mine is a name of LLaMA-Factory's dataset_info.json" in comments
 
 
+def test_axolotls_data_files_are_all_read(tmp_path, capsys):
+    """One or several, of a reader or in a folder; those of the hub or by split are named."""
+    (tmp_path / "mine").mkdir()
+    entries = [
+        {"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "split": "train"},
+        {"path": str(tmp_path / "mine"), "data_files": "c.jsonl", "type": "alpaca"},
+        {"path": "someone/rows", "data_files": ["d.jsonl"]},
+        {"path": "csv", "data_files": {"train": "e.csv"}},
+    ]
+    recipe, comments, _ = converted(yaml.safe_dump({"base_model": "x", "datasets": entries}), tmp_path, capsys)
+    assert recipe["data"]["train"] == ["a.jsonl", "b.jsonl", str(tmp_path / "mine/c.jsonl"), "someone/rows", "csv"]
+    lacking = comments.partition("no counterpart for")[2]
+    assert 'data_files of someone/rows: ["d.jsonl"] (local files: ' in lacking
+    assert 'data_files of csv: {"train": "e.csv"} (local files: ' in lacking
+
+
+def test_what_an_entry_of_dataset_info_says_is_followed_or_named(tmp_path, capsys):
+    """Rows that are on another hub than Hugging Face's, made by a script, or only some of them."""
+    (tmp_path / "data").mkdir()
+    info = {
+        "identity": {"ms_hub_url": "LLM-Research/identity"},
+        "alpaca_en_demo": {"hf_hub_url": "llamafactory/alpaca_en", "ms_hub_url": "llamafactory/alpaca_en"},
+        "made": {"script_url": "makes_rows"},
+        "some": {"file_name": "some.json", "num_samples": 100, "ranking": True},
+        "inner": {"hf_hub_url": "a/b", "folder": "inner"},
+    }
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    text = LLAMA_FACTORY.replace("identity,alpaca_en_demo", "identity,alpaca_en_demo,made,some,inner")
+    recipe, comments, _ = converted(text, tmp_path, capsys)
+    assert recipe["data"]["train"][:3] == ["identity", "llamafactory/alpaca_en", "made"]
+    assert recipe["data"]["train"][3:] == [str(tmp_path / "data/some.json"), "a/b"]
+    lacking = comments.partition("no counterpart for")[2]
+    assert 'ms_hub_url of identity: "LLM-Research/identity" (a file, or a data set of huggingface.co)' in lacking
+    assert "script_url of made: " in lacking and "num_samples of some: 100" in lacking
+    assert "folder of inner: " in lacking and "alpaca_en_demo" not in lacking and "ranking" not in lacking
+
+
 @pytest.mark.parametrize("text", ["model: {path: base}\n", "a: 1\n"])
 def test_what_is_of_no_program_is_refused(text, tmp_path, capsys):
     (tmp_path / "one.yaml").write_text(text)

@@ -595,6 +595,35 @@ def test_tiny_shapes_have_a_cost_too():
     assert parts.cast_bytes == 0  # fp32 compute needs no copies of fp32 masters
 
 
+def test_the_host_memory_of_a_container_or_job_is_what_its_group_allows(monkeypatch, tmp_path):
+    """The least of the groups around the process, of both versions of cgroups; and the plan says so."""
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    monkeypatch.setattr(devices, "_OWN_GROUPS", own)
+    monkeypatch.setattr(devices, "_GROUPS", groups)
+    monkeypatch.setattr(devices, "_machine_bytes", lambda: 256 * 10**9)
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
+    assert devices.host_memory_bytes() == 256e9 and find_device("NVIDIA H200", 140e9).host_note == ""
+    (groups / "job" / "step").mkdir(parents=True)
+    own.write_text("0::/job/step\n")
+    (groups / "job" / "step" / "memory.max").write_text("max\n")
+    (groups / "job" / "memory.max").write_text("64000000000\n")
+    assert devices.host_memory_bytes() == 64e9
+    device = find_device("NVIDIA H200", 140e9)
+    assert device.host_bytes == 0.7 * 64e9 and device.host_memory_bytes == 64e9
+    assert device.host_note == (
+        "64.0 GB (the limit of this container or job; the machine has 256.0 GB), of which 70% may be pinned"
+    )
+    parts = step_cost(abstract_model(tiny_config(), make_config("out")), make_config("out"))
+    lines = report.plan_lines(choose(parts, make_config("out"), device, 83e9), parts, device, 83e9)
+    assert lines[-1].startswith("  host memory: 64.0 GB (the limit of this container or job; ")
+    own.write_text("12:pids:/x\n4:cpu,memory:/docker/1\n")
+    (groups / "memory").mkdir()  # a container whose own group is shown as the root
+    (groups / "memory" / "memory.limit_in_bytes").write_text("32000000000\n")
+    assert devices.host_memory_bytes() == 32e9
+    (groups / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # not limited
+    assert devices.host_memory_bytes() == 256e9
+
+
 def test_pinned_memory_is_what_xla_may_pin(monkeypatch):
     monkeypatch.setattr(devices, "host_memory_bytes", lambda: 200e9)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")  # so that it is put back

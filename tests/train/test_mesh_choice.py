@@ -14,6 +14,7 @@ from jaxtune.train.config import (
     MemoryConfig,
     MeshConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimConfig,
     TrainConfig,
 )
@@ -53,6 +54,13 @@ def test_what_does_not_fit_one_device_is_divided():
 def test_devices_that_cannot_share_the_rows_are_left_out():
     mesh, why = chosen(SMALL, "H200", 4, rows_per_step=6)
     assert mesh == MeshConfig(3, 1) and "1 of 4 devices are left out: 6 rows cannot be shared by them all" in why
+
+
+def test_weights_that_sample_are_not_divided():
+    """No plan fits then, which the planner says, and not that answers cannot be sampled."""
+    wanted = dict(objective=ObjectiveConfig("grpo", reward_funcs=["brevity"], max_completion_length=64))
+    mesh, why = chosen(LARGE, "RTX 4090", 4, **wanted)
+    assert mesh == MeshConfig(4, 1) and "fsdp=2" not in why
 
 
 def test_states_on_the_host_are_not_divided():

@@ -496,7 +496,7 @@ def test_a_recipe_names_rewards_in_a_list(tmp_path):
         load_config(str(recipe), ["objective.name=dpo"])
 
 
-def test_prompts_come_from_rows_of_every_form():
+def test_prompts_come_from_rows_of_every_form(tmp_path):
     rows = [
         {"prompt": "ask", "level": 3},
         {"prompt": [{"role": "user", "content": "hi"}], "answer": "there"},
@@ -523,3 +523,6 @@ def test_prompts_come_from_rows_of_every_form():
     assert len(read_prompts([{"prompt": "very long " * 50}, *rows], tokenizer, skipping, 20)) >= 3
     with pytest.raises(ConfigError, match="no prompt"):
         read_prompts([{"text": "no question"}], tokenizer, skipping, 20)
+    (tmp_path / "texts.jsonl").write_text('{"text": "no question"}\n')
+    with pytest.raises(ConfigError, match=r"data.train: .*texts.jsonl has no prompt that could be used; the first: "):
+        read_prompts(str(tmp_path / "texts.jsonl"), tokenizer, skipping, 20)

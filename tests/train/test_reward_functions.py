@@ -55,7 +55,11 @@ def test_equal_names_get_numbers():
     def same(completions, **columns):
         return [0.0] * len(completions)
 
+    def same_3(completions, **columns):
+        return [0.0] * len(completions)
+
     assert RewardFunctions.of([same, same, same]).names == ("same", "same_2", "same_3")
+    assert RewardFunctions.of([same_3, same, same, same]).names == ("same_3", "same", "same_2", "same_4")
 
 
 def failing(prompts, completions, **columns):
@@ -90,6 +94,7 @@ def test_a_function_that_takes_too_long_is_named():
         ("abc", "returned 'abc' for 3 answers"),
         ([1.0, "good", 2.0], "returned 'good'"),
         ([1.0, float("inf"), 2.0], "returned inf"),
+        ([1.0, float("nan"), 2.0], "returned nan; a reward is a finite number, or None where there is none"),
     ],
 )
 @pytest.mark.parametrize("errors", ["stop", "skip"])

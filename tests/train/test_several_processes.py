@@ -219,6 +219,24 @@ def test_a_template_and_an_adapter_may_lie_elsewhere_on_each_host(recipe, alone,
         assert code == 2 and "data.template: process 1 has [{'bytes': " in words, words
 
 
+def test_what_the_first_raises_all_raise():
+    """While the others wait for what it reads, writes or fills in first; and what another one raises, too."""
+    ended = run_together([[str(Path(__file__).with_name("first_fails.py"))]] * 2)
+    full = "OSError 28 [Errno 28] No space left on device: 'out/adapter'"
+    for code, words in ended:
+        said = [line for line in words.splitlines() if ": " in line]
+        assert code == 0, words
+        for line in (
+            "reading: ValueError None data.train: no such rows",
+            "no JSON: TypeError None Object of type set is not JSON serializable",
+            f"writing: {full}",
+            f"in turns: {full}",
+            "the last: ValueError None data.train: no such rows",
+        ):
+            assert line in said, words
+        assert "entered" not in words
+
+
 def test_what_must_be_the_same_is_named(monkeypatch):
     """Of the third process, which sees it itself; all of them say it."""
     monkeypatch.setattr(processes, "count", lambda: 3)

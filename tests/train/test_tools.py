@@ -242,6 +242,8 @@ def test_environments_are_reset_for_each_answer_and_used_again():
     assert Game.made == 2 and tools.names == ["add", "multiply"]
     rewards = tools.rewards(None)
     assert rewards.names == ("Game",)
+    given = RewardFunctions.of([Game().get_reward, Game])  # a function that is called as the class is
+    assert tools.rewards(given).names == ("get_reward", "Game", "Game_2")
     several = Tools([], {"game": Game})
     assert several.schemas({"environment": "game"})[0]["function"]["name"] == "add"
     with pytest.raises(ConfigError, match="environment = 'other'"):

@@ -34,6 +34,7 @@ from jaxtune.pallas.formats.stored import Stored
 
 BLOCK = 32  # numbers that share a scale
 LARGEST, LARGEST_CODES = 6.0, 0x77  # the largest number of e2m1, and a byte with two codes of it
+NAN_SCALE = 255  # the scale that is no power of two but NaN
 TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -140,8 +141,9 @@ class MXFP4(Stored):
         """The decoded tensor in `dtype` (None: dtype_name), exact if the dtype can represent the numbers, and infinite
         beyond float32's range.
 
-        Numbers below 2^-126 become zero. A scale of 255, NaN in e8m0, is not treated as NaN. A number's exponent is the
-        sum of its code's and its scale's exponents; it is assembled from bits, without a table or a power.
+        Numbers below 2^-126 become zero. A scale of 255, NaN in e8m0, is not treated as NaN, because no checkpoint with
+        one is loaded (Published.read). A number's exponent is the sum of its code's and its scale's exponents; it is
+        assembled from bits, without a table or a power.
         """
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
@@ -248,11 +250,20 @@ class Published(Layout):
         tensors. The axes are in the checkpoint's order; `decoded` swaps them to the model's.
 
         Args:
-          found: what `describe` returned; not used.
+          found: what `describe` returned.
           arrays: {"_blocks": the codes, "_scales": the scales}.
           dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
+        Raises:
+          ValueError: a scale is 255, which is NaN in e8m0 (OCP Microscaling Formats v1.0, 5.4.1).
         """
-        return MXFP4.from_blocks(jnp.asarray(arrays["_blocks"]), jnp.asarray(arrays["_scales"]), dtype_name)
+        scales = np.asarray(arrays["_scales"])
+        if (wrong := scales == NAN_SCALE).any():
+            file, first = found.tensors["_scales"].file, np.unravel_index(wrong.argmax(), wrong.shape)
+            raise ValueError(
+                f"{file}: {found.name}_scales{list(map(int, first))} is {NAN_SCALE}, which is NaN in MXFP4, as "
+                f"{wrong.sum():,} of its {wrong.size:,} scales are; fetch or write the checkpoint again"
+            )
+        return MXFP4.from_blocks(jnp.asarray(arrays["_blocks"]), jnp.asarray(scales), dtype_name)
 
     def decoded(self, weight: Stored, dtype: str) -> jax.Array:
         """The experts' array that the model has, [E, in, out] in `dtype`, of a weight that is stored as [E, out, in].

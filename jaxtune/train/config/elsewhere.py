@@ -268,8 +268,9 @@ def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
     extended. left: the config's keys, of which it removes those. folder: not used; `recipe_of` passes it because
     `_llama_factory`, which it calls in the same way, needs it."""
     del folder
-    _rows(made, "data.train", [_axolotl_rows(made, one) for one in left.pop("datasets", None) or []])
-    _rows(made, "data.eval", [_axolotl_rows(made, one) for one in left.pop("test_datasets", None) or []])
+    for key, name in (("data.train", "datasets"), ("data.eval", "test_datasets")):
+        entries = left.pop(name, None) or []
+        _rows(made, key, [rows for one in entries for rows in _axolotl_rows(made, one)])
     made.set("data.length", left.pop("sequence_len", 2048))
     _packing(made, bool(left.pop("sample_packing", False)))
     left.pop("eval_sample_packing", None)
@@ -318,16 +319,17 @@ def _take(made: Translation, left: dict[str, Any], **names: str) -> None:
             made.set(f"adapter.{ours}", value)
 
 
-def _axolotl_rows(made: Translation, one: Mapping[str, Any]) -> str:
-    """Translates one entry of axolotl's `datasets` (`one`): returns the name of the rows as data.train takes it (the
-    first of its data_files, or a path or hub name, with ":config:split" if it has these), and sets data.columns in
-    `made`. What has no counterpart is reported as lacking."""
+def _axolotl_rows(made: Translation, one: Mapping[str, Any]) -> list[str]:
+    """Translates one entry of axolotl's `datasets` (`one`): returns the names of the rows as data.train takes them (its
+    data_files, or a path or hub name, with ":config:split" if it has these), and sets data.columns in `made`. What has
+    no counterpart is reported as lacking."""
     path, files = str(one.get("path")), one.get("data_files")
-    if path in ("json", "csv", "parquet") and files:
-        path = files[0] if isinstance(files, list) else str(files)
     config, split = one.get("name"), one.get("split")
-    if (config or split not in (None, "train")) and not re.search(r"\.(jsonl?|csv|parquet)$", path):
-        path = f"{path}:{config or ''}:{split or 'train'}"
+    names = _data_files(made, path, files) if files else [path]
+    if files:
+        path = ", ".join(names)
+    elif (config or split not in (None, "train")) and not _IS_FILE.search(path):
+        names = [path := f"{path}:{config or ''}:{split or 'train'}"]
     kind = one.get("type")
     if isinstance(kind, Mapping):  # a format of one's own
         named = {"instruction": "field_instruction", "input": "field_input", "output": "field_output"}
@@ -345,7 +347,23 @@ def _axolotl_rows(made: Translation, one: Mapping[str, Any]) -> str:
     for name in ("shards", "roles_to_train", "train_on_eos", "message_property_mappings"):
         if one.get(name) not in (None, {}, {"role": "role", "content": "content"}, ["assistant"], "turn"):
             made.lacking.append(f"{name} of {path}: {_short(one[name])}")
-    return path
+    return names
+
+
+_IS_FILE = re.compile(r"\.(jsonl?|csv|parquet)$")
+
+
+def _data_files(made: Translation, path: str, files: Any) -> list[str]:
+    """The local files that the data_files (`files`: one name, or a list) of an entry of axolotl's `datasets` name, for
+    data.train. With a reader of files as the entry's path, such as "json", they are relative to the current folder, and
+    with a folder to that. Files of a data set on the hub, and files by split, are reported as lacking in `made`; the
+    path stays then."""
+    listed = [files] if isinstance(files, str) else files
+    readers = ("json", "csv", "parquet", "text", "arrow")
+    if isinstance(listed, list) and (path in readers or Path(path).expanduser().is_dir()):
+        return [str(name) if path in readers else str(Path(path) / str(name)) for name in listed]
+    made.lacking.append(f"data_files of {path}: {_short(files)} (local files: data.train names each of them)")
+    return [path]
 
 
 # ---- LLaMA-Factory
@@ -424,21 +442,22 @@ def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> Non
 
 def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
     """The entries of LLaMA-Factory's dataset_info.json, {name of a data set: its entry}, each with the folder of the
-    file as "folder"; {} if there is no such file. It is looked for in `folder`/`name`, then in `name` below the current
+    file as "base"; {} if there is no such file. It is looked for in `folder`/`name`, then in `name` below the current
     folder. name: the config's dataset_dir."""
     for base in (folder, Path()):
         path = base / name / "dataset_info.json"
         if path.is_file():
             entries = json.loads(path.read_text(encoding="utf-8"))
-            return {key: {**entry, "folder": str(base / name)} for key, entry in entries.items()}
+            return {key: {**entry, "base": str(base / name)} for key, entry in entries.items()}
     return {}
 
 
 def _registered(made: Translation, name: str, known: Mapping[str, Any]) -> str:
     """The name, as data.train takes it, of a data set that is registered in dataset_info.json as `name`: the path of
     its file, or its hub name, with ":subset:split" if it has these; its columns go to data.columns in `made`, the
-    recipe. A name that is not registered is returned as it is, with a note. known: the entries of dataset_info.json,
-    {name: entry}, from `_dataset_info`."""
+    recipe. A name that is not registered is returned as it is, with a note, and one whose rows only another hub or a
+    script has, with a report that this is lacking. known: the entries of dataset_info.json, {name: entry}, from
+    `_dataset_info`."""
     entry = known.get(name)
     if entry is None:
         made.notes.append(
@@ -454,7 +473,17 @@ def _registered(made: Translation, name: str, known: Mapping[str, Any]) -> str:
     _columns(made, {form.get(ours, ours): source for ours, source in columns.items()}, name)
     if entry.get("tags"):
         made.notes.append(f"{name}: its tags are read by their usual names (role and content, from and value)")
+    lost = {"num_samples": f"{name}[:N] behind its file or name reads its first N rows"}
     if file := entry.get("file_name"):
-        return str(Path(entry["folder"]) / file)
-    parts = [str(entry.get("hf_hub_url")), entry.get("subset") or "", entry.get("split") or ""]
-    return ":".join(parts).rstrip(":")
+        found = str(Path(entry["base"]) / file)
+    elif "hf_hub_url" in entry:
+        lost["folder"] = "a file, or a data set with these rows at its top"
+        found = ":".join([entry["hf_hub_url"], entry.get("subset") or "", entry.get("split") or ""]).rstrip(":")
+    else:
+        lost |= dict.fromkeys(_ELSEWHERE, "a file, or a data set of huggingface.co")
+        found = name
+    made.lacking += [f"{key} of {name}: {_short(entry[key])} ({fix})" for key, fix in lost.items() if entry.get(key)]
+    return found
+
+
+_ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")  # where rows can be that no reader reaches

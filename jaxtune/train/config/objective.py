@@ -212,6 +212,11 @@ class ObjectiveConfig:
     ] = None
     normalize_advantages: Annotated[bool | None, "Scale advantages over a generation (rloo: false)."] = None
 
+    @property
+    def samples(self) -> bool:
+        """Whether the model samples answers in the run, on which it trains."""
+        return self.name in ("grpo", "rloo") or (self.name == "distill" and self.on_policy != 0)
+
     def __post_init__(self) -> None:
         if self.name == "distill":
             fraction("objective.beta", self.beta)

@@ -179,7 +179,7 @@ class TrainConfig:
     def _check_division_of_steps(self) -> None:
         """Raises `ConfigError` if a step has more tokens than int32 can count, or its rows cannot be divided evenly
         into micro-batches or among devices, or if mesh.fsdp divides weights and a key is set that does not work then:
-        optim.offload, sampling for distill (objective.on_policy), or evaluations in which the model generates."""
+        optim.offload, an objective that samples answers, or evaluations in which the model generates."""
         tokens = self.rows_per_step * self.data.length
         require(
             tokens <= LARGEST_INTEGER,
@@ -206,6 +206,8 @@ class TrainConfig:
                 1.0 if self.objective.on_policy is None else self.objective.on_policy,
                 f"nothing is sampled from weights that {divides} divides; set 0, or leave {divides} out",
             )
+            if self.mesh is not None and self.objective.samples:
+                self.require_whole_weights(self.mesh)
             for key, value in self.evaluation.asking:
                 require(
                     False,
@@ -214,6 +216,17 @@ class TrainConfig:
                     f"generation does not run on weights that {divides} divides; unset it, and generate from "
                     "what the run saves",
                 )
+
+    def require_whole_weights(self, mesh: MeshConfig) -> None:
+        """Raises `ConfigError` if `mesh`, the run's, divides weights over devices, from which nothing is sampled. It is
+        for runs that train on answers which the model samples."""
+        require(
+            mesh.fsdp == 1,
+            "mesh.fsdp",
+            mesh.fsdp,
+            f"objective.name = {self.objective.name} samples answers, for which each device needs whole weights; set "
+            "mesh.fsdp=1 and mesh.data to the number of devices, and model.load_in=nf4 if they do not fit",
+        )
 
     def _check_exact_match(self) -> None:
         """Raises `ConfigError` if evaluation.exact_match_rows is set with an objective whose rows have no single right

@@ -262,7 +262,8 @@ _PLACEMENTS: dict[Placement, str] = {
 
 
 def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
-    """A plan in words, a line each: the placement of each residual, what it costs, and the predicted peak and speed.
+    """A plan in words, a line each: the placement of each residual, what it costs, the predicted peak and speed,
+    and the host's memory where it is not all of this machine's.
 
     Args:
       forecast: the plan, with the memory and the times that are predicted for it.
@@ -314,6 +315,8 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
         lines.append(
             f"  experts are taken to run at {share:.0%} of the speed of dense products, as measured on an H200"
         )
+    if device.host_note:
+        lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")
     return lines
 
 
@@ -406,8 +409,6 @@ def plan_elsewhere(
       console: where it is printed.
     """
     lines = plan_lines(forecast, parts, device, budget_bytes)
-    if device.host_note:
-        lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")
     if device.usual_host_bytes is not None and forecast.host_bytes > device.usual_host_bytes:
         lines.append(
             f"warning: the plan pins {forecast.host_bytes / 1e9:.1f} GB of host memory; machines with this device "

@@ -87,7 +87,8 @@ def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mappi
     """
     found: list[T] = []
     left_out: list[str] = []
-    for source in open_sources(rows, columns=data.columns):
+    sources = open_sources(rows, columns=data.columns)
+    for source in sources:
         for row in source.read(0):
             if data.max_rows is not None and len(found) >= data.max_rows:
                 break
@@ -101,7 +102,8 @@ def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mappi
                 left_out.append(f"{row.place}: {error}")
     if not found:
         first = f"; the first: {left_out[0]}" if left_out else ""
-        raise ConfigError(f"{key}: it has no prompt that could be used{first}")
+        where = ", ".join(dict.fromkeys(source.name for source in sources))
+        raise ConfigError(f"{key}: {where} has no prompt that could be used{first}")
     return found
 
 

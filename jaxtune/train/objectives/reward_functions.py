@@ -17,6 +17,7 @@ side by side.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import re
@@ -159,12 +160,8 @@ class RewardFunctions:
                 f"objective.reward_weights = {list(weights)}: there are {len(functions)} reward functions; give "
                 "each a weight, in their order"
             )
-        names: list[str] = []
-        for function in functions:
-            name = getattr(function, "__name__", type(function).__name__)
-            same = sum(known == name or known.startswith(f"{name}_") for known in names)
-            names.append(f"{name}_{same + 1}" if name in names else name)
-        return cls(tuple(functions), tuple(names), weights, **options)
+        names = unique([getattr(function, "__name__", type(function).__name__) for function in functions])
+        return cls(tuple(functions), names, weights, **options)
 
     @classmethod
     def named(
@@ -274,6 +271,16 @@ class RewardFunctions:
         return values
 
 
+def unique(names: Sequence[str]) -> tuple[str, ...]:
+    """`names` with a number behind each that stood before, ("f", "f_2"), so that metrics have a name for each function;
+    it is the smallest with which the name is no other function's."""
+    found: list[str] = []
+    for name in names:
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        found.append(next(one for one in numbered if one not in (*names, *found)) if name in found else name)
+    return tuple(found)
+
+
 def load_function(name: str, key: str = _KEY) -> RewardFunction:
     """The reward function that a recipe names. `file.py:function` is loaded by running the file; a name without a colon
     is that of a ready function of this module, such as exact_match.
@@ -301,8 +308,8 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
 
 
 def _checked(name: str, values: Any, count: int) -> np.ndarray:
-    """Checks what a reward function returned, and returns it as float32[count], NaN where it returned None or NaN.
-    Raises RewardError if `values` is no list of `count` numbers or None, or one is infinite. name: the function's name,
+    """Checks what a reward function returned, and returns it as float32[count], NaN where it returned None. Raises
+    RewardError if `values` is no list of `count` numbers or None, or one is NaN or infinite. name: the function's name,
     for the message."""
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != count:
         what = f"{len(values)} rewards" if hasattr(values, "__len__") and not isinstance(values, str) else repr(values)
@@ -317,8 +324,10 @@ def _checked(name: str, values: Any, count: int) -> np.ndarray:
             number = float(value)
         except (TypeError, ValueError):
             raise RewardError(f"reward function {name} returned {value!r}; a reward is a number or None") from None
-        if math.isinf(number):
-            raise RewardError(f"reward function {name} returned {number}; a reward is a finite number or None")
+        if not math.isfinite(number):
+            raise RewardError(
+                f"reward function {name} returned {number}; a reward is a finite number, or None where there is none"
+            )
         found[index] = number
     return found
 

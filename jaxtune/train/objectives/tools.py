@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from jaxtune.train.config import ConfigError
-from jaxtune.train.objectives.reward_functions import Message, RewardFunction, RewardFunctions, Turns
+from jaxtune.train.objectives.reward_functions import Message, RewardFunction, RewardFunctions, Turns, unique
 from jaxtune.train.objectives.tool_formats import Call, Schemas
 from jaxtune.train.objectives.user_functions import arguments, in_thread, is_async, load_from_file
 
@@ -144,13 +144,13 @@ class Tools:
 
     def rewards(self, functions: RewardFunctions | None) -> RewardFunctions:
         """The reward functions of the run: `functions` (None if there are none), and for each class of environments
-        with a `get_reward` one function that calls it, with weight 1 and the name of the class. Raises ConfigError if
-        there is no reward function at all."""
+        with a `get_reward` one function that calls it, with weight 1 and the name of the class (made unique). Raises
+        ConfigError if there is no reward function at all."""
         kinds = dict.fromkeys(type(pool[0]) for pool in self._pool.values() if hasattr(pool[0], "get_reward"))
         added: list[RewardFunction] = [_reward_of(kind) for kind in kinds]
         if functions is None:
             return RewardFunctions.of(added)
-        names = (*functions.names, *(kind.__name__ for kind in kinds))
+        names = unique([*functions.names, *(kind.__name__ for kind in kinds)])
         weights = (*functions.weights, *(1.0 for _ in kinds))
         return dataclasses.replace(functions, functions=(*functions.functions, *added), names=names, weights=weights)
 

@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxtune.models.fitted import DEVICE_SHARES
@@ -50,7 +51,7 @@ class Device:
     note: str
     # Whether it runs the kernels for compute capability 9.0.
     hopper: bool = False
-    # Where host_bytes comes from, in words, for a device of another machine.
+    # Where host_bytes comes from, in words; "" for a device of this machine whose memory this process may use wholly.
     host_note: str = ""
     # Bytes that may be pinned on a machine with the host memory that is usual for such a device.
     usual_host_bytes: float | None = None
@@ -70,12 +71,49 @@ _ASSUMED = "RTX 3060"
 
 
 def host_memory_bytes() -> float:
-    """Bytes of the memory of this machine, or of the container that the process runs in if that is limited to less."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int(Path(file).read_text(encoding="ascii")))
-    return float(min(limits))
+    """Bytes of host memory that this process may use: those of the machine, or of the container or job that it runs in
+    if that is limited to less."""
+    return float(min([_machine_bytes(), *_group_limits()]))
+
+
+def _machine_bytes() -> int:
+    """Bytes of this machine's memory, whatever part of them this process may use."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _group_limits() -> Iterator[int]:
+    """The limits of memory, in bytes, of the control groups that this process is in: of its own and of those around it,
+    which limit it too. A container sees its own as the root; SLURM and systemd make others further down (the kernel's
+    documentation of cgroups, versions 1 and 2)."""
+    lines = []
+    with contextlib.suppress(OSError):  # no Linux
+        lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
+    for line in ["0::/", "1:memory:/", *lines]:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, name = (_GROUPS / "memory", "memory.limit_in_bytes") if controllers else (_GROUPS, "memory.max")
+        own = root / path.strip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(root):
+                with contextlib.suppress(OSError, ValueError):  # not limited: "max"
+                    limit = int((folder / name).read_text(encoding="ascii"))
+                    yield limit
+
+
+def _limited_note() -> str:
+    """What Device.host_note says of this machine: how much of its memory this process may use, if that is limited to
+    less than there is; otherwise ""."""
+    allowed, there = host_memory_bytes(), _machine_bytes()
+    if allowed >= there:
+        return ""
+    return (
+        f"{allowed / 1e9:.1f} GB (the limit of this container or job; the machine has {there / 1e9:.1f} GB), of which "
+        f"{_PINNED_SHARE:.0%} may be pinned"
+    )
 
 
 def allow_pinned_memory() -> None:
@@ -180,7 +218,8 @@ def find_device(
     peer = (rated.nvlink_gbps or rated.link_gbps or _ONE_MEMORY_GBPS) * 1e9 * shares.peers
     if memory_bytes is not None:
         pinnable, whole = _pinnable_bytes(*sharing), host_memory_bytes() / sharing[0]
-        return Device(name, memory_bytes, *rates, pinnable, note, hopper, peer=peer, host_memory_bytes=whole)
+        limited = _limited_note()
+        return Device(name, memory_bytes, *rates, pinnable, note, hopper, limited, peer=peer, host_memory_bytes=whole)
     assert sheet is not None
     host = sheet.host_gb if host_gb is None else host_gb
     source = "usual for this device; set plan.host_gb to yours" if host_gb is None else "plan.host_gb"

@@ -93,7 +93,7 @@ def choose_mesh(
     rows = config.rows_per_step // (config.micro_batches or 1)
     used = next(number for number in range(count, 0, -1) if rows % number == 0)
     # Settings that config.py refuses in combination with mesh.fsdp.
-    divides = not (config.optim.offload or config.evaluation.asking)
+    divides = not (config.optim.offload or config.evaluation.asking or config.objective.samples)
     meshes = [MeshConfig(used // f, f) for f in range(1, used + 1) if used % f == 0 and (f == 1 or divides)]
     found: dict[MeshConfig, Forecast] = {}
     errors: dict[MeshConfig, PlanError] = {}

@@ -146,4 +146,5 @@ def pass_lines(config: TrainConfig, shape: DecoderConfig, device: Device) -> lis
     student = nnx.state(abstract_model(shape, config))
     mesh = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
     phase = TeacherPass(config, mesh, config.data.length, device, student, None, objective.teacher).phase
-    return phase_lines([phase], budget(config, device), device.host_memory_bytes)
+    host_bytes = host_memory_bytes() if config.plan.device is None else device.host_memory_bytes
+    return phase_lines([phase], budget(config, device), host_bytes)

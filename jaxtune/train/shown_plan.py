@@ -1,0 +1,97 @@
+"""What --plan prints of a run without its weights and rows: the plan from the model's shapes, for a device here or
+elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.generation.slot_plan import slots_for
+from jaxtune.models.placement import partition
+from jaxtune.models.registry import config_from_hf, weights_stored_in
+from jaxtune.system.terminal import fitted
+from jaxtune.train.config import MeshConfig, TrainConfig
+from jaxtune.train.display import report
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.policy import GRPO
+from jaxtune.train.planning import choice, cost, devices, fitting, search, teacher_pass
+from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.meshes import mesh_of
+from jaxtune.train.planning.phases import prefill_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def show_plan(config: TrainConfig, console: Console) -> None:
+    """Prints on `console` the plan for the device that the config names, or for this machine's, from the model's
+    shapes alone: without weights, rows or compiling.
+
+    Raises:
+      ValueError: no device is named and there is no GPU here, or fewer than the mesh asks for; a device is named, and
+        the mesh is to have all there are; the device or the model is not known; adapter.path is set. What the config
+        alone shows is refused before the model's config.json is read.
+      PlanError: no plan fits; the message names settings that would.
+    """
+    if config.adapter is not None and config.adapter.path is not None:
+        raise ValueError(
+            f"adapter.path = {config.adapter.path!r}: a plan without weights needs the adapter's settings: set "
+            "adapter.path=null and adapter.r"
+        )
+    device = None if config.plan.device is None else _elsewhere(config, config.plan.device)
+    if device is None and jax.local_devices()[0].platform == "cpu":
+        raise ValueError(
+            "plan.device is not set, and this machine has no GPU: name one, such as plan.device='RTX 4090'"
+        )
+    hf = find_config(config.model.from_config or config.model.path or "")
+    shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
+    config = replace(config, model=replace(config.model, load_in=config.model.load_in or stored_in))
+    runs = objective_of(config).reference_runs
+    if device is None:
+        chosen, why = mesh_of(config, lambda: cost.abstract_model(shape, config), reference_runs=runs)
+        if why is not None:
+            console.print(fitted(why, console), markup=False, highlight=False)
+        config = replace(config, mesh=chosen)
+        device = _here(config, chosen)
+    budget_bytes = devices.budget(config, device)
+    assert budget_bytes is not None  # a device with a data sheet has a memory
+    parts = cost.step_cost(cost.abstract_model(shape, config), config, reference_runs=runs)
+    room = search.Room(budget_bytes, devices.limit(config, device))
+    try:
+        forecast, _ = search.next_plan(parts, config, device, room)
+    except choice.PlanError as error:
+        fixes = fitting.fitting_settings(shape, config, device, budget_bytes, reference_runs=runs)
+        raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
+    longest = fitting.longest_row(parts, config, device, budget_bytes)
+    report.plan_elsewhere(forecast, parts, device, budget_bytes, longest, console)
+    objective = objective_of(config)
+    if isinstance(objective, GRPO):  # rows are not read here, so that prompts are taken to be as long as there is room
+        room = budget_bytes - parts.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(parts, device)
+        most = min(objective.settings.slots, config.rows_per_step * objective.settings.steps_per_generation)
+        slots = slots_for(cost.abstract_model(shape, config), room, config.data.length, most)
+        console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
+    for line in teacher_pass.pass_lines(config, shape, device):
+        console.print(fitted(line, console), markup=False, highlight=False)
+    console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, parts.devices))
+
+
+def _elsewhere(config: TrainConfig, name: str) -> Device:
+    """The device `name` of another machine, which plan.device names. Raises ValueError if it is not known or refused,
+    or if the mesh is to have all devices that there are, which is not known of another machine."""
+    for key, size in ({} if config.mesh is None else config.mesh.axes).items():
+        if size == -1:
+            raise ValueError(f"mesh.{key} = -1: how many devices plan.device has beside it is not known: give a number")
+    return devices.find_device(name, host_gb=config.plan.host_gb)
+
+
+def _here(config: TrainConfig, mesh: MeshConfig) -> Device:
+    """A device of this machine, as the planner of a run on `mesh` sees it: with its share of the host's memory. Raises
+    ValueError if there are fewer devices than the mesh has, or the rows cannot be divided among them."""
+    devices_of_run = partition.make_mesh(*mesh.sizes)
+    config.require_rows_for(devices_of_run.size)
+    first = devices_of_run.local_devices[0]
+    limit = (first.memory_stats() or {}).get("bytes_limit")
+    return devices.find_device(first.device_kind, limit, sharing=devices.devices_here(devices_of_run.size))

@@ -1,0 +1,59 @@
+"""--plan without weights and rows: it is the plan of the run; what the config shows is refused before reading files."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxtune import cli
+from jaxtune.models.placement import partition
+from jaxtune.train import shown_plan
+from jaxtune.train.config import ConfigError, MeshConfig, ObjectiveConfig
+from jaxtune.train.planning import devices
+from tests.train.tiny_runs import make_config
+
+
+def test_a_plan_without_rows_is_that_of_the_run(monkeypatch, capsys, tmp_path):
+    """On GPUs that share the host's memory, of which there are fewer here than a mesh may ask for."""
+    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(devices, "host_memory_bytes", lambda: 400e9)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "500")
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 140e9})
+
+    def make_mesh(*sizes):
+        size = partition.mesh_shape(*sizes, devices=4).size
+        if size > 4:
+            raise ValueError("mesh.data = 8: there are 4 gpu devices")
+        return SimpleNamespace(size=size, local_devices=[gpu])
+
+    monkeypatch.setattr(shown_plan.jax, "local_devices", lambda: [gpu])
+    monkeypatch.setattr(shown_plan.partition, "make_mesh", make_mesh)
+    planned = []
+    monkeypatch.setattr(shown_plan.report, "plan_elsewhere", lambda *given: planned.append(given))
+    recipe = ["train", "qlora-8b", "--plan", "rows_per_step=8"]
+    assert cli.main([*recipe, "mesh.data=4"]) == 0
+    (_, parts, device, *_), *_ = planned
+    assert (parts.devices, device.host_bytes, device.host_memory_bytes) == (4, 0.7 * 400e9 / 4, 100e9)
+    with pytest.raises(ValueError, match="mesh.data = 8: there are 4 gpu devices"):
+        cli.main([*recipe, "mesh.data=8"])
+    capsys.readouterr()
+    assert cli.main([*recipe, "mesh.data=-1", "rows_per_step=6"]) == cli.USER_ERROR
+    assert "mesh.data = 4: must divide the 6 rows of a micro-batch" in capsys.readouterr().err
+
+
+def test_what_a_config_alone_shows_is_refused_before_a_file_is_read(monkeypatch, capsys):
+    def read(*given):
+        raise AssertionError
+
+    monkeypatch.setattr(shown_plan, "find_config", read)
+    plan = ["train", "qlora-8b", "--plan"]
+    for changes, words in (
+        (["plan.device=RTX 4090", "mesh.data=-1"], "mesh.data = -1: how many devices plan.device has beside it"),
+        (["plan.device=RTX 1"], "plan.device = 'RTX 1': not a device that is known"),
+        (["plan.device=RTX 4090", "adapter={path: x}"], "adapter.path = 'x': a plan without weights needs"),
+        ([], "plan.device is not set, and this machine has no GPU"),
+    ):
+        assert cli.main([*plan, *changes]) == cli.USER_ERROR
+        assert words in capsys.readouterr().err
+    for name in ("grpo", "rloo"):
+        with pytest.raises(ConfigError, match=f"mesh.fsdp = -1: objective.name = {name} samples answers"):
+            make_config("out", objective=ObjectiveConfig(name, reward_funcs=["brevity"]), mesh=MeshConfig(fsdp=-1))
