@@ -27,7 +27,7 @@ from jaxtune.pallas.rounding import random_bits, stochastic_round
 
 SyncFormat = Literal["bf16", "int8", "int4"]
 Axes = str | tuple[str, ...]  # one or several axes of a mesh, by name
-BLOCK = 64  # the numbers of an array are a multiple of this; in int8 so many share a scale
+BLOCK = 64  # numbers that share a scale in int8; the length of an array is a multiple of this
 INT4_BLOCK = 16  # numbers that share a scale in int4
 _STEPS = 8  # scales of int4 between a number and its double
 _BITS = {"bf16": 16.0, "int8": 8.0 + 32 / BLOCK, "int4": 4.0 + 8 / INT4_BLOCK}

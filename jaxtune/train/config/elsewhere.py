@@ -353,7 +353,7 @@ def _axolotl_rows(made: Translation, one: Mapping[str, Any]) -> list[str]:
 _IS_FILE = re.compile(r"\.(jsonl?|csv|parquet)$")
 
 
-def _data_files(made: Translation, path: str, files: Any) -> list[str]:
+def _data_files(made: Translation, path: str, files: object) -> list[str]:
     """The local files that the data_files (`files`: one name, or a list) of an entry of axolotl's `datasets` name, for
     data.train. With a reader of files as the entry's path, such as "json", they are relative to the current folder, and
     with a folder to that. Files of a data set on the hub, and files by split, are reported as lacking in `made`; the
