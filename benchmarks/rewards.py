@@ -88,7 +88,7 @@ def trainer_of(case: Case, folder: str) -> Any:
     from benchmarks.random_model import random_model
     from benchmarks.shapes import SHAPES
     from jaxtune.models.files.model_folder import load_tokenizer
-    from jaxtune.train.config import DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+    from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
     from jaxtune.train.config.objective import ObjectiveConfig
     from jaxtune.train.objectives.answering import OneTurn, Sampling
     from jaxtune.train.objectives.named import objective_of
@@ -104,6 +104,7 @@ def trainer_of(case: Case, folder: str) -> Any:
     model = jaxtune.get_peft_model(model, r=16, target_parameters=experts)
     config = TrainConfig(
         model=ModelConfig(path="random weights", load_in=case.load_in),
+        adapter=AdapterConfig(r=16),
         data=DataConfig(train="random tokens", length=case.length),
         objective=ObjectiveConfig(
             "grpo", reward_funcs=("drawn",), num_generations=case.answers, max_completion_length=case.answer
