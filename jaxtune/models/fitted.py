@@ -151,8 +151,8 @@ EXPERT_GRADIENT_TIME = Fitted(
     {
         ("H200", "mosaic"): (
             ExpertGradientTime(share=1.0, sum_bytes=0.0),
-            "benchmarks/results/heads_and_expert_gradients_once.json: 0.86 to 0.97 of a dense product over the rows that "
-            "count, which are 0.90 of those that are counted here",
+            "benchmarks/results/heads_and_expert_gradients_once.json: 0.86 to 0.97 of a dense product over the rows of "
+            "tokens, which are 0.90 of those that are counted here",
         ),
         ("H200", "reference"): (
             ExpertGradientTime(share=0.75, sum_bytes=18.0),
