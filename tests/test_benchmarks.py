@@ -23,7 +23,7 @@ from benchmarks.random_model import random_model
 from benchmarks.record import honest
 from benchmarks.shapes import SHAPES
 from benchmarks.table import Rejected, load, rows_of, startup_table
-from benchmarks.train import budgets, cards, compile_ahead, memory, mesh, startup, step
+from benchmarks.train import budgets, cards, compile_ahead, memory, mesh, qat_quality, startup, step
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.train.config.file import load_config
@@ -272,3 +272,28 @@ def test_a_phase_of_a_life_is_recorded_with_what_it_took(tmp_path, monkeypatch):
     )
     assert phases["evaluate"]["peak_host_bytes"] >= 0 and phases["evaluate"]["seconds"] > 0
     assert phases["generate"]["exit"] == 2 and "nothing" in phases["generate"]["problem"]
+
+
+def test_what_qat_regains_is_a_mean_over_seeds_and_is_held_against_their_deviation():
+    def seed(plain, rounded, qat):
+        return {"base": 2.0, "plain": plain, "int4": {"rounded": rounded, "qat": qat}, "seconds": 1.0}
+
+    found = qat_quality.summary({"3": seed(0.10, 0.20, 0.11), "4": seed(0.11, 0.21, 0.14), "5": seed(0.12, 0.32, 0.16)})
+    assert (found["plain"], found["deviation"]) == pytest.approx((0.11, 0.01))
+    figures = found["formats"]["int4"]
+    assert figures["regained_each"] == pytest.approx([0.9, 0.7, 0.8]) and figures["regained"] == pytest.approx(0.8)
+    assert (figures["cost"], figures["over_deviation"]) == pytest.approx((0.4 / 3, 40 / 3))
+    shown = [(row["value"], row["floor"], row["goal"]) for row in qat_quality.must_show(found)]
+    assert shown == [(figures["over_deviation"], 10, None), (figures["regained"], 0.7, 0.85)]
+    alone = qat_quality.summary({"0": seed(0.10, 0.20, 0.11)})
+    assert alone["deviation"] is None and len(qat_quality.must_show(alone)) == 1
+
+
+def test_a_record_of_qat_is_added_to_by_the_same_settings_alone(tmp_path):
+    facts = {"commit": "abc", "settings": {"steps": 4}}
+    file = tmp_path / "qat_quality.json"
+    assert qat_quality.begun(file, facts) == {**facts, "seeds": {}}
+    file.write_text(json.dumps({**facts, "seeds": {"3": {"plain": 1.0}}}))
+    assert qat_quality.begun(file, facts)["seeds"] == {"3": {"plain": 1.0}}
+    with pytest.raises(SystemExit, match="settings is {'steps': 4} there and {'steps': 5} here"):
+        qat_quality.begun(file, facts | {"settings": {"steps": 5}})
