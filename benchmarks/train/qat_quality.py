@@ -15,12 +15,13 @@ steps, rows and rates. Four held-out losses (nats a trained token) are compared:
 QAT regains (L1 - L2) / (L1 - L0). In L1 and L2 the activations are rounded too where the format says so, by the same
 code. That share means something only where rounding costs much more than a seed does. So the record also has
 L1 - L0 over the deviation of L0 between seeds (of a sample: n - 1), which must be ten. The int4 formats take groups of
-64, the largest size that divides the rows of all matrices of this model (192, 256 and 448 numbers); larger groups lose
-more. NVFP4 has no choice of groups.
+64, the largest size that divides the rows of all matrices of this model (192, 256 and 448 numbers), because rounding
+errors grow with the largest number of a group. NVFP4 has no choice of groups.
 
---seeds 0 with other values of the settings (--help lists them) is for choosing these; seed 0 is no part of a result.
-The file is written after each loss, and a seed that it has with all formats is not run again, so that several calls
-make one record. The exit status is 1 where a floor is missed.
+--seeds 0 with a file of its own and other values of the settings (--help lists them) is for choosing these; seed 0 is
+no part of a result. The defaults are a first guess, which no run has confirmed yet. The file is written after each
+loss, and a seed that it has with all formats is not run again, so that several calls make one record. The exit status
+is 1 where a floor is missed.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Settings:
 
 
 class Runs:
-    """The trainings and evaluations of one process, all from the packaged model and its rows. settings: theirs."""
+    """The trainings and evaluations of one process, all from the packaged model and its rows."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -178,7 +179,7 @@ def must_show(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def measure(runs: Runs, seed: int, formats: list[str], keep) -> None:
     """Runs one seed. keep: called with {"base", "plain", format: {...}, "seconds"} after each loss; all of the seed's
-    losses so far, of which a format's come together."""
+    losses so far; the two of a format come at once."""
     begun, found = time.monotonic(), {}
 
     def add(**losses) -> None:
