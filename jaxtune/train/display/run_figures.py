@@ -165,8 +165,8 @@ def _identity(path: Path) -> Any:
 
 
 def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
-    """The JSON object of one run that page.js draws: its name, state, results ("facts"), plan, charts, samples of
-    answers and settings.
+    """The JSON object of one run that page.js draws: its name, folder, state, step, time left, results ("facts"), plan,
+    charts, samples of answers, and settings, also as the text of the config.
 
     Args:
       folder: the run's folder.

@@ -251,7 +251,8 @@ def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
 
 
 def _run_alike(plan: StepPlan, micro: int, tile: int | None) -> bool:
-    """Whether `plan` has `micro` micro-batches and `tile` tokens in a tile (None: no tiles)."""
+    """Whether `plan`, one that failed, has `micro` micro-batches and `tile` tokens in a tile (None: no tiles). Only
+    plans with its numbers are compared with it, as their forecasts may be wrong in the same way."""
     return (plan.micro_batches, plan.residuals.tile_tokens) == (micro, tile)
 
 

@@ -222,9 +222,10 @@ def as_saved(like, saved: Mapping):
 
 
 def fitted(state, like, note: Callable[[list[str]], object]):
-    """A state that was read with the shapes of `as_saved`, with errors that this run can use. It is returned as it is
-    if neither has errors, they are those of this mesh, or it has weights alone (a dict); otherwise this run's errors
-    start from zero, or are left out if it keeps none.
+    """A state that was read with the shapes of `as_saved`, with errors of error feedback (`sync_errors`: what rounding
+    took from the gradients that each device sent) that this run can use. It is returned as it is if neither run has
+    errors, if they fit this mesh and format, or if it has weights alone (a dict). Otherwise this run's errors start
+    from zero, or are left out if it keeps none.
 
     Args:
       state: the state that was read.
