@@ -200,9 +200,10 @@ def _residents(parts: StepCost, least: int) -> list[int]:
 
 
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
-    """The forecast of the plan of `found` with as many more whole layers as the budget has room for; `found` itself if
-    weights are not divided over devices. A layer is whole if its weights are gathered on each device and stay so, which
-    saves the time to gather them again. parts: the step's costs. budget: bytes of memory of `device`.
+    """The forecast of the plan of `found` with as many more whole layers as the budget has room for, if each takes as
+    many bytes as the largest; `found` itself if weights are not divided over devices or the budget has no room. A layer
+    is whole if its weights are gathered on each device and stay so, which saves the time to gather them again. parts:
+    the step's costs. budget: bytes of memory of `device`.
 
     If all weights of the layers are trained, a whole layer keeps its gathered weights from its forward to its backward
     (ResidualPlan.whole_weights). If some are frozen, each device has a whole layer's frozen weights whole for the whole
