@@ -69,8 +69,8 @@ def test_w4a8_is_read_by_compressed_tensors(tmp_path):
     want = np.asarray(trained(jnp.asarray(tokens)))
     plain = np.asarray(convert_qat(trained)(jnp.asarray(tokens)))
     assert (abs(plain - want).max(-1) > 1e-2).all()  # what rounding the activations changes
-    # An activation near the middle of two codes may be rounded to the other one, because the two libraries add up sums in
-    # another order. That changes the logits of this position and of later ones in its row, and of no other.
+    # An activation near the middle of two codes may be rounded to the other one, because the two libraries add up in
+    # different orders. That changes the logits of this position and of later ones in its row, and of no other.
     assert (abs(logits - want).max(-1) < 1e-5).mean() > 0.7
 
 

@@ -161,8 +161,8 @@ def test_experts_count_as_a_token_meets_them():
 
 
 def test_gradients_of_experts_weights_take_the_time_of_whoever_computes_them():
-    """A kernel on Hopper, with the speed of dense products; elsewhere XLA, which adds each tile's product of 128 rows to
-    a sum in float32. They count in the backward alone."""
+    """A kernel on Hopper, with the speed of dense products; elsewhere XLA, which adds each tile's product of 128 rows
+    to a sum in float32. They count in the backward alone."""
     tokens, shape = 16_384, config_from_hf(PUBLISHED["Qwen/Qwen3-30B-A3B"] | {"num_hidden_layers": 1})
 
     def seconds(adapter, device):

@@ -321,9 +321,8 @@ class Engine:
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
-        """Lowers a function for the mesh to a jax.stages.Lowered, without Shardy (partition.compiling). out: the
-        shardings of its results. arguments: its arguments, as arrays or jax.ShapeDtypeStructs. options: further
-        arguments of jax.jit."""
+        """Lowers a function for the mesh, without Shardy (partition.compiling). out: the shardings of its results.
+        arguments: its arguments, arrays or jax.ShapeDtypeStructs. options: further arguments of jax.jit."""
         with partition.compiling(self.mesh):
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
