@@ -266,7 +266,7 @@ class RewardedTrainer(PreferenceTrainer):
         micro-batches.
 
         Raises:
-          ValueError: the answers that are sampled at once are not enough for a whole number of updates.
+          ValueError: the number of answers that are sampled at once is not a multiple of an update's answers.
         """
         args, answers = self.args, self._answers
         if args.generation_batch_size is not None:

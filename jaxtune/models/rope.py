@@ -173,9 +173,10 @@ def _rotated_fwd(interleaved, x, cos, sin):
 
 
 def _rotated_bwd(interleaved, table, dout):
-    """The backward rule of `_rotated`: (dout [B, T, heads, D] rotated by the opposite angle, None, None). It is one
-    pass over memory, where jax.vjp would pad the gradients of slices and add them. interleaved: that of the forward.
-    table: (cos, sin) of the forward. dout: the gradient of the rotated x."""
+    """The backward rule of `_rotated`. It returns (the gradient of x, None for cos, None for sin); the gradient is dout
+    rotated by the opposite angle, [B, T, heads, D] in dout's dtype. It is one pass over memory, where jax.vjp would pad
+    the gradients of slices and add them. interleaved: that of the forward. table: the residuals (cos, sin) of the
+    forward, float32[B, T, rotary_dim / 2]. dout: the gradient of the rotated x."""
     cos, sin = table
     return _rotated(interleaved, dout, cos, -sin), None, None
 

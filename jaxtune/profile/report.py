@@ -109,12 +109,13 @@ def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
 
 
 def _share(name: str, per_step: list[float], step_ms: float, phase: str = "") -> Share:
-    """Makes a row of the table of categories or scopes.
+    """Makes a row of the table of categories or scopes, from the time of each step: a Share with the mean of
+    `per_step` in ms, that mean divided by step_ms (a fraction, 0.0 if step_ms is 0), and the other arguments.
 
     Args:
       name: the category's or scope's.
       per_step: its ms in each step.
-      step_ms: the step's mean ms, of which the row's mean is a share.
+      step_ms: the step's mean ms.
       phase: the scope's phase; "" for a category.
     """
     ms = statistics.fmean(per_step)

@@ -33,7 +33,7 @@ _SHOWN = 160  # characters of a question or an answer on the screen
 @dataclasses.dataclass(frozen=True)
 class Answered:
     """The results of an evaluation by generation, in which the model answers held-out rows and functions score the
-    answers: the metrics, and some of the answers."""
+    answers: the metrics, and some of the answers. `lines` gives both in words, for the screen."""
 
     metrics: dict[str, float]
     """`eval_answers/NAME`: the mean value of the function NAME over the answers that it applies to and does not fail

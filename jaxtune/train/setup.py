@@ -49,8 +49,10 @@ class UpdateRule:
     schedule: optax.Schedule | None
     """The learning rate that metrics show; None if a given optimizer has a schedule of its own."""
     bound: UpdateBound | None
-    """A limit to how far one update can move a weight. None if no limit is known: for an optimizer that was given to
-    the Trainer, without clipping (max_grad_norm), and for other optimizers than adamw and adamw_8bit."""
+    """A limit to how far one update can move a weight. A step decides by it, before the update, whether all new weights
+    will be finite; without a limit the step first computes the whole update for this decision. None if no limit is
+    known: for an optimizer that was given to the Trainer, without clipping (max_grad_norm), and for other optimizers
+    than adamw and adamw_8bit."""
 
 
 def update_rule(

@@ -63,12 +63,15 @@ def test_w4a8_is_read_by_compressed_tensors(tmp_path):
     trained = prepare_qat(model, "int8-int4", 32)
     jaxtune.export_model(convert_qat(trained), tmp_path / "out", to="w4a8")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    tokens = np.arange(24).reshape(2, 12)
+    tokens = np.arange(60).reshape(20, 3)
     with torch.no_grad():
         logits = theirs(torch.from_numpy(tokens)).logits.numpy()
     want = np.asarray(trained(jnp.asarray(tokens)))
     plain = np.asarray(convert_qat(trained)(jnp.asarray(tokens)))
-    assert abs(logits - want).max() < 0.2 * abs(plain - want).max()  # near ties of sums may round apart
+    assert (abs(plain - want).max(-1) > 1e-2).all()  # what rounding the activations changes
+    # An activation near the middle of two codes may be rounded to the other one, because the two libraries add up in
+    # different orders. That changes the logits of this position and of later ones in its row, and of no other.
+    assert (abs(logits - want).max(-1) < 1e-5).mean() > 0.7
 
 
 @pytest.mark.parametrize("name", ["int8-int4", "fp8", "mxfp4-mxfp4"])

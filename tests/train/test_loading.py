@@ -31,6 +31,7 @@ from jaxtune.models.registry import config_from_hf
 from jaxtune.train import app, loading
 from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
 from jaxtune.train.data.packaged import PACKAGED
+from jaxtune.train.planning import cost
 from jaxtune.train.program.program_cache import use_program_cache
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.trainer import Trainer
@@ -188,7 +189,7 @@ def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp
     write_checkpoint(tmp_path / "model", config, shapes_of(config))
     wanted = command_config(tmp_path / "model", model=ModelConfig(path=str(tmp_path / "model"), load_in=load_in))
     pretrained = Pretrained(tmp_path / "model", "float32", load_in)
-    ahead = app.cost.abstract_model(pretrained.config, wanted)
+    ahead = cost.abstract_model(pretrained.config, wanted)
     assert shapes(ahead) == shapes(loading.adapted(pretrained.load(), wanted))
 
 

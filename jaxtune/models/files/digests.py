@@ -93,7 +93,8 @@ class Digest:
     def joined(cls, parts: Iterable[Digest]) -> Digest:
         """Both digests of several tensors, from their own digests `parts` in the given order.
 
-        Each is SHA-256 over the tensors' digests one after another, so that another order gives another digest.
+        `sampled` is SHA-256 over the `sampled` digests of the parts, one after another, and `whole` is SHA-256 over
+        their `whole` digests. Another order of the parts therefore gives another digest.
         """
         parts = list(parts)
         sampled, whole = (b"".join(getattr(part, key) for part in parts) for key in ("sampled", "whole"))

@@ -133,7 +133,9 @@ class Prefills:
 
     def take(self, request: Request) -> int:
         """Registers that a request, whose prompt is ready, gets a slot and no longer waits. Returns the row of its
-        prompt in the batch; the caller copies the states of that row before the next program is dispatched."""
+        prompt in the batch that `ready` returned. The batch is dropped here if no other request waits for its prompts,
+        so the caller calls `ready` first, and copies the states of the row (Batch.insert) before the next program is
+        dispatched."""
         batch = self.ready(request)
         assert batch is not None
         self.unwanted(request)

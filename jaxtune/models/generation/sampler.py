@@ -401,8 +401,8 @@ class Sampler:
         return slot_bytes(self._structure, self._shapes, slots, length)
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
-        """Gives the caches room for the whole rows of `nearest`, the requests that get a slot next. If they must grow,
-        they get room for all requests (with `deterministic`, for plan.length): each size needs programs of its own."""
+        """Grows the caches, if needed, for the whole rows of `nearest`, the requests that get a slot next: to the
+        capacity_bucket for all requests (if `deterministic`, for plan.length), as each size needs its own programs."""
         if all(request.limit <= self._capacity for request in nearest):
             return
         everybody = [*self._waiting, *(request for request in self._slots if request is not None)]

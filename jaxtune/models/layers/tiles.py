@@ -1,5 +1,7 @@
-"""Runs segments over tiles of tokens, one tile at a time, so that the values that they pass to each other exist for one
-tile only. This saves memory with long rows, at the cost of computing each tile again in the backward."""
+"""Runs consecutive tokenwise segments of a layer, such as those of an MLP, over tiles of tokens, one tile at a time, so
+that the values that they pass to each other exist for one tile only. A segment is one step of a layer's computation
+(segment.py), and is tokenwise if it computes each token from that token alone. This saves memory with long rows, at the
+cost of computing each tile again in the backward."""
 
 from __future__ import annotations
 

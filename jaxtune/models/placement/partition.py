@@ -171,7 +171,8 @@ def put(tree: Any, where: Any) -> Any:
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Places one array as `put` does with several processes: each places the parts that are on its own devices."""
+    """Places one array as `put` does in a run of several processes. If every process has it whole, each places the
+    parts on its own devices; if it is on the mesh already, it is copied between the devices."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
     if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # does not copy on a device that has it
@@ -248,8 +249,7 @@ def _row_axes() -> tuple[str, ...]:
 
 
 def part_of_rows() -> jax.Array | int:
-    """The number (int32[], from 0) of this device's equal part of the rows, for dropout's draws; 0 outside
-    `divided`."""
+    """The number of this device's equal part of the rows, int32[] from 0, for dropout; 0 outside `divided`."""
     axes = _row_axes()
     return jax.lax.axis_index(axes) if axes else 0
 
@@ -273,8 +273,8 @@ def largest(value: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _total(sums):
-    """`total` inside of `divided`: adds each array of `sums` up over all mesh axes that divide rows, and a Shard over
-    all of these but `fsdp`. The derivative passes the gradients on unchanged, for the reason that `total` gives."""
+    """`total` inside of `divided`: a psum of each array of `sums` over the mesh axes that divide rows, and of a Shard,
+    summed over `fsdp` already, over the others. Its derivative is the identity, for the reason that `total` gives."""
     axes = _row_axes()
 
     def one(leaf):

@@ -5,11 +5,12 @@ Chunks have 64 tokens, as in chunked.py, but the error is defined without beta, 
 error z solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and beta z is what is written. Queries
 and keys are not normalised in memory; their inverse lengths are factors per token.
 
-The forward has three kernels. Two process all chunks in parallel: the first computes, for each token, its factors for
-keeping, reading and writing the state; the second the inverse of 1 + B, and the weights with which queries read the
-chunk's own tokens, both in 16 bits. The third walks along a row, with a program for some columns of a head's state,
-which stays in registers in float32 and is rounded to 16 bits only for products. For the backward it stores the state
-before each chunk, and z.
+The forward has three kernels. Two process all chunks in parallel: the first computes, for each token, the factors
+(decay, beta and inverse lengths) with which its key and query read the state before the chunk and its error enters the
+state after the chunk; the second the inverse of 1 + B, and the weights with which queries read the chunk's own tokens,
+both in 16 bits (`Made` lists all these values). The third walks along a row, with a program for some columns of a
+head's state, which stays in registers in float32 and is rounded to 16 bits only for products. For the backward it
+stores the state before each chunk, and z.
 
 The backward has five kernels. The first walks back with the gradients of the states, and stores the gradient after each
 chunk and dvalue. The others compute, chunk by chunk, the gradients of the two matrices, dquery, dkey, and ddecay with

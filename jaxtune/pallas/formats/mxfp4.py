@@ -1,7 +1,8 @@
 """MXFP4, the format in which gpt-oss is published: blocks of 32 four-bit numbers that share a power of two.
 
 Numbers are e2m1 and scales e8m0 (OCP Microscaling Formats v1.0). A byte has two numbers, the first in the low nibble.
-The format is read and written, in gpt-oss's layout and in that of compressed-tensors, but no model trains over it.
+The format is read and written, in gpt-oss's layout and in that of compressed-tensors, but no model trains over it:
+weights are decoded to the compute dtype when they are loaded, and an export encodes them again.
 """
 
 from __future__ import annotations

@@ -127,8 +127,9 @@ class Stored:
     def rescaled(self, factor: np.ndarray) -> Self:
         """The same codes with another float32 scale, so that every number is multiplied by `factor`. An export calls it
         for a model that was trained with rounding to this format: the model has the products of codes and scales
-        rounded to 16 bits, `encode` computes slightly different scales from these, and the corrected scales decode to
-        exactly the same 16-bit numbers. Formats with `scale_axes` implement it; others raise NotImplementedError.
+        rounded to 16 bits, and `encode` computes slightly different scales from these. The export computes a factor
+        with which the codes decode to exactly the same 16-bit numbers (export/grids.py). Formats with `scale_axes`
+        implement it; others raise NotImplementedError.
 
         factor: float64, of the decoded tensor's shape but with 1 along `scale_axes`."""
         raise NotImplementedError

@@ -225,5 +225,6 @@ def in_chunks(
 
 
 def _cut(results: Results, head: jax.Array) -> Results:
-    """The results with the head's gradient, if there is one, cut to the rows of `head` and cast to its dtype."""
+    """The results with the head's gradient, if there is one, cut to the V rows of `head` and cast to its dtype. It was
+    computed in float32, and has more rows if `filled_up` appended rows of zeros to the head."""
     return results._replace(dhead=None if results.dhead is None else results.dhead[: len(head)].astype(head.dtype))

@@ -460,7 +460,9 @@ def _with_bias(out, weights, bias, choice):
 
 
 def _token_bias_fwd(out, weights, bias, choice):
-    """The forward rule of `_with_bias`: (out plus the biases [T, n], the residuals (weights, bias, choice))."""
+    """The forward rule of `_with_bias`: (out [T, n] plus the biases of each token's experts times their weights, the
+    residuals (weights, bias, choice) for `_token_bias_bwd`). weights: float32[T, k]. bias: [E, n]. choice: int32[T,
+    k]."""
     return _with_bias(out, weights, bias, choice), (weights, bias, choice)
 
 

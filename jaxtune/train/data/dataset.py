@@ -91,8 +91,9 @@ class TokenDataset:
         return self.rows.report
 
     def warnings(self) -> list[str]:
-        """Warnings about these rows to show before training, one sentence each: those of `Summary.warnings`, and those
-        about documents that packing dropped or cut."""
+        """Warnings about these rows to show before training, one sentence each: those of `Summary.warnings`, and, where
+        there are any, the number of documents that packing dropped, the number of rows whose text beyond data.length
+        was not tokenised, and that no response has a span that data.mask_spans masks."""
         found, report = self.summary.warnings(), self.report
         if report.dropped:
             found.append(

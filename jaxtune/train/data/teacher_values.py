@@ -63,8 +63,10 @@ class TeacherValues:
 
 class TaughtRows(PackedRows):
     """The packed rows `packed`, whose batches also have the teacher's `values` of their trained tokens in `extra`
-    (TEACHER_IDS and TEACHER_LOG_PROBS). `TokenDataset.rows` makes it. values: those of the same documents; its `stored`
-    is read whenever a row is written, so it may be set later."""
+    (TEACHER_IDS and TEACHER_LOG_PROBS). `TokenDataset.rows` makes it. `fill` reads the values from `values.stored`; in
+    the pass that computes them, the teacher runs on `alone()`, the same rows without values, and `take` stores its
+    results. values: those of the same documents; its `stored` is read whenever a row is written, so it may be set
+    later."""
 
     def __init__(self, packed: PackedRows, values: TeacherValues):
         self.__dict__.update(packed.__dict__)

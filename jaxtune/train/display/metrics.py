@@ -434,8 +434,8 @@ class Progress:
         self.console.print(terminal.plain(terminal.fitted(text, self.console)), soft_wrap=True)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
-        """The estimated seconds until the last step, if `step` steps are done at the time `now` (of time.monotonic());
-        None before a speed is known."""
+        """The estimated seconds until the last step, if `step` steps are done at the time `now` (of time.monotonic()),
+        by the mean time of the steps since the first call of `update`; None until a step is done after that."""
         first_step, first_seconds = self._first or (step, now)
         if step <= first_step:
             return None

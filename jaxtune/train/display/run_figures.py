@@ -165,8 +165,8 @@ def _identity(path: Path) -> Any:
 
 
 def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
-    """The JSON object of one run that page.js draws: its name, state, results ("facts"), plan, charts, samples of
-    answers and settings.
+    """The JSON object of one run that page.js draws: its name, folder, state, step, time left, results ("facts"), plan,
+    charts, samples of answers, and settings, also as the text of the config.
 
     Args:
       folder: the run's folder.
@@ -201,9 +201,9 @@ def _seconds_left(figures: Figures, state: RunState) -> str:
 
 
 def _charts(figures: Figures) -> list[JsonObject]:
-    """The charts of a run's `figures`, in the order of the page, one for each metric. Each is {"key": the metric's
-    name, "title", "unit", "zero": whether its axis begins at 0, "line": the curve of the training steps, "dots": the
-    values of evaluations for the same metric}; the last two have the form that `thinned` returns."""
+    """The charts of a run's `figures`, in the order of the page, one for each metric that has a finite value. Each is
+    {"key": the metric's name, "title", "unit", "zero": whether its axis begins at 0, "line": the curve of the training
+    steps, "dots": the values of evaluations for the same metric}; the last two have the form that `thinned` returns."""
     evaluations = figures.comparable_evaluations()
     dotted: dict[str, Curve] = {}
     for step, numbers in evaluations:

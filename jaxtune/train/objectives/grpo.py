@@ -210,7 +210,8 @@ def importance_ratio(
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-    """The options of `grpo_loss`, with TRL's names and defaults.
+    """The options of `grpo_loss`, with TRL's names and defaults. `bound_above` is epsilon_high, or epsilon if that is
+    None.
 
     Raises:
       ValueError: an option is out of its range; the message names it. entropy_coef may have any value.

@@ -200,9 +200,9 @@ def _residents(parts: StepCost, least: int) -> list[int]:
 
 
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
-    """The forecast of the plan of `found` with as many more whole layers as the budget has room for; `found` itself if
-    weights are not divided over devices. A layer is whole if its weights are gathered on each device and stay so, which
-    saves the time to gather them again. parts: the step's costs. budget: bytes of memory of `device`.
+    """The forecast of the plan of `found` with as many more whole layers, each taken to be as large as the largest, as
+    the budget has room for; `found` itself if there is no room or weights are not divided over devices. The weights of
+    a whole layer stay gathered on each device. parts: the step's costs. budget: bytes of memory of `device`.
 
     If all weights of the layers are trained, a whole layer keeps its gathered weights from its forward to its backward
     (ResidualPlan.whole_weights). If some are frozen, each device has a whole layer's frozen weights whole for the whole
@@ -251,7 +251,8 @@ def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
 
 
 def _run_alike(plan: StepPlan, micro: int, tile: int | None) -> bool:
-    """Whether `plan` has `micro` micro-batches and `tile` tokens in a tile (None: no tiles)."""
+    """Whether `plan`, one that failed, has `micro` micro-batches and `tile` tokens in a tile (None: no tiles), so that
+    the forecast of a plan with these may be wrong in the same way."""
     return (plan.micro_batches, plan.residuals.tile_tokens) == (micro, tile)
 
 

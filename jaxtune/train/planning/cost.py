@@ -368,10 +368,10 @@ def _mean(values: list[float]) -> float:
 
 
 def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
-    """Returns the SegmentCost of every segment of a model's layers. A segment is one of the functions by which a layer
-    is computed one after another, such as its q, k and v products; a plan keeps, recomputes or offloads what segments
-    return. The work of a segment is its mean over all layers, and a layer without the segment counts as zero.
-    kinds: the LayerKind of each layer, in order."""
+    """Returns the SegmentCosts of a model's segments, one for each pair of a segment's name and outputs that any layer
+    has. A segment is one of the functions by which a layer is computed one after another, such as its q, k and v
+    products; a plan keeps, recomputes or offloads what segments return. The work of a segment is its mean over all
+    layers, and a layer without the segment counts as zero. kinds: the LayerKind of each layer, in order."""
     found: dict[tuple, tuple[Segment, bool, bool]] = {}
     for kind in {id(kind): kind for kind in kinds}.values():
         for segment in kind.block.segments():

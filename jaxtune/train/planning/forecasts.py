@@ -63,7 +63,7 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> float:
-        """Device bytes at the peak."""
+        """The predicted device bytes at the peak of a step, the sum of `parts`, which the budget must have."""
         return sum(self.parts.values())
 
     @property

@@ -71,9 +71,9 @@ class Room:
 
 def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
     """The largest predicted peak, in bytes, that the next plan may have, if a step may take budget_bytes (None: no
-    limit). The failures `failed` lower it, because they show by how much forecasts are too low; if there are several,
-    it falls further by the factor by which they differ, at least 1.03. None if there is neither a failure nor a
-    budget."""
+    limit). Without failures it is budget_bytes. The failures `failed` lower it, because they show by how much forecasts
+    are too low: it is the least of their goals (`Failed.goal`). If there are several, that is divided by the largest of
+    their ratios of need to forecast (`Failed.ratio`) over the smallest, or by 1.03 if this is more."""
     if not failed:
         return budget_bytes
     ratios = [one.ratio for one in failed]

@@ -35,9 +35,9 @@ from jaxtune.train.config import MeshConfig
 _JOINED = 1 << 24
 ERRORS = jnp.bfloat16  # the dtype in which errors and usual sizes are kept
 _DECAY = 0.99  # of the running means of squares: a smaller change a step would be less than bfloat16 can keep
-# What the update takes for a number, by XLA's compiler for two H200s: 11.7 bytes in int8, 10.0 in bf16. int4 took 9.7
-# when its steps were equal, and has not been compiled for them since.
-_UPDATE_BYTES = 12.0
+# Bytes that the update takes for a number. XLA's compiler takes 11.7 in int8 and 10.0 in bf16 for two H200s, and 30 in
+# int4 for a CPU, for which alone that was compiled.
+_UPDATE_BYTES = {"bf16": 12.0, "int8": 12.0, "int4": 30.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,8 @@ class GradientSync:
         sizes = self.error_sizes(trainable, shape)
         kept = sum(map(sum, sizes.values())) * float(jnp.dtype(ERRORS).itemsize)
         every = dataclasses.replace(self, feedback=True).error_sizes(trainable, shape).get("sent", [])
-        return kept, _UPDATE_BYTES * sum(every) + 4.0 * max(every, default=0)  # tensors are copied to be joined
+        copies = 4.0 * max(every, default=0)  # of tensors, to be joined
+        return kept, _UPDATE_BYTES[self.format] * sum(every) + copies
 
     def added(self, gradients, errors, shape: MeshShape, unit: jax.Array, key: jax.Array):
         """Adds the gradients of all devices: (their sums, the errors of this step, {} if `errors` is). It is called by
@@ -221,9 +222,10 @@ def as_saved(like, saved: Mapping):
 
 
 def fitted(state, like, note: Callable[[list[str]], object]):
-    """A state that was read with the shapes of `as_saved`, with errors that this run can use. It is returned as it is
-    if neither has errors, they are those of this mesh, or it has weights alone (a dict); otherwise this run's errors
-    start from zero, or are left out if it keeps none.
+    """A state that was read with the shapes of `as_saved`, with errors of error feedback (`sync_errors`: what rounding
+    took from the gradients that each device sent) that this run can use. It is returned as it is if neither run has
+    errors, if they fit this mesh and format, or if it has weights alone (a dict). Otherwise this run's errors start
+    from zero, or are left out if it keeps none.
 
     Args:
       state: the state that was read.

@@ -169,9 +169,10 @@ class Engine:
             self.before_qat = dataclasses.replace(self.before_qat, mesh=mesh)
 
     def follow_plan(self) -> None:
-        """Copies the planner's plan into the steps that will be compiled (`program`, `before_qat`) and into
-        `micro_index`. It is called when the Engine is made and whenever the plan has changed. It compiles and drops
-        nothing: Programs that `compile` returned before follow the old plan, and the caller must compile again."""
+        """Copies the planner's plan into the steps that will be compiled (`program`, `before_qat`), and makes a new
+        `micro_index`, a list with the number of each micro-batch (from 0), an int32[] on every device. It is called
+        when the Engine is made and whenever the plan has changed. It compiles and drops nothing: Programs that
+        `compile` returned before follow the old plan, and the caller must compile again."""
         plan = self.planner.plan
         follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
         self.program = dataclasses.replace(self.program, **follow)
@@ -320,8 +321,8 @@ class Engine:
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
-        """Lowers a function for the mesh. out: the shardings of its results. arguments: the shapes of its arguments.
-        options: further arguments of jax.jit."""
+        """Lowers a function for the mesh, without Shardy (partition.compiling). out: the shardings of its results.
+        arguments: its arguments, arrays or jax.ShapeDtypeStructs. options: further arguments of jax.jit."""
         with partition.compiling(self.mesh):
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 

@@ -178,7 +178,9 @@ class Rotary:
     gives = ("rotary",)
 
     def given(self, hf: Config) -> Fields:
-        """The rotary parameters of a config.json (`hf`) as one flat dict, or those of `default` if it has none."""
+        """The rotary parameters of a config.json (`hf`) as one flat dict, as `rope_parameters` returns it: those in
+        rope_scaling or rope_parameters, or in `default` if the file has neither, and rope_theta and
+        partial_rotary_factor where the file has these as keys of their own and the parameters do not name them."""
         says_nothing = not hf["rope_parameters"] and not hf["rope_scaling"]
         return rope_parameters({**hf, "rope_parameters": self.default} if says_nothing else hf)
 
