@@ -1,7 +1,7 @@
 """Encoders and decoders of GGUF's types with blocks of 32 numbers: Q8_0, Q4_0, Q5_0 and Q5_1. `allowed` computes the
-largest error that rounding to one of them can cause, by which a check of encoded blocks finds faults.
+largest error that rounding to one of them can cause; a check of encoded blocks compares their errors with it.
 
-The numbers of a block, which are neighbours in a row, share a scale d in f16; in Q5_1 also a least value m:
+A block holds 32 neighbouring numbers of a row. They share a scale d in f16, and in Q5_1 also a smallest value m in f16:
 
 | type | bytes | a number is |
 |---|---|---|
@@ -124,16 +124,16 @@ def decode_q5_1(coded: jax.Array) -> jax.Array:
 
 
 def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, steps: int, worst: float) -> jax.Array | np.ndarray:
-    """Returns the largest error that rounding to a type can cause in each block, [n, 1]. If a decoded value differs by
-    more than that, the encoder is wrong. A step is the difference between the values of neighbouring codes.
+    """Returns the largest error that rounding to a type can cause in each block, float32[n, 1]. An encoder whose
+    decoded values differ by more is wrong. A step is the difference between the values of neighbouring codes.
 
     Args:
       blocks: the values, float32[n, 32].
-      numpy: the module that computes it, numpy or jax.numpy.
-      steps: the largest magnitude M of a block divided by `steps` is taken as the step.
-      worst: steps by which a value can be off. It is 0.5 for Q8_0. It is 1 for Q4_0 and Q5_0, whose codes end one step
-        before -1 times the value of the largest magnitude, and for Q5_1, whose step is its range (at most 2 M) divided
-        by `steps`, of which it rounds by half.
+      numpy: the module that computes the result, numpy or jax.numpy.
+      steps: how many steps make up M, the largest magnitude in a block: a step is M / steps.
+      worst: the largest error, in steps. It is 0.5 for Q8_0, which rounds to the nearest code. It is 1 for Q4_0 and
+        Q5_0, which have a code for the value of magnitude M, but none for its negative. It is 1 for Q5_1 too, which
+        rounds to the nearest code, but whose steps are up to twice as large, because they divide a range of up to 2 M.
     """
     largest = numpy.abs(blocks).max(-1, keepdims=True)
     return largest * numpy.float32(worst * 1.001 / steps + 2.0**-11) + numpy.float32(steps * 2.0**-25)

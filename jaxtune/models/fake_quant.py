@@ -216,16 +216,18 @@ def _between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] is between -8 and 7 times its scale, bool in its shape: everywhere except
-    where scales were rounded down to 16 bits. The arguments are those of int4."""
+    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -8 and 7 times
+    its scale. Only a scale that was rounded down to 16 bits leaves numbers outside. The arguments are those of
+    int4."""
     groups = _blocks(weight, group_size)
     scale = int4_scales(groups, dtype).astype(jnp.float32)
     return _between(groups, -8 * scale, 7 * scale).reshape(weight.shape)
 
 
 def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere except
-    where scales were rounded down to 16 bits. The arguments are those of int8."""
+    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -127 and 127 times
+    its scale. Only a scale that was rounded down to 16 bits leaves numbers outside. The arguments are those of
+    int8."""
     if group_size is None:
         return _within_declared("int8", weight, None, dtype)
     groups = _blocks(weight, group_size)
@@ -234,8 +236,9 @@ def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] is between -8 and 7 times its scale, which may be negative, bool in its shape. On
-    the side opposite a block's largest number the range ends at 7 scales. The arguments are those of q4_0."""
+    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -8 and 7 times its
+    scale, which may be negative. The range ends at 7 scales on the side opposite the block's largest number. The
+    arguments are those of q4_0."""
     blocks = _blocks(weight, group_size)
     scales = as_float16(signed_codes(blocks, 8, dtype)[0])
     ends = -8 * scales, 7 * scales
@@ -454,8 +457,8 @@ class FakeQuant:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rounded_inputs(spec: FakeQuant, x: jax.Array) -> jax.Array:
-    """The activations x [..., in] rounded as the format of `spec` does, in their dtype. In the backward, the gradient
-    of the result is passed to x, unchanged, or if `spec` clips gradients, with zeros where x is outside the range."""
+    """Rounds the activations x [..., in] as the format of `spec` does, and returns them in their dtype. The backward
+    passes the gradient to x unchanged. If `spec` clips gradients, it is zero where x is outside the range."""
     activations = ROUNDINGS[spec.format].activations
     assert activations is not None
     with jax.named_scope("fake_quantise"):

@@ -81,9 +81,9 @@ class LayerPlan(Mapping[str, Placement]):
         return "keep"
 
     def named(self, placement: Placement, residuals: Iterable[Residual]) -> tuple[str, ...]:
-        """The names of those residuals to which the plan gives this placement, in the order of `residuals`, by which
-        the stack keeps, offloads or recomputes them. residuals: all of the layer. Raises ValueError if the plan names a
-        residual as recompute or fp8, which it cannot be (see `of`)."""
+        """Returns the names of the residuals to which the plan gives this placement, in the order of `residuals`. The
+        stack keeps, offloads or recomputes the residuals that have these names. residuals: all residuals of the layer.
+        Raises ValueError as `of` does."""
         return tuple(residual.name for residual in residuals if self.of(residual) == placement)
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:

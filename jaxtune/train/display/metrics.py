@@ -434,8 +434,8 @@ class Progress:
         self.console.print(terminal.plain(terminal.fitted(text, self.console)), soft_wrap=True)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
-        """The estimated seconds until the last step, if `step` steps are done at the time `now` (of time.monotonic()),
-        by the mean time of the steps since the first call of `update`; None until a step is done after that."""
+        """Estimates the seconds until the last step, when `step` steps are done at the time `now` (time.monotonic()).
+        It takes the mean time of the steps since the first call of `update`, and returns None before there is one."""
         first_step, first_seconds = self._first or (step, now)
         if step <= first_step:
             return None
