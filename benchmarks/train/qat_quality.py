@@ -68,10 +68,15 @@ from jaxtune.train.trainer import Trainer  # noqa: E402
 
 FORMATS = ("int4", "int8-int4", "nvfp4")
 SCRIPTS = ROOT / "scripts" / "quickstart"
+# What differs from the packaged model's config.
 SHAPE: dict[str, Any] = dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2
-)  # beside the packaged model's config
-SHAPE |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+)
 PAGES, HELD_OUT = {"pages": 8000, "seed": 5}, {"pages": 400, "seed": 77}  # of the text that is made
 FLOOR, GOAL = 0.70, 0.85  # of the share that QAT regains
 DEVIATIONS = 10.0  # the least cost of rounding, in deviations of L0 between seeds
