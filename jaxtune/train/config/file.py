@@ -256,7 +256,7 @@ def _scalar(text: str) -> Any:
 
 
 def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -> Any:
-    """Parses YAML to dicts, lists and scalars.
+    """Parses YAML to dicts, lists and scalars; an empty text gives None.
 
     Args:
         text: the YAML.
@@ -276,6 +276,7 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
     values = 0
 
     def read(node: yaml.Node | None, prefix: str, depth: int = 0) -> Any:
+        """The value of a node; prefix: the dotted key of the mapping that it is in, or ""; depth: its level, from 0."""
         nonlocal values
         if node is None:
             return None

@@ -158,8 +158,9 @@ class BatchSource:
         """
 
     def position(self, step: int) -> Json:
-        """What a checkpoint that is written before `step` must record so that `resume` continues with the same batches.
-        None if the number of the step is enough. In a run of several processes, all of them call this."""
+        """What a checkpoint that is written before `step` must record, besides the number of the step, so that `resume`
+        continues with the same batches; None, the default, if that number is enough. In a run of several processes, all
+        of them call this."""
         return None
 
     def resume(self, step: int, position: Json) -> None:
@@ -180,16 +181,18 @@ class BatchSource:
         return []
 
     def news(self) -> list[str]:
-        """Sentences about what happened to the rows since the last call, such as rows left out; called after each
-        step."""
+        """Sentences about what happened to the rows since the last call, such as rows left out, which the run prints;
+        called after each step. [] by default."""
         return []
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """Values that the source adds to the logged metrics of a step, by name; called once for each step."""
+        """Values that the source adds to the logged metrics of `step`, by name, such as rewards; called once for each
+        step. {} by default."""
         return {}
 
     def close(self) -> None:
-        """Called when the run ends, also when it fails or is interrupted."""
+        """Called when the run ends, also when it fails or is interrupted, so that the source can end its threads and
+        close its files. By default it does nothing."""
 
 
 class Rows(Protocol):
@@ -319,18 +322,23 @@ class Batches(BatchSource):
 
     @property
     def length(self) -> int:
+        """The number of tokens in a row."""
         return self.rows.length
 
     @property
     def max_documents(self) -> int:
+        """The most documents in any row, which the packed rows know."""
         return self.rows.max_documents
 
     @property
     def full(self) -> bool:
+        """Whether every row of every batch is one document without padding. False if the last batch of an epoch is
+        filled up with rows of padding."""
         return self.rows.full and len(self.rows) % self.rows_per_step == 0
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of steps in which every row is seen once; the last one may have fewer rows."""
         return -(-len(self.rows) // self._taken)
 
     def rows_at(self, step: int) -> np.ndarray:
@@ -344,6 +352,7 @@ class Batches(BatchSource):
         return order[index * self._taken : (index + 1) * self._taken]
 
     def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as new numpy arrays, with the `extra` arrays that the packed rows need."""
         return self.rows.empty(rows)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
@@ -370,6 +379,8 @@ class Batches(BatchSource):
         }
 
     def described(self, total_steps: int) -> list[str]:
+        """Two lines for the screen before a run of `total_steps` steps: the counts of packing, and the numbers of steps
+        and of rows in an epoch."""
         return [
             f"training rows: {self.rows.report}",
             f"{total_steps:,} steps; {self.steps_per_epoch:,} in an epoch of {len(self.rows):,} rows",

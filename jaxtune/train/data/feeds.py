@@ -146,18 +146,22 @@ class FedBatches(BatchSource):
 
     @property
     def length(self) -> int:
+        """The number of tokens in a row, the same in all sets."""
         return self.sets[0].length
 
     @property
     def max_documents(self) -> int:
+        """The most documents in any row of any set."""
         return self._most
 
     def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as new numpy arrays; batches of all sets have the same shapes."""
         return self.sets[0].empty(rows)
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
         """Divides the rows of a batch into `lanes` blocks of consecutive rows (one for each device with rows of its
-        own). This process will open feeds, and so read rows, only for the blocks with the indices `own`."""
+        own). This process will open feeds, and so read rows, only for the blocks with the indices `own`. Called once,
+        before the first batch; without it, there is one block, which this process reads."""
         self.lanes, self._own = lanes, tuple(own)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
@@ -185,7 +189,9 @@ class FedBatches(BatchSource):
         return batch
 
     def _choices(self, step: int) -> list[int]:
-        """Draws, for each row of the batch of `step`, the index in `sets` of the set that the row comes from."""
+        """For each row of the batch of `step`, the index in `sets` of the set that the row comes from: drawn at random
+        with the weights of the sets as probabilities, from the seed and `step` alone, so that a resumed run and all
+        processes draw the same."""
         if len(self.sets) == 1:
             return [0] * self.rows_per_step
         draws = np.random.Philox(key=np.array([self._seed | _CHOICE << 32, step], np.uint64))
@@ -240,6 +246,8 @@ class FedBatches(BatchSource):
         }
 
     def described(self, total_steps: int) -> list[str]:
+        """Two lines for the screen before a run of `total_steps` steps: each set, with its share of the rows if there
+        are several, and the numbers of steps, of rows in a step and of devices that divide them."""
         shares = np.diff(self._bounds, prepend=0.0)
         words = [one.described() for one in self.sets]
         if len(words) > 1:
@@ -251,13 +259,16 @@ class FedBatches(BatchSource):
         ]
 
     def warnings(self) -> list[str]:
+        """The warnings of all sets, one sentence each, with the name of the set if there are several."""
         found = [(one.name, text) for one in self.sets for text in one.warnings()]
         return [text if len(self.sets) == 1 else f"{name}: {text}" for name, text in found]
 
     def news(self) -> list[str]:
+        """Sentences about what happened to any set since the last call, such as rows left out."""
         return [text for one in self.sets for text in one.news()]
 
     def close(self) -> None:
+        """Closes the open feeds and with them their threads and files; the next batch would open new ones."""
         feeds, self._feeds = self._feeds, {}
         for feed in (feed for several in feeds.values() for feed in several):
             feed.close()

@@ -228,6 +228,7 @@ class PairDataset(TokenDataset):
         rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:
+            """A copy with only the pairs at the indices `pairs` (int64[n]), in that order."""
             indices = np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1)
             reference = None if self.reference is None else self.reference[indices]
             labels = None if self.labels is None else self.labels[pairs]

@@ -210,6 +210,7 @@ def _csv_rows(file: Path) -> Iterator[Row]:
     ValueError."""
 
     def lines(stream: IO[str]) -> Generator[str]:
+        """Yields the lines of `stream` for the CSV reader; raises csv.Error at one that is too long, and then ends."""
         for line in _lines(stream):
             if line is None:
                 raise csv.Error(_too_long("characters"))

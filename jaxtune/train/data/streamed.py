@@ -304,6 +304,7 @@ class StreamFeed:
         future: Future[_TokenisedWindow] = Future()
 
         def work() -> None:
+            """The thread's main function: makes the window and sets the future to it, or to the error."""
             try:
                 future.set_result(self._make())
             except BaseException as error:  # `next` raises it
@@ -341,7 +342,8 @@ class StreamFeed:
 
     def _read(self, begin: _Place) -> Iterator[tuple[_Place, Row | None]]:
         """Yields (the position after the row, the row) for each row of this lane after the position `begin`, over
-        endless epochs. At the end of an epoch it yields None as a row, so that no window has rows of two epochs."""
+        endless epochs. At the end of an epoch it tells the stream (`note_epoch`) and yields None as a row, so that no
+        window has rows of two epochs. Raises ValueError if a shard cannot be read or has changed."""
         while True:
             order = epoch_order(len(self._shards), self._key, begin.epoch)
             for index in range(begin.shard, len(order)):

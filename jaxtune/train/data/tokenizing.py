@@ -115,6 +115,7 @@ def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
     this many tokens, and the result's `cut` is then True; None never stops."""
 
     def window(low: int) -> Tokens:
+        """The tokens of the window that begins at character `low`, with positions in the whole text."""
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]
         return tokens.part(0, len(tokens), low)
 

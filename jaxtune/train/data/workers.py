@@ -181,7 +181,7 @@ def encode_rows(
         tokenizer: a fast Hugging Face tokenizer.
         options: keyword arguments of `RowEncoder`.
         num_workers: the number of processes. None chooses it by the number of rows and of CPUs; with 0 or 1, a thread
-            of this process tokenises.
+            of this process tokenises, as also, with a line that says so, if the tokenizer cannot be pickled.
         poll: called several times a second; what it raises ends the work at once and passes through.
 
     Raises:
@@ -274,7 +274,7 @@ def _encode(
     Args:
         chunks: chunks of rows, of which at most 2 x `count` + 1 are taken ahead, to limit the memory.
         count: the most workers, each a thread with an encoder of its own; no more are made than there are chunks.
-        make: a function that makes the encoder of one worker.
+        make: makes the encoder of one worker, which is closed after the last chunk, or killed after an error.
         poll: called for each chunk, and several times a second while one is waited for; what it raises ends the work.
     """
     tasks: queue.SimpleQueue = queue.SimpleQueue()

@@ -165,9 +165,9 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """Computes a step's costs from shapes. config: the run's, with the step's mesh. length: tokens of a row, if not
-    config.data's. keeps_model: the given model stays beside the copies that train. optimizer: only its states count;
-    None: config.optim's; optax.identity(): a forward pass. reference_runs: of a frozen model, in each micro-batch."""
+    """The costs of a step of `model`, from shapes. config: the run's, with its mesh. length: tokens of a row; None:
+    data.length. keeps_model: whether `model` stays beside the copies that train. optimizer: only its states count;
+    None: config.optim's; identity(): a forward pass. reference_runs: of a frozen model, passes in each micro-batch."""
     length, shape = length or config.data.length, model.config
     dtype = jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
@@ -304,6 +304,7 @@ def _exchange(trained, frozen, shape: partition.MeshShape, sync: GradientSync | 
     parts = shape.parts
 
     def of_layers(tree) -> float:
+        """Bytes of the weights of all layers in `tree` that are divided over devices, whole; 0 if it has no layers."""
         return partition.divided_sizes(tree["layers"], parts)[0] if "layers" in tree else 0.0
 
     received, weights = 1 - 1 / parts, of_layers(trained) + of_layers(frozen)
@@ -363,7 +364,7 @@ def _given_bytes(model: Decoder, dtype) -> float:
 
 
 def _mean(values: list[float]) -> float:
-    """The mean of `values`, at least one number."""
+    """The mean of `values`, one or more numbers: of a cost in all layers."""
     return sum(values) / len(values)
 
 
@@ -388,7 +389,8 @@ def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
 
 
 def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
-    """Whether layers of this kind have a segment with this name that makes exactly the residuals named `outputs`."""
+    """Whether layers of this `kind` have a segment (one of the functions by which a layer is computed) called `name`
+    that makes exactly the residuals `outputs`; other layers count as zero in the segment's mean work."""
     return any((segment.name, segment.outputs) == (name, outputs) for segment in kind.block.segments())
 
 
@@ -415,6 +417,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
     config.json is read."""
 
     def make():
+        """The model, without a teacher; jax.eval_shape gives its shapes."""
         model = Decoder(shape, jax.random.key(0), config.dtype)
         if config.model.load_in is not None or config.components:
             model = stored_as(model, config.components, config.model.load_in)

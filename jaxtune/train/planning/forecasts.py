@@ -43,7 +43,7 @@ class LayerForecast:
     wait: Figure  # the part of the seconds that waits for the host link
 
     def at(self, index: Any) -> LayerForecast:
-        """The forecasts of the plans at `index`, of a LayerForecast whose fields are arrays."""
+        """The forecasts of the plans at `index` (as numpy indexes), if the fields of this one are arrays."""
         return LayerForecast(*(array[index] for array in vars(self).values()))
 
 
@@ -152,7 +152,7 @@ def layer_forecasts(
     kept, offloaded, dropped, rounded = ((placed == at) @ bits for at, _ in enumerate(PLACEMENTS))
 
     def names(mask: int) -> tuple[str, ...]:
-        """The residuals of a set."""
+        """The names of the residuals of a set; bit i of `mask` stands for parts.known[i]."""
         return tuple(residual.name for at, residual in enumerate(parts.known) if mask >> at & 1)
 
     def of_sets(masks: np.ndarray, function: Callable[[int], Any]) -> np.ndarray:
@@ -161,7 +161,7 @@ def layer_forecasts(
         return np.array([function(int(mask)) for mask in values])[where]
 
     def size(mask: int) -> float:
-        """Bytes of a set of residuals."""
+        """Bytes of the residuals of a set in a micro-batch."""
         return sum(whole[name] for name in names(mask))
 
     def remade(mask: int) -> tuple[float, ...]:
@@ -213,9 +213,9 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
       rounded: names of residuals that are kept in FP8.
       whole: {residual: its bytes in a micro-batch, as the mean of all layers}.
       of_kinds: for each kind of layer, {residual: its bytes in a micro-batch}.
-      seconds: (forward, backward) of each segment.
+      seconds: (forward, backward) of each segment, a function in the chain by which a layer is computed.
       device: the device.
-      tiles: number of tiles that the tokenwise segments run over.
+      tiles: number of tiles of a row's tokens over which segments run that need no whole rows.
     Returns:
       (seconds of recomputation of an average layer; bytes in the feed-forward's backward; in the mixer's backward; at
         the end of the layer's forward). The bytes are those of recomputed residuals and of the layer's temporary
@@ -263,7 +263,7 @@ def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, devic
       offloaded: names of the residuals that are offloaded.
       whole: {residual: bytes}.
       hosted: bytes of all offloaded residuals.
-      seconds: (forward, backward) of each segment.
+      seconds: (forward, backward) of each segment, a function in the chain by which a layer is computed.
       device: the device.
     """
     travelling = [hosted, hosted]

@@ -101,7 +101,8 @@ class ForwardPlanner:
 
     def _chunks(self, count: int) -> set[int]:
         """Candidates for the number of tokens whose logits exist at a time, if the rows are divided into `count`
-        micro-batches."""
+        micro-batches: those with at most 2**24 to 2**28 logits, but no more tokens than a micro-batch has on a device,
+        and at least 1."""
         tokens = int(self._tokens(count))
         return {max(1, min(tokens, logits // self.cost.vocab_size)) for logits in CHUNK_LOGITS}
 

@@ -79,7 +79,8 @@ class Sampled:
     answer: int
 
     def __str__(self) -> str:
-        """As `phase_lines` says it, such as "sampling: 32 slots of 1,024 tokens"."""
+        """The text that `phase_lines` prints, such as "sampling: 32 slots of 1,024 tokens": the questions answered at a
+        time, and the tokens of the longest prompt and answer."""
         return f"sampling: {self.rows} slots of {self.prompt + self.answer:,} tokens"
 
     def bytes(self, parts: StepCost, device: Device) -> float:

@@ -98,7 +98,8 @@ class Planner:
         return len(self._failed) + 1
 
     def lines(self) -> list[str]:
-        """The plan as the lines of text that a run prints: placements, memory and speed."""
+        """The plan in force as the lines of text that a run prints: the planner's `note` if there is one, then
+        placements, memory and speed (report.plan_lines)."""
         lines = plan_lines(self.forecast, self.cost, self.device, self.budget_bytes)
         return lines if self._note is None else [self._note, *lines]
 
@@ -179,7 +180,8 @@ class Planner:
         """
 
         def found() -> list[Any]:
-            """The choice as values that processes can exchange."""
+            """The choice as JSON values, which processes can exchange: [the plan's record, whether it is the smallest,
+            None], or, if none is left, the smallest plan and [budget, compiled, need] of the PlanError."""
             try:
                 chosen, smallest = next_plan(self.cost, self.config, self.device, self.room, self._failed, resident)
                 return [chosen.plan.to_record(), smallest, None]

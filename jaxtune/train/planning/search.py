@@ -47,7 +47,8 @@ class Failed:
 
     @property
     def ratio(self) -> float:
-        """The bytes that the plan needs over those that were predicted; an assumed 1.15 if its need is unknown."""
+        """The bytes that the plan needs over those that were predicted; an assumed 1.15 if its need is unknown. `goal`
+        sees by it how much forecasts err."""
         return (self.need_bytes or self.peak_bytes * _MORE) / self.peak_bytes
 
 
