@@ -1,4 +1,4 @@
-"""Reads recipes and `key.sub=value` overrides into a TrainConfig, and writes a TrainConfig as YAML.
+"""Reads recipes and `key.sub=value` overrides into a TrainConfig, writes one as YAML, and lists the keys of the schema.
 
 Pydantic checks strictly: an unknown key or a wrong type is an error that names the key and the nearest valid one. YAML
 is read by the rules of YAML 1.2: only `true` and `false` are booleans (`on` and `no` are strings), `1e-4` is a number,
@@ -469,8 +469,8 @@ def _nearest(key: str, section: type) -> str:
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
-    """`config` as nested dicts, lists and scalars with every key, which `config_from_dict` reads back to an equal
-    config."""
+    """`config` as nested dicts, lists and scalars with every key, as checkpoints record it; `config_from_dict` reads it
+    back to an equal config."""
     return json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
 
 

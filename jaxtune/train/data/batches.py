@@ -97,24 +97,25 @@ class BatchSource:
 
     @property
     def length(self) -> int:
-        """The number of tokens in a row."""
+        """The number of tokens in a row. A subclass defines it; here it raises NotImplementedError."""
         raise NotImplementedError
 
     @property
     def max_documents(self) -> int | None:
-        """The most documents in any row of any step. None if no limit is known; some faster attention is then not
-        used."""
+        """The most documents in any row of any step. None, the default, if no limit is known; some faster attention is
+        then not used."""
         return None
 
     @property
     def full(self) -> bool:
-        """Whether every row of every step is one document without padding. Attention then needs no mask of
-        documents."""
+        """Whether every row of every step is one document without padding, by default False. If True, attention needs
+        no mask of documents."""
         return False
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The number of steps in which every row is seen once. None if it is not known; `steps` must then be set."""
+        """The number of steps in which every row is seen once. None, the default, if it is not known; the config must
+        then set `steps`."""
         return None
 
     def empty(self, rows: int) -> Batch:
@@ -126,7 +127,8 @@ class BatchSource:
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """The batch of a step (counted from 0), as numpy arrays `[rows_per_step, ...]`, which have the rows of all
-        devices. A source that has lanes fills only the rows of its process's own lanes (`divide`).
+        devices. A source that has lanes fills only the rows of its process's own lanes (`divide`). A subclass defines
+        it; here it raises NotImplementedError.
 
         Steps are asked for in ascending order, from the step that the run begins or resumes with. The latest one may
         be asked for again.
@@ -168,16 +170,17 @@ class BatchSource:
         returned in the earlier process. A source whose batches depend on the number of the step alone does nothing."""
 
     def identity(self) -> dict[str, Json]:
-        """Values that identify the rows, such as checksums, by name. They are stored in checkpoints, and a run whose
-        values differ cannot resume."""
+        """Values that identify the rows, such as checksums, by name; {} by default. They are stored in checkpoints, and
+        a run whose values differ cannot resume."""
         return {}
 
     def described(self, total_steps: int) -> list[str]:
-        """The lines that a run of `total_steps` steps prints about its rows before it begins."""
+        """The lines that a run of `total_steps` steps prints about its rows before it begins: by default, that they are
+        made during the run, and the numbers of steps and of rows in a step."""
         return ["training rows: made during the run", f"{total_steps:,} steps of {self.rows_per_step:,} rows"]
 
     def warnings(self) -> list[str]:
-        """Warnings about the rows to show before training, one sentence each."""
+        """Warnings about the rows to show before training, one sentence each; [] by default."""
         return []
 
     def news(self) -> list[str]:
@@ -232,7 +235,7 @@ class Rows(Protocol):
         ...
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes one of these rows into a row of a batch.
+        """Writes one of these rows, with its values in `extra`, into a row of a batch, in place.
 
         Args:
             batch: from `empty`.

@@ -18,7 +18,7 @@ from jaxtune.train.data.batches import Batch
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """The tokens of one document."""
+    """The tokens of one document: an entry of `Documents`, or an argument of `Documents.gather`."""
 
     tokens: np.ndarray
     """int32[n]: token ids."""

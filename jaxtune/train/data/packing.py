@@ -23,8 +23,8 @@ OVERFLOW_POLICIES = ("truncate", "split", "error")
 
 
 class NothingUsable(ValueError):
-    """Raised if no token of a set of rows can be trained on; the message says why. A run may then leave out a window
-    of a stream and continue."""
+    """Raised if no token of a set of rows can be trained on; the message says why. If the rows are a window of a
+    stream, the part of it that is tokenised at a time, the run may leave them out and continue."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -207,7 +207,7 @@ def read_csv(file: Path, after: int) -> Iterator[Row]:
 def _csv_rows(file: Path) -> Iterator[Row]:
     """Yields all rows of the CSV file `file`, whose first line has the names of the columns, for `read_csv`, which
     leaves out those that are not wanted. A line that cannot be read gives a bad row; a wrong header raises
-    ValueError."""
+    ValueError. It raises the limit of a field's size of all CSV readers of this process (csv.field_size_limit)."""
 
     def lines(stream: IO[str]) -> Generator[str]:
         """Yields the lines of `stream` for the CSV reader; raises csv.Error at one that is too long, and then ends."""

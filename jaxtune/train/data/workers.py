@@ -110,8 +110,8 @@ _NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     """Renders and tokenises rows with `encoder`, and returns the chunk of their documents. A row that cannot be used,
-    or has no trained token, gives no document and is listed with its place. A row of a preference format gives two,
-    chosen and rejected; the answer that a labelled row does not have is an empty document."""
+    or has no trained token, gives none and is listed with its place. A row of a preference format gives two, chosen and
+    rejected; a labelled row's missing answer is an empty one. Raises `SetupError` if the encoder can use no row."""
     outcome = [attempt(_examples, row) for row in rows]
     encoded = iter(
         encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found if one])

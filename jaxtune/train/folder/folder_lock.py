@@ -74,7 +74,8 @@ class FolderLock:
             logger.warning("%s: this file system has no locks (%s); nothing keeps a second run out", self.path, error)
 
     def release(self) -> None:
-        """Releases the lock and removes its file; a second call does nothing."""
+        """Releases the lock and removes its file, so that another run can use the folder; a second call does
+        nothing."""
         if self._descriptor is None:
             return
         self.path.unlink(missing_ok=True)

@@ -53,7 +53,8 @@ class Delivery(Protocol):
         """
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
-        """Called once after the last step, while the run's folder is still locked.
+        """Called once after the last step, while the run's folder is still locked, to do something with the model, such
+        as exporting it.
 
         Args:
           model: the trained model.
@@ -67,7 +68,7 @@ def read_result(folder: Path) -> Result:
     """Returns the Result in a folder that a run exported: the run and the step that wrote it, from the folder's proof.
 
     The proof is jaxtune_run.json, which lists the size and CRC-32 of every file; every file is compared with it first.
-    Files that were added later are no error; the first of them is in Result.added.
+    Files that were added later are no error; the first of them (hidden ones not counted) is in Result.added.
 
     Raises:
       ValueError: the folder has no proof, the proof cannot be read, or a file is missing or differs from what was

@@ -1,4 +1,5 @@
 """The costs of a training step before it is decided how to run it: bytes and work, read from the model's layers.
+`step_cost` makes a `StepCost` of a model, or of the shapes of one that is not loaded (`abstract_model`).
 
 A layer's residuals and work follow from its shapes and from what its segments declare (models/layers/segment.py).
 """

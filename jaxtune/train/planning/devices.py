@@ -119,7 +119,7 @@ def _limited_note() -> str:
 
 def allow_pinned_memory() -> None:
     """Lets XLA pin as much of this machine's memory (keep it in place for copies to and from the GPU) as the planner
-    counts on, by an environment variable; a limit that is already set there stays.
+    counts on, 70 % of what this process may use, by an environment variable; a limit that is already set there stays.
 
     It must be called before JAX starts its devices, when XLA reads the limit. The memory is pinned as it is used."""
     os.environ.setdefault(_PINNED_LIMIT, str(int(host_memory_bytes() * _PINNED_SHARE) >> 30))
@@ -251,7 +251,8 @@ def limit(config: TrainConfig, device: Device) -> float | None:
 
 def budget(config: TrainConfig, device: Device) -> float | None:
     """The part of `limit`, in bytes, that the arrays and programs of a step of `config` may take on `device`, without
-    what fragmentation of the allocator's memory loses; None if nothing limits it. Plans must fit in it."""
+    what fragmentation of the allocator's memory loses (2 %, and on a GPU at least 0.5 GB); None if nothing limits it.
+    Plans must fit in it."""
     if (most := limit(config, device)) is None:
         return None
     return most - max(most * _FRAGMENTS, 0.0 if device.name == "cpu" else _FRAGMENT_BYTES)
@@ -259,7 +260,7 @@ def budget(config: TrainConfig, device: Device) -> float | None:
 
 def with_fragments(needed: float) -> float:
     """Bytes that a GPU's allocator must have so that `needed` bytes of them are usable, in spite of the gaps between
-    arrays."""
+    arrays, which take 2 % of them and at least 0.5 GB: the inverse of `budget`."""
     return max(needed / (1 - _FRAGMENTS), needed + _FRAGMENT_BYTES)
 
 
