@@ -266,8 +266,8 @@ _TEMPLATES = {
 
 def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
     """Translates the keys that only axolotl has: rows, length, template, adapter, objective. made: the recipe, which is
-    extended. left: the config's keys, of which it removes those. folder: not used; `recipe_of` passes it because
-    `_llama_factory`, which it calls in the same way, needs it."""
+    extended, as is the list of what it lacks. left: the config's keys, of which it removes those. folder: not used;
+    `recipe_of` passes it because `_llama_factory`, which it calls in the same way, needs it."""
     del folder
     for key, name in (("data.train", "datasets"), ("data.eval", "test_datasets")):
         entries = left.pop(name, None) or []
@@ -389,8 +389,9 @@ def _preferences(made: Translation, loss: str) -> None:
 
 
 def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> None:
-    """Translates the keys that only LLaMA-Factory has. made: the recipe, which is extended. left: the config's keys, of
-    which it removes those. folder: where the config is, below which dataset_info.json is looked for."""
+    """Translates the keys that only LLaMA-Factory has: rows, length, packing, stage and objective, trained tokens,
+    quantisation, adapter. made: the recipe, which is extended, as are its notes and what is lacking. left: the config's
+    keys, of which it removes those. folder: where the config is, below which dataset_info.json is looked for."""
     known = _dataset_info(folder, str(left.pop("dataset_dir", "data")))
     for key, name in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
         given = left.pop(name, None) or []

@@ -120,7 +120,7 @@ def packaged_recipes() -> dict[str, Path]:
 
 def recipe_summary(path: Path) -> str:
     """The first line of the comment at the beginning of the recipe file at `path`, which says what it is for; "" if
-    there is none."""
+    there is none. Lists of the packaged recipes show it."""
     first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
     return first_line.lstrip("# ") if first_line.startswith("#") else ""
 

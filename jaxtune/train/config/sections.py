@@ -478,7 +478,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """The section `profile` of a configuration: how many steps the profiler traces, and from which step on."""
+    """The section `profile` of a configuration: which steps are profiled. Values out of range raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 

@@ -65,8 +65,9 @@ def _by_name(section: str) -> BeforeValidator:
 @dataclass(frozen=True)
 class TrainConfig:
     """The configuration of one training run: what a recipe (a YAML file) sets, with defaults. It has a section for
-    each subject, and is checked when it is made: a value that cannot be used, or keys that contradict each other,
-    raise ConfigError. Some values are completed then: epochs becomes 1 without steps, {recipe} in output "default"."""
+    each subject, a dataclass that describes its own keys. It is checked when it is made: a value that cannot be used,
+    or keys that contradict each other, raise ConfigError. Some values are completed then: epochs becomes 1 without
+    steps, {recipe} in output "default"."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -357,8 +358,10 @@ class TrainConfig:
         )
 
     def _check_best(self, has_eval: bool) -> None:
-        """Raises `ConfigError` if checkpoint.best names a metric that evaluations will not have. has_eval: whether
-        there are held-out rows."""
+        """Raises `ConfigError` if checkpoint.best names a metric that evaluations will not have: there are none; it is
+        of answers, and evaluation.generate is empty or has no such function; it is eval_reward, and generate is not
+        [rewards]; or it is another, and the objective is grpo or rloo, whose evaluations have no loss. Without
+        checkpoint.best nothing is checked. has_eval: whether there are held-out rows."""
         best, asked = self.checkpoint.best, self.evaluation.generate
         if best is None:
             return

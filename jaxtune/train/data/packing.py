@@ -57,7 +57,8 @@ class PackingReport:
 
     @property
     def fill(self) -> float:
-        """The share of the slots, the positions of all rows, that are tokens and not padding, 0 to 1."""
+        """The share of the slots, the positions of all rows, that are tokens and not padding, 0 to 1; 0 without
+        rows."""
         return self.tokens / self.slots if self.slots else 0.0
 
     def __str__(self) -> str:

@@ -28,8 +28,9 @@ class PackedPairs:
     `PairDataset.rows` makes them. The attribute `kept`, int64[pairs, 2], is the number of tokens of each document after
     truncation, 0 for a pair that is left out.
 
-    With overflow="truncate", a pair that is longer than a row is cut: first its longer document, to the length of the
-    shorter one, then both equally. A pair is left out if one of its documents has no trained token then.
+    With overflow="truncate", a pair that is longer than `length` is cut: first its longer document, to the length of
+    the shorter one, then both equally; with `width`, each document is cut by itself. A pair is left out if one of its
+    documents has no trained token then.
 
     Args:
         documents: two documents for each pair.

@@ -52,7 +52,7 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class _TokenisedWindow:
-    """A window of rows, tokenised and packed."""
+    """A window, the rows of a lane that are tokenised and packed at a time, from which a feed takes packed rows."""
 
     begin: _Place
     """The position before its first row."""
@@ -123,8 +123,8 @@ class StreamedRows:
     @property
     def max_documents(self) -> int:
         """The most documents that a packed row may have, for which batches have room. If documents are packed, it is
-        twice the most of the first window, and at least `_LEAST_DOCUMENTS`, because later windows may have shorter
-        documents; otherwise it is that of the first window."""
+        twice the most of the first window, and at least 8 (`_LEAST_DOCUMENTS`), because later windows may have shorter
+        documents; otherwise it is that of the first window. `with_max_documents` changes it."""
         return self._max_documents
 
     def with_max_documents(self, documents: int) -> StreamedRows:
@@ -145,8 +145,9 @@ class StreamedRows:
 
     def identity(self) -> dict[str, Json]:
         """Values that identify the stream, by name: the buffer size, a checksum of the first window's tokens, and the
-        shards: {path: fingerprint}, with paths relative to their common folder; above `MOST_NAMED_SHARDS` files, the
-        number of shards and a digest of these; for shards that are no files, their number."""
+        shards: {path: fingerprint}, with paths relative to their common folder; above 1,000 files
+        (`MOST_NAMED_SHARDS`), the number of shards and a digest of these; for shards that are no files, their number.
+        A run does not resume with other values."""
         known: dict[str, Json] = {
             "buffer_size": self.buffer_size,
             "first_tokens_crc32": self.first.documents.tokens_crc32,

@@ -209,8 +209,8 @@ def encode_rows(
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yields the rows in chunks, what a worker tokenises at a time: lists of `ROWS_PER_CHUNK` rows or, if they reach
-    that first, of `CHARACTERS_PER_CHUNK` characters."""
+    """Yields the rows in chunks, what a worker tokenises at a time: lists of 512 rows (`ROWS_PER_CHUNK`) or, if they
+    reach that first, of about 8 Mi characters (`CHARACTERS_PER_CHUNK`); the last one may be smaller."""
     chunk, size = [], 0
     for row in rows:
         chunk.append(row)

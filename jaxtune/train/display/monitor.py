@@ -57,8 +57,8 @@ class _Work:
     """The work of one or several steps: their number, the seconds that they took, and sums over them of tokens and
     FLOPs. Two are added by +, and `speeds` makes metrics of the sums."""
 
-    steps: int = 0
-    seconds: float = 0.0
+    steps: int = 0  # how many steps they are
+    seconds: float = 0.0  # their duration in all
     slots: int = 0  # positions of tokens in the rows, padding included
     tokens: int = 0  # tokens, without padding
     trained_tokens: int = 0  # tokens that count in the loss

@@ -113,7 +113,7 @@ def data_summary(
       batches: the source of the steps' batches.
       total_steps: the number of steps of the run.
       warmup_steps: the config's schedule.warmup_steps; a warning says if they are more than all steps.
-      context_length: the number of positions that the model was made for.
+      context_length: the number of positions that the model was made for; a warning says if rows are longer.
     """
     rows, *steps = batches.described(total_steps)
     lines = [rows]
@@ -265,8 +265,9 @@ _PLACEMENTS: dict[Placement, str] = {
 
 
 def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
-    """A plan in words, a line each: the placement of each residual, what it costs, the predicted peak and speed,
-    and the host's memory where it is not all of this machine's.
+    """A plan in words, a line each: the placement of each residual, what it costs, the predicted peak and speed; and,
+    where they apply, optimizer states on the host, what is sent between devices, that the plan may not fit, the speed
+    of experts, and the host's memory where it is not all of this machine's.
 
     Args:
       forecast: the plan, with the memory and the times that are predicted for it.
@@ -324,8 +325,8 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
 
 
 def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:
-    """One line with the time that a run will take under its plan, and its price. If the number of steps is not known,
-    they are those of a million tokens.
+    """One line with the time that a run will take under its plan, and its price, without evaluations and saves. If the
+    number of steps is not known, they are those of a million tokens.
 
     Args:
       forecast: what is predicted for the plan.

@@ -275,7 +275,7 @@ class Checkpointer:
         check: Callable[[dict[str, Any]], None] | None = None,
         partial: bool = False,
     ) -> tuple[int, Any, dict[str, Any]]:
-        """Reads the newest intact checkpoint, or exactly `step`. A collective call.
+        """Reads the newest intact checkpoint, or exactly `step`. It is unproven until `confirm`. A collective call.
 
         Args:
           step: None takes the newest whose every file has its recorded size and checksum; damaged ones are named in the

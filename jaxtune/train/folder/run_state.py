@@ -30,6 +30,7 @@ class RunState:
     "killed" one the process is gone without having written why; "unknown": the folder does not say."""
 
     name: Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
+    """The state, as the class describes it."""
     why: str = ""
     """The message of the error, what stopped the run, or a sentence about a killed one; "" if it is running, finished
     or unknown."""

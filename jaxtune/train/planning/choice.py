@@ -184,8 +184,8 @@ def trained_bytes(parts: StepCost) -> float:
 
 
 def saved_bytes(parts: StepCost) -> float:
-    """Bytes of the trained parameters and optimizer states that one device stores, as a checkpoint saves them. A save
-    copies them to host memory. parts: the step's costs."""
+    """Bytes that a checkpoint saves of one device, and a save copies to host memory: trained parameters, optimizer
+    states (also those on the host) and errors of the gradient sync. parts: the step's costs."""
     states = parts.fixed["optimizer states"] + parts.fixed.get(SYNC_ERRORS, 0.0)
     return trained_bytes(parts) + states + parts.hosted_bytes
 
@@ -392,8 +392,8 @@ def _best_pair(
         need.
 
         Returns:
-          (no pair fits, seconds or else bytes, layers under the first plan, index of the first plan, index of the
-            other)
+          (whether no pair fits; its seconds, or its peak bytes if none fits; layers under the first plan; the index of
+            the first plan; that of the other)
         """
         last_work = work + np.maximum(arriving[rows, None] - arriving[None, :], 0.0)
         over = count * kept + np.maximum(np.maximum(loss + hosted, forward + leaving), last_work) - budget

@@ -49,7 +49,7 @@ class SegmentCost:
     """The cost of one segment, a function in the chain of functions by which a layer is computed, such as the q, k and
     v products. It reads residuals and makes others. The cost is the mean over all layers of the model."""
 
-    name: str
+    name: str  # the segment's name
     outputs: tuple[str, ...]  # names of the residuals that it makes
     work: Work  # FLOPs and bytes; layers without the segment count as zero in the mean
     in_mixer: bool  # whether it belongs to a mixer, such as attention; False: to a feed-forward
@@ -86,7 +86,7 @@ class StepCost:
     rows: int  # of the step, on all devices
     length: int  # tokens of a row
     devices: int  # the number of devices of the run's mesh
-    num_layers: int
+    num_layers: int  # of the model, as are the next two
     hidden_size: int
     vocab_size: int
     dtype: jnp.dtype  # the compute dtype
@@ -168,7 +168,7 @@ def step_cost(
 ) -> StepCost:
     """The costs of a step of `model`, from shapes. config: the run's, with its mesh. length: tokens of a row; None:
     data.length. keeps_model: whether `model` stays beside the copies that train. optimizer: only its states count;
-    None: config.optim's; identity(): a forward pass. reference_runs: of a frozen model, passes in each micro-batch."""
+    None: config.optim's. reference_runs: the number of forward passes of a frozen model in each micro-batch."""
     length, shape = length or config.data.length, model.config
     dtype = jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)

@@ -106,8 +106,8 @@ def _group_limits() -> Iterator[int]:
 
 
 def _limited_note() -> str:
-    """What Device.host_note says of this machine: how much of its memory this process may use, if that is limited to
-    less than there is; otherwise ""."""
+    """What Device.host_note says of this machine, in words: how much of its memory this process may use, and which part
+    of that may be pinned, if a container or job is limited to less than there is; otherwise ""."""
     allowed, there = host_memory_bytes(), _machine_bytes()
     if allowed >= there:
         return ""

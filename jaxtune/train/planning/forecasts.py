@@ -51,7 +51,7 @@ class LayerForecast:
 class Forecast:
     """Bytes and seconds of a step under a plan, on one device."""
 
-    plan: StepPlan
+    plan: StepPlan  # the plan that is forecast
     parts: Mapping[str, float]  # {what: bytes} at the moment of the peak
     step_seconds: float  # the whole step
     recompute_seconds: float  # the part of step_seconds that recomputes residuals
@@ -134,7 +134,7 @@ def layer_forecasts(
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
 
     def segment_seconds(tiles: int) -> list[tuple[float, float]]:
-        """(forward, backward) seconds of each segment if the tokenwise ones run over this number of tiles."""
+        """(forward, backward) seconds of each segment if those that need no whole rows run over `tiles` tiles."""
         seconds = []
         for segment in parts.segments:
             work = segment.work
@@ -165,15 +165,15 @@ def layer_forecasts(
         return sum(whole[name] for name in names(mask))
 
     def remade(mask: int) -> tuple[float, ...]:
-        """Costs of recomputing a set of residuals, and the number of tiles; bits from `count` up are residuals kept in
-        FP8."""
+        """What `_remade` returns for a set of recomputed residuals, and the number of tiles; bits of `mask` from
+        `count` up are residuals kept in FP8."""
         dropped, rounded = names(mask), names(mask >> count)
         tiles = most_tiles if set(dropped).issuperset(parts.tiled) else 1
         return *_remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], device, tiles), tiles
 
     def travelling(mask: int) -> tuple[float, float]:
         """(forward, backward) bytes of an offloaded set that are being copied while the next layer's feed-forward
-        runs."""
+        runs; the bit `count` of `mask` says that MLPs run over tiles."""
         seconds = seconds_of[most_tiles if mask >> count else 1]
         return _travelling(parts, names(mask), whole, size(mask & (1 << count) - 1), seconds, device)
 
@@ -396,7 +396,7 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
 
 
 def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
-    """(seconds, bytes in a layer) of a forward pass of a frozen reference or teacher over `tokens` tokens on `device`.
+    """(seconds, device bytes of a layer's values) of a forward of a frozen reference or teacher over `tokens` tokens.
     parts: the costs of that model. plan: has the number of tokens whose logits exist at a time. Its head needs one
     matrix product, of the two or three that head_forecast counts."""
     layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)

@@ -43,7 +43,8 @@ class Work:
     # multiplies the time that they give by the usual ratio of backward to forward.
     attention_flops_backward: float = 0.0
     moved_bytes: float = 0.0  # read and written by everything that is not a product
-    # Time of its own kernels beyond FLOPs and moved_bytes, as the bytes that a device copy moves in that time.
+    # Time of its own kernels, in the forward and in the backward, beyond FLOPs and moved_bytes, as the bytes that a
+    # device copy moves in that time.
     kernel_forward: float = 0.0
     kernel_backward: float = 0.0
     weight_flops: float = 0.0  # of the products that compute the weights' gradients, without experts'
