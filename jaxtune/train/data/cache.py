@@ -182,6 +182,7 @@ class _Store:
     """
 
     def __init__(self, folder: Path | None):
+        """Opens the file of each array in `folder` for writing; None: the arrays stay in memory."""
         self.folder = folder
         self.parts: dict[str, list[np.ndarray]] = {name: [] for name in FIELDS}
         self.streams: dict[str, BinaryIO] = {}

@@ -36,7 +36,8 @@ TRUNCATED_TOKENS = 65_536
 @dataclasses.dataclass(frozen=True)
 class TokenDataset:
     """Tokenised rows, ready to be packed and batched. `prepare` makes it from rows to train or to evaluate on, and
-    objectives may add values to it with `dataclasses.replace`."""
+    objectives may add values to it with `dataclasses.replace`. `rows` packs the documents, `batches` makes batches of
+    them, and `split` takes some out for evaluation; `report` and `warnings` are for the screen."""
 
     documents: Documents
     """The tokens: one document for each usable row (two for each preference pair)."""

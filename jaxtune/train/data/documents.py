@@ -30,7 +30,8 @@ class Document:
 class Documents:
     """Many documents in flat arrays, which may be memory-mapped files. The token cache opens them, and `gather` makes
     them of arrays in memory. A selection of documents (`select`) shares `tokens` and `mask` with the set that it was
-    made of."""
+    made of. `write` puts a document into a row of a batch, `held_out` chooses rows for evaluation, and `also_in` counts
+    documents that two sets have in common."""
 
     tokens: np.ndarray
     """int32[total]: the token ids of all documents, one document after another."""

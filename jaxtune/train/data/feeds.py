@@ -125,6 +125,8 @@ class FedBatches(BatchSource):
     """
 
     def __init__(self, sets: Sequence[RowSet], weights: Sequence[float], rows_per_step: int, seed: int = 0):
+        """Gives the batches of all sets room for the same number of documents. The feeds are opened only with the first
+        batch. The class describes the arguments."""
         most = max(one.max_documents for one in sets)
         self.sets = [one.with_max_documents(most) for one in sets]
         for one in self.sets[1:]:
@@ -213,14 +215,14 @@ class FedBatches(BatchSource):
         return self._feeds
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the rows of `step`, one of the last `_KEPT_STEPS` steps, came from, as `file:line`; [] for other
-        steps."""
+        """Where the rows of `step`, one of the last 4 steps (`_KEPT_STEPS`), came from, as `file:line`, of this
+        process's lanes; [] for other steps."""
         return self._sources.get(step, [])
 
     def position(self, step: int) -> Json:
         """What a checkpoint before `step` records: {index of a lane, as text: [the position of its feed of each set]}
         for all lanes. All processes call it, because each knows only the positions of its own lanes. The batch of
-        `step` - 1 must be one of the last `_KEPT_STEPS` that were made; otherwise it raises KeyError."""
+        `step` - 1 must be one of the last 4 (`_KEPT_STEPS`) that were made; otherwise it raises KeyError."""
         own = self._positions[step]
         return {lane: place for found in processes.all_of(own) for lane, place in found.items()}
 

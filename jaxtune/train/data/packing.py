@@ -248,6 +248,7 @@ class PackedRows:
     """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch;
     `TokenDataset.rows` makes them. Documents that are empty, or lose all their trained tokens when they are cut, are in
     no row. The attribute `report` has the counts, a PackingReport, and `plan` the assignment of documents to rows.
+    `empty` makes a batch, `fill` writes a row into it, and `batch` makes one of all rows.
 
     Args:
         documents: the documents.
@@ -270,6 +271,8 @@ class PackedRows:
         packing: bool = True,
         max_documents: int | None = None,
     ) -> None:
+        """Plans the packing from the lengths of the documents, and counts what it does; no row is built yet. The class
+        describes the arguments."""
         lengths = np.asarray(documents.lengths)
         too_long = np.flatnonzero(lengths > length)
         trained = np.array(documents.trained)

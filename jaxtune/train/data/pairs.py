@@ -62,6 +62,8 @@ class PackedPairs:
         width: int | None = None,
         max_documents: int | None = None,
     ):
+        """Decides how far each pair is cut, plans the packing from the lengths, and counts what it does; no row is
+        built yet. The class describes the arguments."""
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
         if overflow == "split":

@@ -55,6 +55,8 @@ class StepBatches(Batches):
         seed: int = 0,
         order: Order = "shuffled",
     ):
+        """Packs every step of the run once, from lengths alone, to find how many rows the largest needs. The class
+        describes the arguments."""
         super().__init__(rows, per_step, seed=seed, order=order)
         self._length, self._parts = length, parts or 1
         self._plan: tuple[int, np.ndarray] | None = None

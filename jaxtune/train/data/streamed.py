@@ -92,6 +92,8 @@ class StreamedRows:
         prepare: Callable[[Window], TokenDataset],
         buffer_size: int,
     ):
+        """Takes the fingerprints of the files, and reads, tokenises and packs the first window. The class describes the
+        arguments."""
         for source in sources:
             if not source.streams:
                 raise ValueError(
@@ -257,6 +259,8 @@ class StreamFeed:
     """
 
     def __init__(self, stream: StreamedRows, lane: int, lanes: int, key: int, position: Json):
+        """Chooses the shards of the lane, and starts the thread that makes the first window, at `position`. The class
+        describes the arguments."""
         self._stream, self._lane, self._lanes, self._key = stream, lane, lanes, key
         whole = len(stream.sources) - len(stream.sources) % lanes
         self._shards = [(source, False) for source in stream.sources[lane:whole:lanes]]

@@ -29,7 +29,7 @@ JSONL = "metrics.jsonl"
 
 
 class MetricsLogger:
-    """Appends metrics to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio if asked.
+    """Appends metrics (`log`) to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio if asked.
 
     The file is the primary record: one JSON object per line, written at each call. NaN and infinities are written as
     the strings "nan", "inf" and "-inf", so that every line is valid JSON. A logger that fails during training (network,

@@ -134,6 +134,8 @@ class Monitor:
         finished: Callable[[Any], float] = finished,
         clock: Callable[[], float] = time.perf_counter,
     ):
+        """Starts the run's clock, and makes the thread that takes the times of steps. The class describes the
+        arguments."""
         self.run, self.logger, self.progress = run, logger, progress
         self.waiting: collections.deque[tuple[int, dict, dict, float, Future[float]]] = collections.deque()
         self.bad: list[tuple[int, float, float]] = []

@@ -115,6 +115,7 @@ class RunFiles:
     running run, so that a later call of `page` reads only the lines that were added to metrics.jsonl since."""
 
     def __init__(self, folder: Path):
+        """Reads nothing yet; `page` does. folder: the run's, which may not exist yet."""
         self.folder = folder
         self._figures = Figures()
         self._file, self._read = (0, 0), 0  # device and inode of metrics.jsonl, bytes of whole lines read

@@ -56,7 +56,8 @@ def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
 @dataclasses.dataclass
 class BestCheckpoint:
     """Finds the best evaluation of a run by checkpoint.best, and keeps its checkpoint, whose weights become the run's
-    result. `Saver` has one. With checkpoint.best unset it does nothing."""
+    result. `Saver` has one. `resume` finds the best evaluation of earlier processes, `offer` takes a new one if it is
+    better, and `weights` reads the weights at the end. With checkpoint.best unset it does nothing."""
 
     checkpointer: Checkpointer
     """Writes the run's checkpoints; `Checkpointer.best` says which of them to keep."""

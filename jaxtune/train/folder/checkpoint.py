@@ -55,9 +55,9 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of one run, as a context. It has the folder's lock until `close`; when it is
-    made, it removes incomplete saves of a dead process. A checkpoint is proven when a later step has shown, by
-    `confirm`, that its state is good; `reject` removes a bad one.
+    """Writes (`save`) and reads (`restore`) the checkpoints of one run, as a context. It has the folder's lock until
+    `close`; when it is made, it removes incomplete saves of a dead process. A checkpoint is proven when a later step
+    has shown, by `confirm`, that its state is good; `reject` removes a bad one.
 
     Args:
       folder: the folder of the checkpoints, which is created if it is missing.

@@ -33,6 +33,8 @@ class FolderLock:
     """All locks of this process, so that a forked process can close the files that it inherits."""
 
     def __init__(self, folder: Path):
+        """Creates `folder` if it is missing, takes the lock, and writes into its file which process has it. A file that
+        a dead process left is taken over, with a warning in the log."""
         self.path = folder / LOCK_NAME
         self._descriptor: int | None = None
         try:

@@ -27,8 +27,9 @@ class TrainingInterrupted(RuntimeError):
 class SavePolicy:
     """Decides when a save is due: after a number of steps, after a number of minutes, or after either if both are set.
 
-    Its methods take `now_seconds` from any monotonic clock, such as time.monotonic(). The minutes count from the first
-    call of `should_save`, and then from each save.
+    `should_save` decides after each step, `time_is_up` between steps, and `saved` records a save. They take
+    `now_seconds` from any monotonic clock, such as time.monotonic(). The minutes count from the first call of
+    `should_save`, and then from each save.
     """
 
     every_steps: int | None = None  # steps between saves; None or 0: not by steps
@@ -92,6 +93,7 @@ class Saver:
         monitor: Monitor,
         stop: StopSignal,
     ):
+        """Starts the count of minutes to the first save. The class describes the arguments."""
         self.checkpointer, self.meta, self.monitor, self.stop = checkpointer, meta, monitor, stop
         self.enabled = bool(config.every_steps or config.every_minutes)
         self.policy = SavePolicy(config.every_steps, config.every_minutes)

@@ -34,6 +34,8 @@ class KnownFailures:
     """
 
     def __init__(self, facts: Any):
+        """Reads the failures that are recorded for these facts, this device and this version. A collective call: all
+        processes get what the first one reads."""
         self._cache = _cache()
         device = jax.local_devices()[0]
         made_with = (device.device_kind, device.client.platform_version, jax.__version__, _sources())

@@ -55,7 +55,7 @@ class Failed:
 @dataclasses.dataclass(frozen=True)
 class Room:
     """The device memory for a step, in bytes: what a plan should take, and what the smallest plan may try to use. Both
-    are None if nothing limits them."""
+    are None if nothing limits them. `fits` compares the need of a compiled step with them."""
 
     budget_bytes: float | None  # what a plan may take, without what fragmentation loses
     limit_bytes: float | None  # all of the allocator's memory, which the smallest plan may try to use

@@ -34,6 +34,7 @@ _SHORTEST = 256  # tokens of the shortest rows that are proposed
 class TeacherPass:
     """What a teacher's pass over the rows of a run depends on, from which its memory is planned. A run that stores a
     teacher's values makes it before it loads the teacher (objectives/stored_teachers.py), and `pass_lines` for --plan.
+    `planner` plans the pass, `phase` has its memory, and `warnings` says whether it will not fit.
 
     Attributes:
       config: the run's.
