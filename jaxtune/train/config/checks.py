@@ -12,16 +12,18 @@ import math
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names the key, the value and the fix."""
+    """Raised for a configuration that cannot be used: when it is read or made, and later if the model, the rows or the
+    device do not fit it. The message names the key, the value and the fix."""
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
-    """Raises `ConfigError` with the message "KEY = VALUE: FIX" unless the condition holds.
+    """Raises `ConfigError` with the message "KEY = VALUE: FIX" unless the condition holds. All checks of values use it,
+    so that their messages look alike.
 
     Args:
-        condition: whether the value can be used.
+        condition: whether the value can be used; if True, nothing happens.
         key: the dotted key, such as "optim.learning_rate".
-        value: its value.
+        value: its value, which the message shows by repr.
         fix: what to do instead, in words.
     """
     if not condition:

@@ -203,7 +203,8 @@ def _common(made: Translation, left: dict[str, Any]) -> None:
 def _choose(
     made: Translation, left: dict[str, Any], names: tuple[str, str], key: str, table: Mapping[str, str]
 ) -> None:
-    """Sets the recipe's dotted key `key` from whichever of two names is in `left`, and removes that name.
+    """Sets the recipe's dotted key `key` from whichever of two names is in `left`, and removes that name. Nothing is
+    set if neither is there with a value of the table.
 
     Args:
       made: the recipe.
@@ -240,8 +241,8 @@ def _columns(made: Translation, columns: Mapping[str, str], of: str) -> None:
 
 
 def _rows(made: Translation, key: str, names: list[str]) -> None:
-    """Sets `key`, data.train or data.eval, of the recipe `made` to the rows `names`: one name or a list of several.
-    data.eval takes only the first; the others are reported as lacking."""
+    """Sets `key`, data.train or data.eval, of the recipe `made` to the rows `names`: one name, a list of several, or
+    nothing if there is none. data.eval takes only the first; the others are reported as lacking."""
     if names:
         made.set(key, names[0] if len(names) == 1 else names)
     if key == "data.eval" and len(names) > 1:
@@ -265,8 +266,8 @@ _TEMPLATES = {
 
 def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
     """Translates the keys that only axolotl has: rows, length, template, adapter, objective. made: the recipe, which is
-    extended. left: the config's keys, of which it removes those. folder: not used; `recipe_of` passes it because
-    `_llama_factory`, which it calls in the same way, needs it."""
+    extended, as is the list of what it lacks. left: the config's keys, of which it removes those. folder: not used;
+    `recipe_of` passes it because `_llama_factory`, which it calls in the same way, needs it."""
     del folder
     for key, name in (("data.train", "datasets"), ("data.eval", "test_datasets")):
         entries = left.pop(name, None) or []
@@ -354,10 +355,10 @@ _IS_FILE = re.compile(r"\.(jsonl?|csv|parquet)$")
 
 
 def _data_files(made: Translation, path: str, files: object) -> list[str]:
-    """The local files that the data_files (`files`: one name, or a list) of an entry of axolotl's `datasets` name, for
-    data.train. With a reader of files as the entry's path, such as "json", they are relative to the current folder, and
-    with a folder to that. Files of a data set on the hub, and files by split, are reported as lacking in `made`; the
-    path stays then."""
+    """The paths, for data.train, of the local files that an entry of axolotl's `datasets` names. path: the entry's. If
+    it names a reader of files, such as "json", files are relative to the current folder; if it is a folder, to that.
+    files: the entry's data_files, one name or a list. In other cases (files of a data set on the hub, files by split)
+    they are reported as lacking in `made`, the recipe, and [path] is returned."""
     listed = [files] if isinstance(files, str) else files
     readers = ("json", "csv", "parquet", "text", "arrow")
     if isinstance(listed, list) and (path in readers or Path(path).expanduser().is_dir()):
@@ -377,8 +378,9 @@ _STAGES: dict[str, Callable[[Translation, dict[str, Any]], None]] = {
 
 
 def _preferences(made: Translation, loss: str) -> None:
-    """Sets the objective of the recipe `made` for LLaMA-Factory's stage dpo by its loss (pref_loss), such as "sigmoid"
-    or "orpo". A loss that has no counterpart is reported as lacking."""
+    """Sets the objective of the recipe `made` for LLaMA-Factory's stage dpo by its `loss` (pref_loss): orpo, kto and
+    simpo are objectives of their own, and hinge, ipo and sigmoid are losses of dpo. For any other loss the objective
+    is dpo, and the loss is reported as lacking."""
     made.set("objective.name", loss if loss in _OBJECTIVES else "dpo")
     if loss in ("hinge", "ipo"):
         made.set("objective.loss_type", loss)
@@ -387,8 +389,9 @@ def _preferences(made: Translation, loss: str) -> None:
 
 
 def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> None:
-    """Translates the keys that only LLaMA-Factory has. made: the recipe, which is extended. left: the config's keys, of
-    which it removes those. folder: where the config is, below which dataset_info.json is looked for."""
+    """Translates the keys that only LLaMA-Factory has: rows, length, packing, stage and objective, trained tokens,
+    quantisation, adapter. made: the recipe, which is extended, as are its notes and what is lacking. left: the config's
+    keys, of which it removes those. folder: where the config is, below which dataset_info.json is looked for."""
     known = _dataset_info(folder, str(left.pop("dataset_dir", "data")))
     for key, name in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
         given = left.pop(name, None) or []
@@ -443,7 +446,7 @@ def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> Non
 def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
     """The entries of LLaMA-Factory's dataset_info.json, {name of a data set: its entry}, each with the folder of the
     file as "base"; {} if there is no such file. It is looked for in `folder`/`name`, then in `name` below the current
-    folder. name: the config's dataset_dir."""
+    folder. name: the config's dataset_dir. Raises ValueError if it is not JSON."""
     for base in (folder, Path()):
         path = base / name / "dataset_info.json"
         if path.is_file():

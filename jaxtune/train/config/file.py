@@ -1,4 +1,4 @@
-"""Reads recipes and `key.sub=value` overrides into a TrainConfig, and writes a TrainConfig as YAML.
+"""Reads recipes and `key.sub=value` overrides into a TrainConfig, writes one as YAML, and lists the keys of the schema.
 
 Pydantic checks strictly: an unknown key or a wrong type is an error that names the key and the nearest valid one. YAML
 is read by the rules of YAML 1.2: only `true` and `false` are booleans (`on` and `no` are strings), `1e-4` is a number,
@@ -120,7 +120,7 @@ def packaged_recipes() -> dict[str, Path]:
 
 def recipe_summary(path: Path) -> str:
     """The first line of the comment at the beginning of the recipe file at `path`, which says what it is for; "" if
-    there is none."""
+    there is none. Lists of the packaged recipes show it."""
     first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
     return first_line.lstrip("# ") if first_line.startswith("#") else ""
 
@@ -256,7 +256,7 @@ def _scalar(text: str) -> Any:
 
 
 def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -> Any:
-    """Parses YAML to dicts, lists and scalars.
+    """Parses YAML to dicts, lists and scalars; an empty text gives None.
 
     Args:
         text: the YAML.
@@ -276,6 +276,7 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
     values = 0
 
     def read(node: yaml.Node | None, prefix: str, depth: int = 0) -> Any:
+        """The value of a node; prefix: the dotted key of the mapping that it is in, or ""; depth: its level, from 0."""
         nonlocal values
         if node is None:
             return None
@@ -468,8 +469,8 @@ def _nearest(key: str, section: type) -> str:
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
-    """`config` as nested dicts, lists and scalars with every key, which `config_from_dict` reads back to an equal
-    config."""
+    """`config` as nested dicts, lists and scalars with every key, as checkpoints record it; `config_from_dict` reads it
+    back to an equal config."""
     return json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
 
 

@@ -42,6 +42,8 @@ class ModelConfig:
     ] = None
 
     def __post_init__(self) -> None:
+        """Raises ConfigError unless exactly one of `path` and `from_config` is set, or if `from_config` is set without
+        `tokenizer` or with `load_in`."""
         if self.path is not None and self.from_config is not None:
             raise ConfigError("model.path and model.from_config are both set: keep one")
         if self.path is None and self.from_config is None:
@@ -79,6 +81,9 @@ class AdapterConfig:
     path: Annotated[str | None, "Start from this PEFT adapter folder, with the settings it holds."] = None
 
     def __post_init__(self) -> None:
+        """Raises ConfigError if a rank or an alpha is not above 0, lora_dropout is not from 0 to below 1, neither
+        target_modules nor target_parameters names anything, or `path` is set and another key differs from its
+        default."""
         positive("adapter.r", self.r)
         positive("adapter.lora_alpha", self.lora_alpha)
         fraction("adapter.lora_dropout", self.lora_dropout, below_one=True)

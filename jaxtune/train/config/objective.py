@@ -214,10 +214,14 @@ class ObjectiveConfig:
 
     @property
     def samples(self) -> bool:
-        """Whether the model samples answers in the run, on which it trains."""
+        """Whether the model samples answers in the run, on which it trains: True for grpo and rloo, and for distill
+        unless on_policy is 0. False for objectives that train on given answers."""
         return self.name in ("grpo", "rloo") or (self.name == "distill" and self.on_policy != 0)
 
     def __post_init__(self) -> None:
+        """Raises ConfigError if an option is out of range, is not one of the objective `name` (`_OPTIONS`) and differs
+        from its default, contradicts another, or is needed and missing: rewards, an environment or a rollout_func for
+        grpo and rloo; a teacher or its stored log-probabilities for distill."""
         if self.name == "distill":
             fraction("objective.beta", self.beta)
             positive("objective.temperature", self.temperature)

@@ -38,6 +38,8 @@ class QatConfig:
     ] = "straight_through"
 
     def __post_init__(self) -> None:
+        """Replaces a group_size of None by the default of the format, which may be None as well. Raises ConfigError if
+        the format has no groups of this size, or `start` is negative."""
         if self.group_size is None:
             object.__setattr__(self, "group_size", QAT_GROUPS[self.format][-1])
         problem = qat_group_size(self.format, self.group_size)

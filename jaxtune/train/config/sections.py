@@ -1,8 +1,7 @@
 """Most sections of a run's configuration, as frozen dataclasses: schema, defaults and help texts in one place. The
-others are in model.py, objective.py and qat.py; train_config.py combines all, and file.py reads and writes them.
-
-The second argument of an `Annotated` type is the key's help text. What types cannot express is checked in
-`__post_init__`, so that a configuration built in Python is checked like one from YAML."""
+others are in model.py, objective.py and qat.py; train_config.py combines all, and file.py reads and writes them. The
+second argument of an `Annotated` type is the key's help text. What types cannot express is checked in `__post_init__`,
+so that a configuration built in Python is checked like one from YAML."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from jaxtune.train.config.checks import fraction, not_negative, positive, requir
 
 _STRICT = ConfigDict(extra="forbid")
 REWARDS = "rewards"  # evaluation.generate: the functions that the run's objective learns from
-
 
 # The keys of `data` that decide how rows are tokenised and packed: arguments of `jaxtune.train.data.prepare`.
 ROW_OPTIONS = (
@@ -213,7 +211,7 @@ class ScheduleConfig:
     """The section `schedule` of a configuration: the learning rate over the steps of the run, as a share of its peak
     (optim.learning_rate). First comes a linear warm-up of n steps, whose first step has 1 / n of the peak (0 with
     zero_start). Then the rate falls to min_ratio of the peak at the end, unless it is "constant". warmup_ratio replaces
-    warmup_steps; both at once, and values out of range, raise ConfigError."""
+    warmup_steps; both at once, cycles without cosine_with_restarts, and values out of range raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -249,7 +247,7 @@ class ScheduleConfig:
 class MemoryConfig:
     """The section `memory` of a configuration: the memory that a run may use, and whether each residual (a value that
     the forward pass computes and the backward pass needs) is kept, recomputed, stored in FP8 or offloaded to the host.
-    Whether `plan` can be read is checked when the run is planned."""
+    Whether `plan` can be read is checked when the run is planned; here an empty one raises ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -270,7 +268,8 @@ class MemoryConfig:
 @dataclass(frozen=True)
 class PlanConfig:
     """The section `plan` of a configuration: the device that --plan makes a forecast for, here or elsewhere, the host
-    memory beside it (only with `device`), and the price of a device, from which the cost of a run is printed."""
+    memory beside it, and the price of a device, from which the cost of a run is printed. host_gb without device, and
+    values that are not above 0, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -353,7 +352,7 @@ class MeshConfig:
 class CheckpointConfig:
     """The section `checkpoint` of a configuration: when checkpoints are saved, which are kept, whether a run resumes
     from them, and whether its result is the best of them. If neither every_steps nor every_minutes is set, a run saves
-    only after a signal, for `best`, or for a callback. `best` must begin with "eval_"."""
+    only after a signal, for `best`, or for a callback. A `best` that does not begin with "eval_" raises ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -392,14 +391,15 @@ class CheckpointConfig:
 
     @property
     def best_is_greatest(self) -> bool:
-        """Whether the greatest value of the metric `best` is the best one (True), or the least (False)."""
+        """Whether the greatest value of the metric `best` is the best one (True), or the least (False): as best_is says
+        or, if that is None, the least for a name that ends in "loss" and the greatest for all others."""
         return not (self.best or "").endswith("loss") if self.best_is is None else self.best_is == "greatest"
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
     """The section `evaluation` of a configuration: when the held-out rows are evaluated, how many of them the model
-    answers by generation, and how the answers are sampled and measured."""
+    answers by generation, and how the answers are sampled and measured. Values out of range raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -445,7 +445,8 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """The section `guards` of a configuration: when a run stops by itself, because it diverges or trains nothing."""
+    """The section `guards` of a configuration: when a run stops by itself, because it diverges or trains nothing. A
+    max_nonfinite_in_row below 1 raises ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -477,7 +478,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """The section `profile` of a configuration: how many steps the profiler traces, and from which step on."""
+    """The section `profile` of a configuration: which steps are profiled. Values out of range raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 

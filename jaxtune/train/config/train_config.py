@@ -46,9 +46,12 @@ SHORTHANDS = {"qat": "format", "objective": "name"}
 
 def _by_name(section: str) -> BeforeValidator:
     """A pydantic validator for the section `section` of `SHORTHANDS`, which lets it be given as a single string:
-    "int4" for qat becomes {"format": "int4"}."""
+    "int4" for qat becomes {"format": "int4"}. It runs before pydantic's own checks, to which it passes everything
+    else."""
 
     def mapping(value: object) -> object:
+        """The section's value as pydantic shall check it: a string as {its key: the string}, a mapping with lists
+        changed to tuples, and anything else unchanged."""
         if isinstance(value, str):
             return {SHORTHANDS[section]: value}
         if not isinstance(value, dict):
@@ -62,8 +65,9 @@ def _by_name(section: str) -> BeforeValidator:
 @dataclass(frozen=True)
 class TrainConfig:
     """The configuration of one training run: what a recipe (a YAML file) sets, with defaults. It has a section for
-    each subject, and is checked when it is made: a value that cannot be used, or keys that contradict each other,
-    raise ConfigError. Some values are completed then: epochs becomes 1 without steps, {recipe} in output "default"."""
+    each subject, a dataclass that describes its own keys. It is checked when it is made: a value that cannot be used,
+    or keys that contradict each other, raise ConfigError. Some values are completed then: epochs becomes 1 without
+    steps, {recipe} in output "default"."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -114,7 +118,8 @@ class TrainConfig:
 
     @property
     def computes_in(self) -> str:
-        """The word of the dtype in which the model computes: `precision`, or what it gives "*" if it is a map."""
+        """The word of the dtype in which the model computes, "bf16", "fp32" or "fp16": `precision`, or what it gives
+        "*" if it is a map."""
         return self.precision if isinstance(self.precision, str) else self.precision[_REST]
 
     @property
@@ -142,6 +147,9 @@ class TrainConfig:
         )
 
     def __post_init__(self) -> None:
+        """Checks the whole configuration, and raises ConfigError for the first fault: a number that the compiled
+        programs cannot use, or keys of different sections that contradict each other. Sets `epochs` to 1 if `steps` is
+        not set either, replaces {recipe} and ~ in `output`, and completes `precision` if it is a map."""
         require_usable_numbers(self, "")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"steps = {self.steps} and epochs = {self.epochs} are both set: keep one")
@@ -350,8 +358,10 @@ class TrainConfig:
         )
 
     def _check_best(self, has_eval: bool) -> None:
-        """Raises `ConfigError` if checkpoint.best names a metric that evaluations will not have. has_eval: whether
-        there are held-out rows."""
+        """Raises `ConfigError` if checkpoint.best names a metric that evaluations will not have: there are none; it is
+        of answers, and evaluation.generate is empty or has no such function; it is eval_reward, and generate is not
+        [rewards]; or it is another, and the objective is grpo or rloo, whose evaluations have no loss. Without
+        checkpoint.best nothing is checked. has_eval: whether there are held-out rows."""
         best, asked = self.checkpoint.best, self.evaluation.generate
         if best is None:
             return

@@ -97,24 +97,25 @@ class BatchSource:
 
     @property
     def length(self) -> int:
-        """The number of tokens in a row."""
+        """The number of tokens in a row. A subclass defines it; here it raises NotImplementedError."""
         raise NotImplementedError
 
     @property
     def max_documents(self) -> int | None:
-        """The most documents in any row of any step. None if no limit is known; some faster attention is then not
-        used."""
+        """The most documents in any row of any step. None, the default, if no limit is known; some faster attention is
+        then not used."""
         return None
 
     @property
     def full(self) -> bool:
-        """Whether every row of every step is one document without padding. Attention then needs no mask of
-        documents."""
+        """Whether every row of every step is one document without padding, by default False. If True, attention needs
+        no mask of documents."""
         return False
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The number of steps in which every row is seen once. None if it is not known; `steps` must then be set."""
+        """The number of steps in which every row is seen once. None, the default, if it is not known; the config must
+        then set `steps`."""
         return None
 
     def empty(self, rows: int) -> Batch:
@@ -126,7 +127,8 @@ class BatchSource:
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """The batch of a step (counted from 0), as numpy arrays `[rows_per_step, ...]`, which have the rows of all
-        devices. A source that has lanes fills only the rows of its process's own lanes (`divide`).
+        devices. A source that has lanes fills only the rows of its process's own lanes (`divide`). A subclass defines
+        it; here it raises NotImplementedError.
 
         Steps are asked for in ascending order, from the step that the run begins or resumes with. The latest one may
         be asked for again.
@@ -158,8 +160,9 @@ class BatchSource:
         """
 
     def position(self, step: int) -> Json:
-        """What a checkpoint that is written before `step` must record so that `resume` continues with the same batches.
-        None if the number of the step is enough. In a run of several processes, all of them call this."""
+        """What a checkpoint that is written before `step` must record, besides the number of the step, so that `resume`
+        continues with the same batches; None, the default, if that number is enough. In a run of several processes, all
+        of them call this."""
         return None
 
     def resume(self, step: int, position: Json) -> None:
@@ -167,29 +170,32 @@ class BatchSource:
         returned in the earlier process. A source whose batches depend on the number of the step alone does nothing."""
 
     def identity(self) -> dict[str, Json]:
-        """Values that identify the rows, such as checksums, by name. They are stored in checkpoints, and a run whose
-        values differ cannot resume."""
+        """Values that identify the rows, such as checksums, by name; {} by default. They are stored in checkpoints, and
+        a run whose values differ cannot resume."""
         return {}
 
     def described(self, total_steps: int) -> list[str]:
-        """The lines that a run of `total_steps` steps prints about its rows before it begins."""
+        """The lines that a run of `total_steps` steps prints about its rows before it begins: by default, that they are
+        made during the run, and the numbers of steps and of rows in a step."""
         return ["training rows: made during the run", f"{total_steps:,} steps of {self.rows_per_step:,} rows"]
 
     def warnings(self) -> list[str]:
-        """Warnings about the rows to show before training, one sentence each."""
+        """Warnings about the rows to show before training, one sentence each; [] by default."""
         return []
 
     def news(self) -> list[str]:
-        """Sentences about what happened to the rows since the last call, such as rows left out; called after each
-        step."""
+        """Sentences about what happened to the rows since the last call, such as rows left out, which the run prints;
+        called after each step. [] by default."""
         return []
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """Values that the source adds to the logged metrics of a step, by name; called once for each step."""
+        """Values that the source adds to the logged metrics of `step`, by name, such as rewards; called once for each
+        step. {} by default."""
         return {}
 
     def close(self) -> None:
-        """Called when the run ends, also when it fails or is interrupted."""
+        """Called when the run ends, also when it fails or is interrupted, so that the source can end its threads and
+        close its files. By default it does nothing."""
 
 
 class Rows(Protocol):
@@ -229,7 +235,7 @@ class Rows(Protocol):
         ...
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes one of these rows into a row of a batch.
+        """Writes one of these rows, with its values in `extra`, into a row of a batch, in place.
 
         Args:
             batch: from `empty`.
@@ -319,18 +325,23 @@ class Batches(BatchSource):
 
     @property
     def length(self) -> int:
+        """The number of tokens in a row."""
         return self.rows.length
 
     @property
     def max_documents(self) -> int:
+        """The most documents in any row, which the packed rows know."""
         return self.rows.max_documents
 
     @property
     def full(self) -> bool:
+        """Whether every row of every batch is one document without padding. False if the last batch of an epoch is
+        filled up with rows of padding."""
         return self.rows.full and len(self.rows) % self.rows_per_step == 0
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of steps in which every row is seen once; the last one may have fewer rows."""
         return -(-len(self.rows) // self._taken)
 
     def rows_at(self, step: int) -> np.ndarray:
@@ -344,6 +355,7 @@ class Batches(BatchSource):
         return order[index * self._taken : (index + 1) * self._taken]
 
     def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as new numpy arrays, with the `extra` arrays that the packed rows need."""
         return self.rows.empty(rows)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
@@ -370,6 +382,8 @@ class Batches(BatchSource):
         }
 
     def described(self, total_steps: int) -> list[str]:
+        """Two lines for the screen before a run of `total_steps` steps: the counts of packing, and the numbers of steps
+        and of rows in an epoch."""
         return [
             f"training rows: {self.rows.report}",
             f"{total_steps:,} steps; {self.steps_per_epoch:,} in an epoch of {len(self.rows):,} rows",

@@ -117,7 +117,9 @@ class Summary:
         return "; ".join([f"{self.rows:,} rows, {self.documents:,} documents", *self.warnings()])
 
     def warnings(self) -> list[str]:
-        """Warnings about these rows to show before training, one sentence each."""
+        """Warnings about these rows to show before training, one sentence each: bad rows, rows without a trained token,
+        columns that are not read, special tokens in messages, what the template leaves out, and responses that train no
+        end of turn; [] without any."""
         found = []
         if self.bad_rows:
             found.append(f"{self.bad_rows:,} bad rows left out, first {'; '.join(self.offenders[:3])}")
@@ -180,6 +182,7 @@ class _Store:
     """
 
     def __init__(self, folder: Path | None):
+        """Opens the file of each array in `folder` for writing; None: the arrays stay in memory."""
         self.folder = folder
         self.parts: dict[str, list[np.ndarray]] = {name: [] for name in FIELDS}
         self.streams: dict[str, BinaryIO] = {}
@@ -259,8 +262,8 @@ def collect(chunks: Iterable[Chunk]) -> tuple[Documents, Summary]:
 def open_or_build(
     folder: Path, build: Callable[[], Iterable[Chunk]], say: Callable[[str], None] = print
 ) -> CachedDocuments:
-    """Opens the documents of a cache folder, after building the folder if it does not exist or is damaged. If `build`
-    makes no document, no folder is left, and the result has no documents.
+    """Opens the documents of a cache folder (this user's, `_own_name`, if there is one), after building the folder if
+    it does not exist or is damaged. If `build` makes no document, no folder is left, and the result has no documents.
 
     Args:
         folder: the folder of these documents; its name is their `cache_key`.

@@ -38,8 +38,9 @@ class TextRange(NamedTuple):
 
 class Conversations:
     """Renders conversations with one chat template, and finds their responses, the messages with the role "assistant";
-    `templates.RowEncoder` makes it. In all methods, `messages` are dicts as in `formats.Example.messages`, and `tools`
-    are the JSON schemas of tools, or None.
+    `templates.RowEncoder` makes it. `render` gives the text, `render_marked` and `render_prefixes` also the places of
+    the responses, and `left_out` what the template does not write. In all methods, `messages` are dicts as in
+    `formats.Example.messages`, and `tools` are the JSON schemas of tools, or None.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.

@@ -36,7 +36,8 @@ TRUNCATED_TOKENS = 65_536
 @dataclasses.dataclass(frozen=True)
 class TokenDataset:
     """Tokenised rows, ready to be packed and batched. `prepare` makes it from rows to train or to evaluate on, and
-    objectives may add values to it with `dataclasses.replace`."""
+    objectives may add values to it with `dataclasses.replace`. `rows` packs the documents, `batches` makes batches of
+    them, and `split` takes some out for evaluation; `report` and `warnings` are for the screen."""
 
     documents: Documents
     """The tokens: one document for each usable row (two for each preference pair)."""
@@ -87,13 +88,14 @@ class TokenDataset:
 
     @property
     def report(self) -> PackingReport:
-        """The counts of packing: documents, rows, tokens, and how many were cut or dropped."""
+        """The counts of packing: documents, rows, tokens, and how many were cut or dropped. Packing is planned on first
+        access, with the errors of `rows`."""
         return self.rows.report
 
     def warnings(self) -> list[str]:
         """Warnings about these rows to show before training, one sentence each: those of `Summary.warnings`, and, where
         there are any, the number of documents that packing dropped, the number of rows whose text beyond data.length
-        was not tokenised, and that no response has a span that data.mask_spans masks."""
+        was not tokenised, and that no response has a span that data.mask_spans masks. The rows are packed for it."""
         found, report = self.summary.warnings(), self.report
         if report.dropped:
             found.append(
@@ -205,9 +207,8 @@ def prepare(
         cache_dir: the folder of token caches; None: JAXTUNE_CACHE or ~/.cache/jaxtune/tokens. A list is not cached.
         num_workers: the number of tokenising processes; None chooses it, 0 or 1 tokenises in this process.
         vocab_size: the number of rows of the model's embedding; a token id that is not below it is refused.
-        pairs: whether `format` is that of preferences (`formats.PREFERENCE`) or labelled answers (LABELLED). Each
-            row makes two documents: the prompt with the chosen answer, then the prompt with the rejected one. A
-            labelled row has one answer, and the other document is empty.
+        pairs: whether `format` is `formats.PREFERENCE` or LABELLED. Each row then makes two documents, the prompt with
+            the chosen answer and that with the rejected one; of a labelled row, which has one answer, one is empty.
         say: called with each line to show to the user.
         poll: called several times a second while rows are tokenised; it may raise, and then no partial cache is left.
 
@@ -235,6 +236,7 @@ def prepare(
     sources = open_sources(source, columns=columns)
 
     def chunks() -> Iterator[Chunk]:
+        """Yields the tokenised rows in chunks. Raises ValueError at a bad row (on_bad_row), or if the rows changed."""
         rows = read_rows(sources, format, max_rows)
         encoded = encode_rows(rows, tokenizer, options, num_workers, poll)
         encoded = _with_progress(encoded, sources, max_rows)
@@ -243,7 +245,7 @@ def prepare(
             raise _changed_while_read(sources, template)
 
     def identity() -> str | None:
-        # The tokens depend on a template's text, not on its path.
+        """The `cache_key` of these tokens, None if they are not cached; of a template the text counts, not the path."""
         key_options = {**options, "format": format, "max_rows": max_rows, "on_bad_row": on_bad_row}
         if template is not None:
             key_options["template_text"] = resolve_template(tokenizer, template)
@@ -342,7 +344,8 @@ def _require_usable(
     """Raises a ValueError that says why a set of rows cannot be trained on: it has no usable row, no trained token, no
     response that ends its turn, or a token id of `vocab_size` or more.
 
-    A window of a stream after the first may have no response that ends its turn.
+    A stream is tokenised in windows of rows during the run; one after the first may have no response that ends its
+    turn.
 
     Args:
         documents, summary: what tokenising the rows gave.

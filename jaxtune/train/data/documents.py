@@ -18,7 +18,7 @@ from jaxtune.train.data.batches import Batch
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """The tokens of one document."""
+    """The tokens of one document: an entry of `Documents`, or an argument of `Documents.gather`."""
 
     tokens: np.ndarray
     """int32[n]: token ids."""
@@ -30,7 +30,8 @@ class Document:
 class Documents:
     """Many documents in flat arrays, which may be memory-mapped files. The token cache opens them, and `gather` makes
     them of arrays in memory. A selection of documents (`select`) shares `tokens` and `mask` with the set that it was
-    made of."""
+    made of. `write` puts a document into a row of a batch, `held_out` chooses rows for evaluation, and `also_in` counts
+    documents that two sets have in common."""
 
     tokens: np.ndarray
     """int32[total]: the token ids of all documents, one document after another."""

@@ -125,6 +125,8 @@ class FedBatches(BatchSource):
     """
 
     def __init__(self, sets: Sequence[RowSet], weights: Sequence[float], rows_per_step: int, seed: int = 0):
+        """Gives the batches of all sets room for the same number of documents. The feeds are opened only with the first
+        batch. The class describes the arguments."""
         most = max(one.max_documents for one in sets)
         self.sets = [one.with_max_documents(most) for one in sets]
         for one in self.sets[1:]:
@@ -146,24 +148,29 @@ class FedBatches(BatchSource):
 
     @property
     def length(self) -> int:
+        """The number of tokens in a row, the same in all sets."""
         return self.sets[0].length
 
     @property
     def max_documents(self) -> int:
+        """The most documents in any row of any set."""
         return self._most
 
     def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as new numpy arrays; batches of all sets have the same shapes."""
         return self.sets[0].empty(rows)
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
         """Divides the rows of a batch into `lanes` blocks of consecutive rows (one for each device with rows of its
-        own). This process will open feeds, and so read rows, only for the blocks with the indices `own`."""
+        own). This process will open feeds, and so read rows, only for the blocks with the indices `own`. Called once,
+        before the first batch; without it, there is one block, which this process reads."""
         self.lanes, self._own = lanes, tuple(own)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """The batch of `step` (from 0). It has the rows of the lanes of this process, the blocks of a batch's rows that
         its devices compute on, and padding in the others. `model` is not used. Raises ValueError unless `step` is the
-        next one, or the one asked for last, because rows are read only once."""
+        next one, or the one asked for last, because rows are read only once. It waits for rows that are not read yet,
+        and raises the errors of reading them."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         if step != self._next:
@@ -185,7 +192,9 @@ class FedBatches(BatchSource):
         return batch
 
     def _choices(self, step: int) -> list[int]:
-        """Draws, for each row of the batch of `step`, the index in `sets` of the set that the row comes from."""
+        """For each row of the batch of `step`, the index in `sets` of the set that the row comes from: drawn at random
+        with the weights of the sets as probabilities, from the seed and `step` alone, so that a resumed run and all
+        processes draw the same."""
         if len(self.sets) == 1:
             return [0] * self.rows_per_step
         draws = np.random.Philox(key=np.array([self._seed | _CHOICE << 32, step], np.uint64))
@@ -206,14 +215,14 @@ class FedBatches(BatchSource):
         return self._feeds
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the rows of `step`, one of the last `_KEPT_STEPS` steps, came from, as `file:line`; [] for other
-        steps."""
+        """Where the rows of `step`, one of the last 4 steps (`_KEPT_STEPS`), came from, as `file:line`, of this
+        process's lanes; [] for other steps."""
         return self._sources.get(step, [])
 
     def position(self, step: int) -> Json:
         """What a checkpoint before `step` records: {index of a lane, as text: [the position of its feed of each set]}
         for all lanes. All processes call it, because each knows only the positions of its own lanes. The batch of
-        `step` - 1 must be one of the last `_KEPT_STEPS` that were made; otherwise it raises KeyError."""
+        `step` - 1 must be one of the last 4 (`_KEPT_STEPS`) that were made; otherwise it raises KeyError."""
         own = self._positions[step]
         return {lane: place for found in processes.all_of(own) for lane, place in found.items()}
 
@@ -240,6 +249,8 @@ class FedBatches(BatchSource):
         }
 
     def described(self, total_steps: int) -> list[str]:
+        """Two lines for the screen before a run of `total_steps` steps: each set, with its share of the rows if there
+        are several, and the numbers of steps, of rows in a step and of devices that divide them."""
         shares = np.diff(self._bounds, prepend=0.0)
         words = [one.described() for one in self.sets]
         if len(words) > 1:
@@ -251,13 +262,16 @@ class FedBatches(BatchSource):
         ]
 
     def warnings(self) -> list[str]:
+        """The warnings of all sets, one sentence each, with the name of the set if there are several."""
         found = [(one.name, text) for one in self.sets for text in one.warnings()]
         return [text if len(self.sets) == 1 else f"{name}: {text}" for name, text in found]
 
     def news(self) -> list[str]:
+        """Sentences about what happened to any set since the last call, such as rows left out."""
         return [text for one in self.sets for text in one.news()]
 
     def close(self) -> None:
+        """Closes the open feeds and with them their threads and files; the next batch would open new ones."""
         feeds, self._feeds = self._feeds, {}
         for feed in (feed for several in feeds.values() for feed in several):
             feed.close()

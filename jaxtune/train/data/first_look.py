@@ -49,6 +49,7 @@ def _look(key: str, rows: Any, config: TrainConfig) -> None:
       config: the run's.
     Raises:
       ConfigError: it cannot be opened, has no rows, or its first row cannot be used and data.on_bad_row is "error".
+      ValueError: data.format is not known, or a file cannot be read at all.
     """
     data, objective = config.data, config.objective.name
     streaming = data.streaming and key == "data.train"

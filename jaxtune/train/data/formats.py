@@ -187,7 +187,9 @@ def normalize_labelled(value: Mapping[str, Any]) -> Pair:
 
 
 def normalize(value: Mapping[str, Any], format: str) -> Example:
-    """The `Example` of a row. Raises `RowError` with the reason if the row cannot be used.
+    """The `Example` of a row: of the format text with `text`; of messages and ShareGPT with `messages` and `tools`; of
+    Alpaca, and of a prompt and completion that are text, with `prompt`, `completion` and `messages`; of turns, and of a
+    question and its answer, with `messages` only. Raises `RowError` with the reason if the row cannot be used.
 
     Args:
         value: the row's columns by name.
@@ -308,8 +310,8 @@ def _turns(turns: Any) -> list[Any]:
 
 
 def _alpaca_prompt(instruction: str, context: str) -> str:
-    """The text of Alpaca's prompt for an instruction and its input (`context`, which may be empty), up to where the
-    response begins."""
+    """The text of Alpaca's prompt for an instruction and its input (`context`; if that is blank, the prompt without
+    input), up to where the response begins."""
     if context.strip():
         body = f"{ALPACA_PREAMBLE_WITH_INPUT}\n\n### Instruction:\n{instruction}\n\n### Input:\n{context}"
     else:

@@ -55,6 +55,8 @@ class _Marker:
     """
 
     def __init__(self, tokenizer: Any, text: str, key: str):
+        """Tokenises the marker between several texts, and finds its core: the longest run of tokens that it has in all
+        of them. The class describes the arguments."""
         if not text or not text.strip():
             raise ValueError(f"data.{key} is empty: give the string that begins such a turn")
         contexts = [
@@ -160,6 +162,7 @@ class Markers:
     """
 
     def __init__(self, tokenizer: Any, instruction_part: str | None, response_part: str | None):
+        """Makes the forms in which both markers can occur in tokens. The class describes the arguments."""
         if instruction_part is None or response_part is None:
             missing = "instruction_part" if instruction_part is None else "response_part"
             raise ValueError(f"data.{missing} is missing: markers come in pairs, give both or neither")

@@ -23,8 +23,8 @@ OVERFLOW_POLICIES = ("truncate", "split", "error")
 
 
 class NothingUsable(ValueError):
-    """Raised if no token of a set of rows can be trained on; the message says why. A run may then leave out a window
-    of a stream and continue."""
+    """Raised if no token of a set of rows can be trained on; the message says why. If the rows are a window of a
+    stream, the part of it that is tokenised at a time, the run may leave them out and continue."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,8 @@ class PackingReport:
 
     @property
     def fill(self) -> float:
-        """The share of the slots, the positions of all rows, that are tokens and not padding, 0 to 1."""
+        """The share of the slots, the positions of all rows, that are tokens and not padding, 0 to 1; 0 without
+        rows."""
         return self.tokens / self.slots if self.slots else 0.0
 
     def __str__(self) -> str:
@@ -247,6 +248,7 @@ class PackedRows:
     """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch;
     `TokenDataset.rows` makes them. Documents that are empty, or lose all their trained tokens when they are cut, are in
     no row. The attribute `report` has the counts, a PackingReport, and `plan` the assignment of documents to rows.
+    `empty` makes a batch, `fill` writes a row into it, and `batch` makes one of all rows.
 
     Args:
         documents: the documents.
@@ -269,6 +271,8 @@ class PackedRows:
         packing: bool = True,
         max_documents: int | None = None,
     ) -> None:
+        """Plans the packing from the lengths of the documents, and counts what it does; no row is built yet. The class
+        describes the arguments."""
         lengths = np.asarray(documents.lengths)
         too_long = np.flatnonzero(lengths > length)
         trained = np.array(documents.trained)

@@ -28,8 +28,9 @@ class PackedPairs:
     `PairDataset.rows` makes them. The attribute `kept`, int64[pairs, 2], is the number of tokens of each document after
     truncation, 0 for a pair that is left out.
 
-    With overflow="truncate", a pair that is longer than a row is cut: first its longer document, to the length of the
-    shorter one, then both equally. A pair is left out if one of its documents has no trained token then.
+    With overflow="truncate", a pair that is longer than `length` is cut: first its longer document, to the length of
+    the shorter one, then both equally; with `width`, each document is cut by itself. A pair is left out if one of its
+    documents has no trained token then.
 
     Args:
         documents: two documents for each pair.
@@ -61,6 +62,8 @@ class PackedPairs:
         width: int | None = None,
         max_documents: int | None = None,
     ):
+        """Decides how far each pair is cut, plans the packing from the lengths, and counts what it does; no row is
+        built yet. The class describes the arguments."""
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
         if overflow == "split":
@@ -228,6 +231,7 @@ class PairDataset(TokenDataset):
         rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:
+            """A copy with only the pairs at the indices `pairs` (int64[n]), in that order."""
             indices = np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1)
             reference = None if self.reference is None else self.reference[indices]
             labels = None if self.labels is None else self.labels[pairs]

@@ -296,6 +296,7 @@ def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
     """
 
     def renamed(row: Row) -> Row:
+        """`row` with renamed columns; a bad row, with the reason, if it lacks one; unchanged if it is bad already."""
         if row.value is None:
             return row
         if missing := [name for name in columns.values() if name not in row.value]:

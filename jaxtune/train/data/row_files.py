@@ -146,8 +146,8 @@ def read_jsonl(file: Path, after: int) -> Iterator[Row]:
 
 
 def _lines[AnyStr: (bytes, str)](stream: IO[AnyStr]) -> Iterator[AnyStr | None]:
-    """Yields the lines of an open file (`stream`, of bytes or text), or None for a line longer than `MAX_ROW_SIZE`,
-    which is never in memory as a whole."""
+    """Yields the lines of an open file (`stream`, of bytes or text), or None for a line of more than `MAX_ROW_SIZE`
+    (32 Mi) bytes or characters, which is never in memory as a whole."""
     while line := stream.readline(MAX_ROW_SIZE + 1):
         if len(line) <= MAX_ROW_SIZE:
             yield line
@@ -159,7 +159,7 @@ def _lines[AnyStr: (bytes, str)](stream: IO[AnyStr]) -> Iterator[AnyStr | None]:
 
 def is_array(file: Path) -> bool:
     """Whether a .json file is one array of objects, which must be read as a whole, and not one object a line: whether
-    its first character that is no white space is "["."""
+    its first character that is no white space, within 4 KiB, is "["."""
     with open(file, "rb") as stream:
         return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
@@ -207,9 +207,10 @@ def read_csv(file: Path, after: int) -> Iterator[Row]:
 def _csv_rows(file: Path) -> Iterator[Row]:
     """Yields all rows of the CSV file `file`, whose first line has the names of the columns, for `read_csv`, which
     leaves out those that are not wanted. A line that cannot be read gives a bad row; a wrong header raises
-    ValueError."""
+    ValueError. It raises the limit of a field's size of all CSV readers of this process (csv.field_size_limit)."""
 
     def lines(stream: IO[str]) -> Generator[str]:
+        """Yields the lines of `stream` for the CSV reader; raises csv.Error at one that is too long, and then ends."""
         for line in _lines(stream):
             if line is None:
                 raise csv.Error(_too_long("characters"))

@@ -55,6 +55,8 @@ class StepBatches(Batches):
         seed: int = 0,
         order: Order = "shuffled",
     ):
+        """Packs every step of the run once, from lengths alone, to find how many rows the largest needs. The class
+        describes the arguments."""
         super().__init__(rows, per_step, seed=seed, order=order)
         self._length, self._parts = length, parts or 1
         self._plan: tuple[int, np.ndarray] | None = None
@@ -71,6 +73,7 @@ class StepBatches(Batches):
 
     @property
     def length(self) -> int:
+        """The number of tokens in a row of every batch."""
         return self._length
 
     @property
@@ -80,9 +83,12 @@ class StepBatches(Batches):
 
     @property
     def full(self) -> bool:
+        """False: documents share rows, and rows have padding, so attention needs its mask of documents."""
         return False
 
     def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as new numpy arrays, whose `extra` arrays have room for the most documents
+        or pairs that share a row in any step."""
         return self.rows.empty(rows, self._length, self._shared)
 
     def batch_at(self, step: int, model: object = None) -> Batch:
@@ -103,6 +109,8 @@ class StepBatches(Batches):
         return batch
 
     def described(self, total_steps: int) -> list[str]:
+        """Two lines for the screen before a run of `total_steps` steps: the counts of documents and tokens, and the
+        numbers of steps, of documents in an epoch, and of packed rows in a step."""
         layout = f"packed into {self.rows_per_step:,} rows of {self.length:,} tokens for each step"
         return [
             f"training rows: {self.rows.report.of_documents}",

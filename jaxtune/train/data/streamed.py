@@ -52,7 +52,7 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class _TokenisedWindow:
-    """A window of rows, tokenised and packed."""
+    """A window, the rows of a lane that are tokenised and packed at a time, from which a feed takes packed rows."""
 
     begin: _Place
     """The position before its first row."""
@@ -92,6 +92,8 @@ class StreamedRows:
         prepare: Callable[[Window], TokenDataset],
         buffer_size: int,
     ):
+        """Takes the fingerprints of the files, and reads, tokenises and packs the first window. The class describes the
+        arguments."""
         for source in sources:
             if not source.streams:
                 raise ValueError(
@@ -123,8 +125,8 @@ class StreamedRows:
     @property
     def max_documents(self) -> int:
         """The most documents that a packed row may have, for which batches have room. If documents are packed, it is
-        twice the most of the first window, and at least `_LEAST_DOCUMENTS`, because later windows may have shorter
-        documents; otherwise it is that of the first window."""
+        twice the most of the first window, and at least 8 (`_LEAST_DOCUMENTS`), because later windows may have shorter
+        documents; otherwise it is that of the first window. `with_max_documents` changes it."""
         return self._max_documents
 
     def with_max_documents(self, documents: int) -> StreamedRows:
@@ -145,8 +147,9 @@ class StreamedRows:
 
     def identity(self) -> dict[str, Json]:
         """Values that identify the stream, by name: the buffer size, a checksum of the first window's tokens, and the
-        shards: {path: fingerprint}, with paths relative to their common folder; above `MOST_NAMED_SHARDS` files, the
-        number of shards and a digest of these; for shards that are no files, their number."""
+        shards: {path: fingerprint}, with paths relative to their common folder; above 1,000 files
+        (`MOST_NAMED_SHARDS`), the number of shards and a digest of these; for shards that are no files, their number.
+        A run does not resume with other values."""
         known: dict[str, Json] = {
             "buffer_size": self.buffer_size,
             "first_tokens_crc32": self.first.documents.tokens_crc32,
@@ -256,6 +259,8 @@ class StreamFeed:
     """
 
     def __init__(self, stream: StreamedRows, lane: int, lanes: int, key: int, position: Json):
+        """Chooses the shards of the lane, and starts the thread that makes the first window, at `position`. The class
+        describes the arguments."""
         self._stream, self._lane, self._lanes, self._key = stream, lane, lanes, key
         whole = len(stream.sources) - len(stream.sources) % lanes
         self._shards = [(source, False) for source in stream.sources[lane:whole:lanes]]
@@ -304,6 +309,7 @@ class StreamFeed:
         future: Future[_TokenisedWindow] = Future()
 
         def work() -> None:
+            """The thread's main function: makes the window and sets the future to it, or to the error."""
             try:
                 future.set_result(self._make())
             except BaseException as error:  # `next` raises it
@@ -341,7 +347,8 @@ class StreamFeed:
 
     def _read(self, begin: _Place) -> Iterator[tuple[_Place, Row | None]]:
         """Yields (the position after the row, the row) for each row of this lane after the position `begin`, over
-        endless epochs. At the end of an epoch it yields None as a row, so that no window has rows of two epochs."""
+        endless epochs. At the end of an epoch it tells the stream (`note_epoch`) and yields None as a row, so that no
+        window has rows of two epochs. Raises ValueError if a shard cannot be read or has changed."""
         while True:
             order = epoch_order(len(self._shards), self._key, begin.epoch)
             for index in range(begin.shard, len(order)):

@@ -20,7 +20,8 @@ TEACHER_LOG_PROBS = "teacher_log_probs"  # float32[rows, length, k]: their log-p
 class TeacherValues:
     """The places of a teacher's k log-probabilities for each trained token of a set of documents, in one flat array,
     which may be a memory-mapped file. A document's first token is never predicted and has none. It is made before the
-    values are known; `objectives.stored_teachers` sets `stored` before the first step.
+    values are known; `objectives.stored_teachers` sets `stored` before the first step, and `of` says which of it is a
+    piece's.
 
     Attributes:
         documents: the documents.
@@ -34,6 +35,8 @@ class TeacherValues:
     """
 
     def __init__(self, documents: Documents, limit: int | None, k: int):
+        """Counts the trained tokens of each document, and reads the masks of those longer than `limit` for it. The
+        class describes the arguments."""
         self.documents, self.limit, self.k = documents, limit, k
         self.stored: np.ndarray | None = None
         counts = np.array(documents.trained, np.int64)
@@ -69,6 +72,7 @@ class TaughtRows(PackedRows):
     later."""
 
     def __init__(self, packed: PackedRows, values: TeacherValues):
+        """Takes over all attributes of `packed`, so that nothing is packed again."""
         self.__dict__.update(packed.__dict__)
         self.packed, self.values = packed, values
 

@@ -122,8 +122,7 @@ def _names_that_fit(tokenizer: Any) -> str:
 def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
     """The tokenizer to store with a model that was trained with data.template: a copy with that chat template, so that
     generation renders prompts as training did. It is `tokenizer` itself if template is None, or if there is no
-    tokenizer (the rows were already tokens).
-    """
+    tokenizer (the rows were already tokens). Raises `SetupError` if there is no such template."""
     if template is None or tokenizer is None:
         return tokenizer
     trained = copy.copy(tokenizer)
@@ -240,8 +239,8 @@ class RowEncoder:
         return (before, after) if found and text.startswith(prompt) else ("", "")
 
     def render(self, example: Example) -> Rendered:
-        """The text of an example, with the ranges of its responses. Raises `RowError` if it cannot be rendered, its
-        responses cannot be found, or its text is too long."""
+        """The text of an example (text, prompt with completion, or a rendered conversation) and the ranges of its
+        responses. Raises `RowError` if it cannot be rendered, its responses are not found, or its text is too long."""
         if example.text is not None:
             text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
         elif self._is_raw(example):
@@ -261,8 +260,8 @@ class RowEncoder:
         return Rendered(text, None if self.markers is not None and not special else ranges, special, left_out, begin)
 
     def _special_in(self, example: Example) -> str:
-        """The first special token or marker that the messages and tools of the conversation `example` contain, or "".
-        Markers cannot be trusted to find its responses then."""
+        """The first special token, or marker string that opens turns, in the messages and tools of the conversation
+        `example`; "" if there is none. If there is one, markers cannot be trusted to find the responses."""
         if self._special_texts is None:
             return ""
         found = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
@@ -460,7 +459,7 @@ def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, st
     rendered with `template`, in any form that `resolve_template` takes (None: that of `tokenizer`).
 
     Raises:
-      ValueError: the markers cannot be found in what the template writes.
+      ValueError: the markers cannot be found in what the template writes, or there is no such template.
     """
     encoder = RowEncoder(tokenizer, template=template)
     user, answer, again = ("\ue000u\ue001", "\ue000a\ue001", "\ue000v\ue001")

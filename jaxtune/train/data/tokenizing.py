@@ -91,7 +91,7 @@ def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], max_tokens: int 
 
 def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
     """The tokens of each of `texts`, with their positions, by one call of `tokenizer` and without windows or special
-    tokens around a text."""
+    tokens around a text; [] without texts."""
     if not texts:
         return []
     output = tokenizer(
@@ -115,6 +115,7 @@ def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
     this many tokens, and the result's `cut` is then True; None never stops."""
 
     def window(low: int) -> Tokens:
+        """The tokens of the window that begins at character `low`, with positions in the whole text."""
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]
         return tokens.part(0, len(tokens), low)
 

@@ -110,8 +110,8 @@ _NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     """Renders and tokenises rows with `encoder`, and returns the chunk of their documents. A row that cannot be used,
-    or has no trained token, gives no document and is listed with its place. A row of a preference format gives two,
-    chosen and rejected; the answer that a labelled row does not have is an empty document."""
+    or has no trained token, gives none and is listed with its place. A row of a preference format gives two, chosen and
+    rejected; a labelled row's missing answer is an empty one. Raises `SetupError` if the encoder can use no row."""
     outcome = [attempt(_examples, row) for row in rows]
     encoded = iter(
         encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found if one])
@@ -181,7 +181,7 @@ def encode_rows(
         tokenizer: a fast Hugging Face tokenizer.
         options: keyword arguments of `RowEncoder`.
         num_workers: the number of processes. None chooses it by the number of rows and of CPUs; with 0 or 1, a thread
-            of this process tokenises.
+            of this process tokenises, as also, with a line that says so, if the tokenizer cannot be pickled.
         poll: called several times a second; what it raises ends the work at once and passes through.
 
     Raises:
@@ -209,8 +209,8 @@ def encode_rows(
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yields the rows in chunks, what a worker tokenises at a time: lists of `ROWS_PER_CHUNK` rows or, if they reach
-    that first, of `CHARACTERS_PER_CHUNK` characters."""
+    """Yields the rows in chunks, what a worker tokenises at a time: lists of 512 rows (`ROWS_PER_CHUNK`) or, if they
+    reach that first, of about 8 Mi characters (`CHARACTERS_PER_CHUNK`); the last one may be smaller."""
     chunk, size = [], 0
     for row in rows:
         chunk.append(row)
@@ -274,7 +274,7 @@ def _encode(
     Args:
         chunks: chunks of rows, of which at most 2 x `count` + 1 are taken ahead, to limit the memory.
         count: the most workers, each a thread with an encoder of its own; no more are made than there are chunks.
-        make: a function that makes the encoder of one worker.
+        make: makes the encoder of one worker, which is closed after the last chunk, or killed after an error.
         poll: called for each chunk, and several times a second while one is waited for; what it raises ends the work.
     """
     tasks: queue.SimpleQueue = queue.SimpleQueue()

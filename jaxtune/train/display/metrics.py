@@ -1,8 +1,6 @@
-"""Metrics of a run: metrics.jsonl and other loggers (`MetricsLogger`), the `Progress` bar, the plot of the loss.
-
-Names of metrics are `loss`, `eval_loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, ...; each line of
-metrics.jsonl also has `step` (optimizer steps done) and `time` (unix seconds). monitor.py says how speeds are counted.
-"""
+"""Metrics of a run: metrics.jsonl and other loggers (`MetricsLogger`), the `Progress` bar, the plot of the loss. Names
+of metrics are `loss`, `eval_loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, ...; each line of metrics.jsonl
+also has `step` (optimizer steps done) and `time` (unix seconds). monitor.py says how speeds are counted."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ JSONL = "metrics.jsonl"
 
 
 class MetricsLogger:
-    """Appends metrics to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio if asked.
+    """Appends metrics (`log`) to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio if asked.
 
     The file is the primary record: one JSON object per line, written at each call. NaN and infinities are written as
     the strings "nan", "inf" and "-inf", so that every line is valid JSON. A logger that fails during training (network,
@@ -103,6 +101,7 @@ class MetricsLogger:
         return self
 
     def __exit__(self, *exc) -> None:
+        """Closes all loggers (`close`), whether or not an exception ended the context."""
         self.close()
 
     @contextlib.contextmanager
@@ -313,7 +312,7 @@ def _drop_after(path: Path, last_step: int) -> None:
 
 
 def duration(seconds: float) -> str:
-    """A time of `seconds`, rounded to whole ones: 1:05, or 2:03:04 from an hour on."""
+    """A time of `seconds` as text for the screen, rounded to whole ones: 1:05, or 2:03:04 from an hour on."""
     minutes, seconds_left = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
@@ -365,7 +364,7 @@ class Progress:
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """A context for compiling the step, whose time does not count in the estimate of the time left. The bar shows
-        only the time so far, because how long it takes depends on what is cached."""
+        only the time so far (it depends on what is cached); without a bar, a line before and after it is printed."""
         started = time.monotonic()
         if self._live is None:
             self.print("compiling")
@@ -416,7 +415,8 @@ class Progress:
             self.print(f"step {step}/{self.total_steps}  {text}  {left}".rstrip())
 
     def evaluating(self, done: int, batches: int) -> None:
-        """Shows that `done` of an evaluation's `batches` batches are done. If all are, the bar shows steps again."""
+        """Shows that `done` of an evaluation's `batches` batches are done. If all are, the bar shows steps again.
+        Without a bar it prints a line, at most one in `line_seconds` and none for the last batch."""
         if self._live is not None:
             text = "step" if done == batches else f"evaluating {done}/{batches}"
             self._bar.update(self._task, description=text)

@@ -46,7 +46,7 @@ class TrainingStopped(ValueError):
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
     """Waits until the device has computed `arrays` (any pytree), and returns the time in seconds, by `clock`, at that
     moment. A thread of the monitor calls it, so that a step's time does not depend on when the host reads its
-    metrics."""
+    metrics. The error of a failed step is ignored here; it is raised where its metrics are read."""
     with contextlib.suppress(Exception):  # an error of a failed step is raised where its values are read
         jax.block_until_ready(arrays)
     return clock()
@@ -57,8 +57,8 @@ class _Work:
     """The work of one or several steps: their number, the seconds that they took, and sums over them of tokens and
     FLOPs. Two are added by +, and `speeds` makes metrics of the sums."""
 
-    steps: int = 0
-    seconds: float = 0.0
+    steps: int = 0  # how many steps they are
+    seconds: float = 0.0  # their duration in all
     slots: int = 0  # positions of tokens in the rows, padding included
     tokens: int = 0  # tokens, without padding
     trained_tokens: int = 0  # tokens that count in the loss
@@ -66,6 +66,7 @@ class _Work:
     data_wait_seconds: float = 0.0  # time that the host waited for rows
 
     def __add__(self, other: _Work) -> _Work:
+        """The work of both, with every field added; sum(works, _Work()) adds several."""
         return _Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def speeds(self, peak_flops: float | None) -> dict[str, Any]:
@@ -133,6 +134,8 @@ class Monitor:
         finished: Callable[[Any], float] = finished,
         clock: Callable[[], float] = time.perf_counter,
     ):
+        """Starts the run's clock, and makes the thread that takes the times of steps. The class describes the
+        arguments."""
         self.run, self.logger, self.progress = run, logger, progress
         self.waiting: collections.deque[tuple[int, dict, dict, float, Future[float]]] = collections.deque()
         self.bad: list[tuple[int, float, float]] = []
@@ -151,9 +154,12 @@ class Monitor:
         self._recent: collections.deque[_Work] = collections.deque(maxlen=_SHOWN_STEPS)
 
     def __enter__(self) -> Monitor:
+        """Returns this monitor; its clock runs since it was made."""
         return self
 
     def __exit__(self, *exc) -> None:
+        """Waits for the thread that takes the times of steps, and ends it. Steps that are still waiting are not
+        processed here (`flush` does that)."""
         self._stamps.shutdown()
 
     @contextlib.contextmanager
@@ -197,8 +203,8 @@ class Monitor:
 
     @contextlib.contextmanager
     def data_wait(self) -> Iterator[None]:
-        """A context in which the host waits for the rows of the next step. Its time is counted, and logged with that
-        step as data_wait_seconds; the device may be busy meanwhile."""
+        """A context in which the host waits for the rows of the next step. Its time is counted, unless an exception
+        ends it, and logged with that step as data_wait_seconds; the device may be busy meanwhile."""
         began = self._clock()
         yield
         self._data_wait += self._clock() - began
@@ -227,7 +233,8 @@ class Monitor:
     def _take(self) -> None:
         """Waits for the oldest dispatched step and processes its metrics: passes them to callbacks, appends them to
         Watched.history, logs them at the steps that metrics.log_every selects (and at the last and those that are not
-        finite), shows them, and applies the guards, which may raise TrainingStopped."""
+        finite), shows them, and applies the guards, which may raise TrainingStopped. After the third step of this
+        process it prints the plan's forecast beside what was measured."""
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
         values = jax.device_get(latest)
@@ -316,8 +323,9 @@ class Monitor:
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
         """Raises TrainingStopped if the run must end: the gradient is zero although the loss is not, a step over all
         rows has no token that is trained on, or guards.max_nonfinite_in_row steps in a row were not finite. A step that
-        was not finite is printed with the places of its rows. An overflow of the scaled loss of fp16 is none of these,
-        unless the scale is 1 already. After the first step of a run, `Watched.check_first` is called.
+        was not finite is printed with the places of its rows, and added to `bad`, which a finite step empties. An
+        overflow of the scaled loss of fp16 is none of these, unless the scale is 1 already. After the first step of a
+        run, `Watched.check_first` is called.
 
         Args:
           step: the step's number, from 0.

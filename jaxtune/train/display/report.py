@@ -61,8 +61,9 @@ def cpu_note(model: Decoder) -> str:
 
 
 def trained_table(model: Decoder) -> Table:
-    """A rich Table of a model's trainable tensors. Tensors of different layers with the same name and shape share a
-    line. The model's arrays may be abstract (jax.ShapeDtypeStruct)."""
+    """A rich Table of a model's trainable tensors, which a run prints: name, shape, layers and number of parameters,
+    with the numbers of trainable and of all parameters in the title. Tensors of different layers with the same name and
+    shape share a line. The model's arrays may be abstract (jax.ShapeDtypeStruct)."""
     trainable = nnx.state(model, nnx.Param)
     groups: dict[tuple, list] = collections.defaultdict(list)
     for name, leaf in zip(trainable_names(trainable), jax.tree.leaves(trainable), strict=True):
@@ -112,7 +113,7 @@ def data_summary(
       batches: the source of the steps' batches.
       total_steps: the number of steps of the run.
       warmup_steps: the config's schedule.warmup_steps; a warning says if they are more than all steps.
-      context_length: the number of positions that the model was made for.
+      context_length: the number of positions that the model was made for; a warning says if rows are longer.
     """
     rows, *steps = batches.described(total_steps)
     lines = [rows]
@@ -232,13 +233,15 @@ def precision_notes(
 
 
 def _last_parts(names: list[str]) -> str:
-    """How many of `names`, which are dotted, have each last part, in words: "q_proj (2), down_proj (2)"."""
+    """How many of `names`, dotted names of modules, have each last part, in words for a note: "q_proj (2), down_proj
+    (2)"; "" without names."""
     return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rpartition(".")[2] for n in names).items())
 
 
 def _module_notes(words: Mapping[str, str], computes_in: str) -> list[str]:
-    """A sentence on the modules that have a precision of their own, or none. words: {module's name: dtype or format}.
-    computes_in: the word of the dtype in which the other modules compute."""
+    """[a sentence on the modules that have a precision of their own], or [] if there are none. words: {module's name:
+    dtype, such as "fp32", or format, such as "nf4"} of these modules. computes_in: the word of the dtype in which the
+    other modules compute."""
     by_word: dict[str, list[str]] = {}
     for name, word in words.items():
         by_word.setdefault(word, []).append(name)
@@ -262,8 +265,9 @@ _PLACEMENTS: dict[Placement, str] = {
 
 
 def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
-    """A plan in words, a line each: the placement of each residual, what it costs, the predicted peak and speed,
-    and the host's memory where it is not all of this machine's.
+    """A plan in words, a line each: the placement of each residual, what it costs, the predicted peak and speed; and,
+    where they apply, optimizer states on the host, what is sent between devices, that the plan may not fit, the speed
+    of experts, and the host's memory where it is not all of this machine's.
 
     Args:
       forecast: the plan, with the memory and the times that are predicted for it.
@@ -321,8 +325,8 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
 
 
 def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:
-    """One line with the time that a run will take under its plan, and its price. If the number of steps is not known,
-    they are those of a million tokens.
+    """One line with the time that a run will take under its plan, and its price, without evaluations and saves. If the
+    number of steps is not known, they are those of a million tokens.
 
     Args:
       forecast: what is predicted for the plan.
@@ -340,7 +344,7 @@ def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float |
 
 def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:
     """[a line with the plan's predicted peak memory and speed beside the measured ones], which is printed after the
-    first steps; [] on a CPU, whose rates are unknown.
+    first steps; [] on a CPU, whose rates are unknown. The measured speed is that of the median step.
 
     Args:
       forecast: what was predicted for the plan of the step.
@@ -398,7 +402,8 @@ def plan_elsewhere(
     forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float, longest: int, console: Console
 ) -> None:
     """Prints on `console` the report of --plan for a device of another machine: the plan in words, the memory at the
-    peak of the step by what uses it, and the longest row that fits.
+    peak of the step by what uses it, and the longest row that fits; with a warning if the plan pins more host memory
+    than is usual beside such a device.
 
     Args:
       forecast: the plan, with what is predicted for it.
@@ -421,7 +426,7 @@ def plan_elsewhere(
 
 def new_rates(wanted: ScheduleConfig, schedule: optax.Schedule | None, step: int, total_steps: int) -> list[str]:
     """Sentences about the learning rate of a run that is resumed with more steps than before: which rate it has from
-    here. [] if the rate does not depend on the number of steps.
+    here. [] if the rate does not depend on the number of steps, or is not known.
 
     Args:
       wanted: config.schedule.

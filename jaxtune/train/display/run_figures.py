@@ -58,7 +58,7 @@ class Curve:
 
 class Figures:
     """The content of a metrics.jsonl that a run's page shows: the curve of each metric, the evaluations, the plan, and
-    sums such as the wall time. `add` adds one line of the file.
+    sums such as the wall time. It is made empty, and `add` adds one line of the file.
 
     Only curves and sums are kept, because all lines of a long run would fill the memory.
     """
@@ -82,7 +82,9 @@ class Figures:
         """The number of updates that were skipped because they were not finite."""
 
     def add(self, line: JsonMapping) -> None:
-        """Adds one line of metrics.jsonl, as metrics.parsed returns it: of a step, an evaluation or a pause."""
+        """Adds one line of metrics.jsonl, as metrics.parsed returns it: of a step, an evaluation or a pause. Numbers of
+        drawn metrics are appended to their curves, those named eval_... to `evaluations`; values that are no numbers,
+        such as texts, are left out."""
         self.step = line["step"]
         self.seconds += _wall_seconds(line)
         steps = line.get("steps", 1)
@@ -113,6 +115,7 @@ class RunFiles:
     running run, so that a later call of `page` reads only the lines that were added to metrics.jsonl since."""
 
     def __init__(self, folder: Path):
+        """Reads nothing yet; `page` does. folder: the run's, which may not exist yet."""
         self.folder = folder
         self._figures = Figures()
         self._file, self._read = (0, 0), 0  # device and inode of metrics.jsonl, bytes of whole lines read
@@ -343,6 +346,7 @@ def _default_settings() -> JsonObject:
     from jaxtune.train.config.file import flat_keys
 
     def defaults(section: Any) -> JsonObject:
+        """{name of a key: its default} of a dataclass `section`."""
         return {field.name: field.default for field in dataclasses.fields(section)}
 
     tree = defaults(config.TrainConfig)
@@ -396,8 +400,9 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _wall_seconds(line: JsonMapping) -> float:
-    """The wall time in seconds that a line of metrics.jsonl adds to the run's: that of its steps, or, for the line of a
-    pause such as a save, of the pause with its parts (monitor.py)."""
+    """The wall time in seconds that a line of metrics.jsonl adds to the run's: that of its steps (`steps` times
+    `step_seconds`), or, for the line of a pause such as a save, the sum of all its numbers named ..._seconds, the pause
+    and its parts (monitor.py)."""
     if _is_number(line.get("step_seconds")):
         steps = line.get("steps", 1)
         return line["step_seconds"] * steps if _is_number(steps) else 0.0

@@ -37,7 +37,8 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
     version = 0
 
     def figures(seen: str) -> JsonObject:
-        """The runs' figures and their version; only the version if it is the one that the page has seen."""
+        """{"version": a number as text, "runs": the figures of each run}. The version grows when the figures change;
+        if `seen`, the version that the page has, is still the same, "runs" is left out."""
         nonlocal served, version
         with reading:
             found = [_of(one) for one in files]
@@ -46,8 +47,11 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
             return {"version": str(version)} if seen == str(version) else {"version": str(version), "runs": served}
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        """Answers one request for the page or for the runs' figures; http.server makes one for each."""
+
         def do_GET(self):
-            """Answers GET: "/" is the page, "/runs?seen=VERSION" its figures as JSON."""
+            """Answers GET: "/" is the page, "/runs?seen=VERSION" its figures as JSON. The status is 403 for a request
+            that comes from another site, and 404 for any other path."""
             asked = urllib.parse.urlsplit(self.path)
             if refusal(self.headers.get("Host"), self.headers.get("Origin")) is not None:
                 self.send_error(403)

@@ -1,2 +1,4 @@
-"""The folder of a run: the record by which a run recognises its own files (record.py), checkpoints, the rows that it
-trains on, exported results, the state that it reports, and the lock that keeps a second run out."""
+"""The folder of a run: the record by which a run recognises its own files (record.py), checkpoints (checkpoint.py,
+array_files.py, checkpoint_damage.py), when they are saved (saving.py) and which is the best (best.py), the rows that
+the run trains on (run_rows.py), exported results (results.py), the state that it reports (run_state.py), the names of
+the files (run_folder.py), and the lock that keeps a second run out (folder_lock.py)."""

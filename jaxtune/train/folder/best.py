@@ -36,8 +36,9 @@ class BestEvaluation(TypedDict):
 
 def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
     """The best evaluation of the run in the folder `output` by checkpoint.best (of `wanted`, the section `checkpoint`)
-    among those whose checkpoint exists, on the held-out rows of its last evaluation. None if no metric is named, or no
-    such evaluation has it. The files are only read, so a run that writes them meanwhile is not disturbed."""
+    among those whose checkpoint exists, on the held-out rows of its last evaluation; NaN is never the best. None if no
+    metric is named, or no such evaluation has it. The files are only read, so a run that writes them meanwhile is not
+    disturbed."""
     name, path = wanted.best, output / JSONL
     if name is None or not path.exists():
         return None
@@ -55,7 +56,8 @@ def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
 @dataclasses.dataclass
 class BestCheckpoint:
     """Finds the best evaluation of a run by checkpoint.best, and keeps its checkpoint, whose weights become the run's
-    result. `Saver` has one. With checkpoint.best unset it does nothing."""
+    result. `Saver` has one. `resume` finds the best evaluation of earlier processes, `offer` takes a new one if it is
+    better, and `weights` reads the weights at the end. With checkpoint.best unset it does nothing."""
 
     checkpointer: Checkpointer
     """Writes the run's checkpoints; `Checkpointer.best` says which of them to keep."""
@@ -67,7 +69,8 @@ class BestCheckpoint:
     """The value of the metric in that evaluation."""
 
     def resume(self, output: Path, start: int, rows: str | None) -> None:
-        """Finds the best evaluation of earlier processes of the run, among those whose checkpoint exists.
+        """Finds the best evaluation of earlier processes of the run, among those whose checkpoint exists. A collective
+        call: the first process reads the file for all.
 
         Args:
           output: the run's folder, whose metrics.jsonl is read.
@@ -139,13 +142,15 @@ class BestCheckpoint:
         return found["state"]["trainable"], {BEST: named}
 
     def _is_better(self, value: float) -> bool:
-        """Whether `value` is better than the best one so far. NaN never is."""
+        """Whether `value` of the metric is better than the best one so far: greater or less, as checkpoint.best_is
+        says. True for the first value; NaN never is, and an equal value is not."""
         if math.isnan(value) or math.isnan(self.value):
             return not math.isnan(value)
         return value > self.value if self.config.best_is_greatest else value < self.value
 
     def _take(self, step: int, value: float) -> None:
-        """Records the evaluation after `step` steps, with this value of the metric, as the best one."""
+        """Records the evaluation after `step` steps, with this `value` of the metric, as the best one, and has the
+        Checkpointer keep its checkpoint."""
         self.step, self.value = step, float(value)
         if step not in self.checkpointer.best:
             self.checkpointer.best.append(step)

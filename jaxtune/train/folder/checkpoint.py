@@ -9,10 +9,8 @@
       .tmp_step_00000200/     a save in progress, or the leftover of a dead run, which the next start removes
 
 A save copies device arrays to the host, returns, and finishes in a thread. Before a resume every byte is read again and
-its checksum compared.
-
-In a run of several processes each writes and reads the parts of its own devices. The first process does everything
-else: the lock, the commit, deletions, and the choice of what is restored.
+its checksum compared. In a run of several processes each writes and reads the parts of its own devices. The first
+process does everything else: the lock, the commit, deletions, and the choice of what is restored.
 """
 
 from __future__ import annotations
@@ -57,8 +55,9 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of one run, as a context. It has the folder's lock until `close`. A checkpoint
-    is proven when a later step has shown, by `confirm`, that its state is good; `reject` removes a bad one.
+    """Writes (`save`) and reads (`restore`) the checkpoints of one run, as a context. It has the folder's lock until
+    `close`; when it is made, it removes incomplete saves of a dead process. A checkpoint is proven when a later step
+    has shown, by `confirm`, that its state is good; `reject` removes a bad one.
 
     Args:
       folder: the folder of the checkpoints, which is created if it is missing.
@@ -190,7 +189,8 @@ class Checkpointer:
 
     def _finish(self, step: int, temporary: Path, record_text: str) -> None:
         """The main function of a save's thread: waits until Orbax has written the arrays into the folder `temporary`,
-        adds meta.json (record_text) and the manifest, gives the checkpoint of `step` its name, and removes old ones."""
+        adds meta.json (record_text) and the manifest, gives the checkpoint of `step` its name, and removes old ones. An
+        error is kept for `wait`."""
         try:
             self._orbax.wait_until_finished()  # in the first process this waits until all have written
             if not processes.first():
@@ -275,7 +275,7 @@ class Checkpointer:
         check: Callable[[dict[str, Any]], None] | None = None,
         partial: bool = False,
     ) -> tuple[int, Any, dict[str, Any]]:
-        """Reads the newest intact checkpoint, or exactly `step`. A collective call.
+        """Reads the newest intact checkpoint, or exactly `step`. It is unproven until `confirm`. A collective call.
 
         Args:
           step: None takes the newest whose every file has its recorded size and checksum; damaged ones are named in the
@@ -331,7 +331,7 @@ def _name(step: int) -> str:
 
 
 def _size(count_bytes: int) -> str:
-    """count_bytes, a number of bytes, in words: in GB from 0.1 GB on, else in MB."""
+    """count_bytes, a number of bytes, in words for messages: in GB from 0.1 GB on, else in MB, as in "1.50 GB"."""
     return f"{count_bytes / 1e9:,.2f} GB" if count_bytes >= 1e8 else f"{count_bytes / 1e6:,.2f} MB"
 
 
@@ -404,9 +404,9 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, Any]]:
-    """(state, meta) of the checkpoint folder `path`. The state has the structure of `like`, or, if that is None, is
-    nested dicts by name. partial: the checkpoint may have arrays that `like` lacks. Raises CheckpointError if it does
-    not fit."""
+    """(state, meta) of the checkpoint folder `path`. The state has the structure and shardings of `like` or, if that is
+    None, is nested dicts of numpy arrays by name. partial: the checkpoint may have arrays that `like` lacks. Raises
+    CheckpointError if it does not fit, or cannot be read."""
     import orbax.checkpoint as ocp
 
     record = _record(path)

@@ -33,6 +33,8 @@ class FolderLock:
     """All locks of this process, so that a forked process can close the files that it inherits."""
 
     def __init__(self, folder: Path):
+        """Creates `folder` if it is missing, takes the lock, and writes into its file which process has it. A file that
+        a dead process left is taken over, with a warning in the log."""
         self.path = folder / LOCK_NAME
         self._descriptor: int | None = None
         try:
@@ -74,7 +76,8 @@ class FolderLock:
             logger.warning("%s: this file system has no locks (%s); nothing keeps a second run out", self.path, error)
 
     def release(self) -> None:
-        """Releases the lock and removes its file; a second call does nothing."""
+        """Releases the lock and removes its file, so that another run can use the folder; a second call does
+        nothing."""
         if self._descriptor is None:
             return
         self.path.unlink(missing_ok=True)

@@ -103,7 +103,8 @@ def record_of(
       data: values that identify the rows.
       total_steps: the number of steps of the whole run.
       own: {what it is: values that identify it} of what the user's code gave, such as a reward function (own_parts.py).
-      numerics: values whose change leaves the run valid, but not bit for bit the same.
+      numerics: values whose change leaves the run valid, but not bit for bit the same; the kind of device and JAX's
+        version are added to them.
     """
     return {
         "config": config_to_dict(config),
@@ -121,7 +122,7 @@ def record_of(
 
 def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> list[str]:
     """Compares a checkpoint's record with that of the run that resumes from it. Returns the differences that do not
-    forbid to continue, a sentence each.
+    forbid to continue, each as a line that begins with "changed", or with "not bit for bit the same run".
 
     Args:
       saved: the checkpoint's record; an entry POSITION (where its rows continue) is ignored.
@@ -153,8 +154,8 @@ def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
 
 
 def _numeric(difference: Difference) -> bool:
-    """Whether a difference of two records is one after which the run is valid, but not bit for bit the same, such as
-    another GPU or JAX version. False for all other differences."""
+    """Whether a difference of two records is below the key "numerics": the run is valid after it, but not bit for bit
+    the same, as with another GPU or JAX version. False for all other differences."""
     return difference.key.startswith(_NUMERICS)
 
 
@@ -167,7 +168,8 @@ def _of_any_length(record: dict[str, Any]) -> bool:
 
 def same_run(record: dict[str, Any]) -> dict[str, Any]:
     """The values of a record by which a run's results are recognised as its own, {dotted key: value}; everything else,
-    such as how often it saves, may change within a run."""
+    such as how often it saves, may change within a run, and so may steps and epochs if its learning rate is constant
+    (`_of_any_length`)."""
     keys = {
         key: value
         for key, value in flat_keys(json.loads(json.dumps(record))).items()
@@ -193,7 +195,8 @@ def digest(run: dict[str, Any]) -> str:
 
 
 def _sha256(run: dict[str, Any]) -> str:
-    """SHA-256, as hexadecimal digits, of the JSON values in `run`; the order of its keys has no effect."""
+    """SHA-256, as hexadecimal digits, of the JSON values in `run`, those that identify a run; the order of its keys has
+    no effect. `digest` leaves keys out before it calls it; older versions stored it of all keys."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 
@@ -238,7 +241,7 @@ def in_first_words(config: TrainConfig) -> TrainConfig:
 
 def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> None:
     """Raises ValueError if the processes of a run do not have the same rows of tokens. sets: {config key, such as
-    "data.train": the rows, or their source, or None}. A collective call."""
+    "data.train": the rows, or their source, or None}. A collective call; a run of one process compares nothing."""
     if processes.count() == 1:
         return  # a single process need not compare, and reading every token takes time
     found = {
@@ -266,6 +269,7 @@ class Difference:
     current: Any  # its value in this run
 
     def __str__(self) -> str:
+        """The difference as a line of a message, such as "config.seed: saved 0, now 1"."""
         return f"{self.key}: saved {self.saved!r}, now {self.current!r}"
 
 

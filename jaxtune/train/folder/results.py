@@ -31,7 +31,7 @@ class Result:
     """A folder that a run exported, as its valid proof describes it. The proof is the file jaxtune_run.json in it,
     which says which run and which step wrote the folder, and lists the size and CRC-32 of every file."""
 
-    folder: Path
+    folder: Path  # the exported folder
     run: dict[str, Any]  # the values that identify the run, as record.same_run returns them
     step: int  # the step whose weights it has
     added: str = ""  # the first file in it that the run did not write, or ""
@@ -53,7 +53,8 @@ class Delivery(Protocol):
         """
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
-        """Called once after the last step, while the run's folder is still locked.
+        """Called once after the last step, while the run's folder is still locked, to do something with the model, such
+        as exporting it.
 
         Args:
           model: the trained model.
@@ -67,7 +68,7 @@ def read_result(folder: Path) -> Result:
     """Returns the Result in a folder that a run exported: the run and the step that wrote it, from the folder's proof.
 
     The proof is jaxtune_run.json, which lists the size and CRC-32 of every file; every file is compared with it first.
-    Files that were added later are no error; the first of them is in Result.added.
+    Files that were added later are no error; the first of them (hidden ones not counted) is in Result.added.
 
     Raises:
       ValueError: the folder has no proof, the proof cannot be read, or a file is missing or differs from what was
@@ -101,7 +102,8 @@ def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
     Args:
       folder: the folder of the result.
       run: the values that identify the run, as record.same_run returns them.
-      steps: the number of steps of the whole run.
+      steps: the number of steps of the whole run. A result of fewer steps may be of the run before it was made longer,
+        and is compared without the keys that then change (record.LENGTHENED).
     Raises:
       ValueError: the folder was written by another run or by no run; the message says what differs and what to do.
     """

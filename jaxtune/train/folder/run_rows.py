@@ -162,7 +162,8 @@ def is_stream(rows: object, streaming: bool = False) -> bool:
 
 
 def _weighted(rows: object) -> list[tuple[object, float]]:
-    """The pairs (rows, weight) if `rows` is a list of such pairs, which asks for a mixture; else an empty list."""
+    """The pairs (rows, weight as a float) if `rows` is a list or tuple of such pairs only, which asks for a mixture;
+    else an empty list."""
     if not isinstance(rows, list | tuple) or not rows:
         return []
     pairs = [part for part in rows if isinstance(part, list | tuple) and len(part) == 2]
@@ -171,8 +172,9 @@ def _weighted(rows: object) -> list[tuple[object, float]]:
 
 
 def own_lanes(mesh: jax.sharding.Mesh) -> list[int]:
-    """The indices of the lanes of this process, in ascending order. A batch's rows are divided into as many blocks of
-    equal size as `mesh` has devices; a lane is such a block, and the i-th device of the mesh computes lane i."""
+    """The indices of this process's lanes, in ascending order, for `BatchSource.divide`. A batch's rows are divided
+    into as many blocks of equal size as `mesh` has devices; a lane is such a block, and the i-th device of the mesh
+    computes lane i."""
     return [part for part, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
 
 

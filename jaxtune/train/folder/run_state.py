@@ -30,8 +30,10 @@ class RunState:
     "killed" one the process is gone without having written why; "unknown": the folder does not say."""
 
     name: Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
+    """The state, as the class describes it."""
     why: str = ""
-    """The message of the error, or what stopped the run; "" if it is running, finished or unknown."""
+    """The message of the error, what stopped the run, or a sentence about a killed one; "" if it is running, finished
+    or unknown."""
     total_steps: int | None = None
     """Optimizer steps of the whole run; None if the folder does not say."""
 
@@ -69,6 +71,8 @@ class _Writer:
     total_steps: int
 
     def __call__(self, name: str, why: str) -> None:
+        """Writes the state `name`, such as "running", with the first 2,000 characters of the reason `why`, in the first
+        process of the run only."""
         if not processes.first():
             return
         state = {"state": name, "why": why[:_LONGEST_REASON], "total_steps": self.total_steps}
@@ -96,7 +100,7 @@ def read_state(folder: Path) -> RunState:
 
 def _lives(lock: Path) -> bool:
     """Whether the process that has a run's lock lives, by the pid in the file `lock`; True for a process of another
-    machine, and False if there is no such file.
+    machine, which cannot be asked, and False if there is no such file, or it cannot be read.
 
     The lock itself is not tried: a run that starts at that moment would find its folder in use.
     """

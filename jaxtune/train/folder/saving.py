@@ -27,17 +27,19 @@ class TrainingInterrupted(RuntimeError):
 class SavePolicy:
     """Decides when a save is due: after a number of steps, after a number of minutes, or after either if both are set.
 
-    Its methods take `now_seconds` from any monotonic clock, such as time.monotonic(). The minutes count from the first
-    call of `should_save`, and then from each save.
+    `should_save` decides after each step, `time_is_up` between steps, and `saved` records a save. They take
+    `now_seconds` from any monotonic clock, such as time.monotonic(). The minutes count from the first call of
+    `should_save`, and then from each save.
     """
 
     every_steps: int | None = None  # steps between saves; None or 0: not by steps
     every_minutes: float | None = None  # minutes between saves; None or 0: not by time
-    _last_seconds: float | None = None
+    _last_seconds: float | None = None  # the time from which the minutes count; None before the first call
 
     def should_save(self, step: int, now_seconds: float) -> bool:
-        """Whether to save when `step` optimizer steps are done, at the time now_seconds. It is called once per step. If
-        it returns True, it takes the save as made, and counts the minutes from now."""
+        """Whether to save when `step` optimizer steps are done, at the time now_seconds: if every_steps divides `step`
+        (not at step 0), or every_minutes have passed since the last save. It is called once per step. The first call
+        starts the count of minutes; if it returns True, it takes the save as made, and counts them from now."""
         if self._last_seconds is None:
             self._last_seconds = now_seconds
         due = bool(self.every_steps) and step > 0 and step % self.every_steps == 0
@@ -47,8 +49,9 @@ class SavePolicy:
         return due
 
     def time_is_up(self, now_seconds: float) -> bool:
-        """Whether at the time now_seconds `every_minutes` have passed since the last save. It is called between steps,
-        such as during an evaluation, and unlike `should_save` it changes nothing."""
+        """Whether at the time now_seconds `every_minutes` have passed since the last save; False if every_minutes is
+        not set, or before the first `should_save`. It is called between steps, such as during an evaluation, and unlike
+        `should_save` it changes nothing."""
         if not self.every_minutes or self._last_seconds is None:
             return False
         return now_seconds - self._last_seconds >= 60 * self.every_minutes
@@ -90,6 +93,7 @@ class Saver:
         monitor: Monitor,
         stop: StopSignal,
     ):
+        """Starts the count of minutes to the first save. The class describes the arguments."""
         self.checkpointer, self.meta, self.monitor, self.stop = checkpointer, meta, monitor, stop
         self.enabled = bool(config.every_steps or config.every_minutes)
         self.policy = SavePolicy(config.every_steps, config.every_minutes)
@@ -100,7 +104,8 @@ class Saver:
 
     def after_step(self, done: int, state: Any, last: bool) -> None:
         """Called after each step: saves if a save is due, and raises if a signal came. After the last step it does
-        neither, because evaluation and the final save follow; a save that was due stays due.
+        neither, because evaluation and the final save follow; a save that was due stays due. If an update was made
+        since the last save, that checkpoint is known to be good (Checkpointer.confirm).
 
         Args:
           done: the number of optimizer steps done.
@@ -117,13 +122,14 @@ class Saver:
 
     def poll(self, done: int, state: Any) -> None:
         """Saves if a save is due. Called whenever the state is complete, such as between two batches of an evaluation.
-        A collective call: all processes of a run agree here on whether to save or to stop.
+        If a signal came, saves the state, waits until its files are complete, and raises. A collective call: all
+        processes of a run agree here on whether to save or to stop.
 
         Args:
           done: optimizer steps done.
           state: the TrainState after them.
         Raises:
-          TrainingInterrupted: a signal came; the state was saved if possible.
+          TrainingInterrupted: a signal came; the state was saved, unless updates are being skipped.
         """
         stop = self.stop
         due = self._due or self.policy.time_is_up(time.monotonic())
@@ -148,8 +154,9 @@ class Saver:
     def save(self, done: int, state: Any) -> None:
         """Saves `state`, the TrainState after `done` steps, and passes `done` to the run's callbacks. It does nothing
         if that state is saved already. It saves nothing either while updates are being skipped because steps were not
-        finite; a save that was due is then made as soon as they are finite again. It first waits for the metrics of all
-        steps, and may raise the TrainingStopped of a guard."""
+        finite, and prints so once; a save that was due is then made as soon as they are finite again. It first waits
+        for the metrics of all steps, and may raise the TrainingStopped of a guard, or the CheckpointError of this save
+        or the one before. The files are written in a thread (Checkpointer.save)."""
         self.monitor.flush()
         if self.saved == done:
             self._due = False
@@ -169,9 +176,11 @@ class Saver:
 
     def evaluated(self, done: int, state: TrainState, values: Mapping[str, float]) -> None:
         """Called after an evaluation: saves `state`, the TrainState after `done` steps, if checkpoint.best names a
-        metric that is better than in all evaluations before. values: the evaluation's metrics, by name."""
+        metric that is better than in all evaluations before. values: the evaluation's metrics, by name. Raises
+        ConfigError if that metric is not among them."""
 
         def save() -> bool:
+            """Saves the state unless updates are being skipped; returns whether it is saved now."""
             self.save(done, state)
             return self.saved == done
 
@@ -190,8 +199,9 @@ class Saver:
             raise
 
     def finish(self, good: bool) -> None:
-        """Called at the end of a run: waits until the last save is complete. good: True: the last state is known to
-        have finite numbers, and checkpoints beyond checkpoint.keep are removed. False: older ones are kept."""
+        """Called at the end of a run: waits until the last save is complete, and raises its CheckpointError if it
+        failed. good: True: the last state is known to have finite numbers, and checkpoints beyond checkpoint.keep are
+        removed. False: older ones are kept."""
         if self.enabled or self.saved:
             with self.monitor.pause("save", self.saved):
                 self.checkpointer.wait()

@@ -86,7 +86,7 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
         groups = [*bound, *free[:_PLACED_ALONE], [r for group in free[_PLACED_ALONE:] for r in group]]
 
     def placements(group: list[Residual]) -> list[int]:
-        """The placements that a group of residuals can have, as indices into PLACEMENTS."""
+        """The placements that all residuals of `group` can have, as indices into PLACEMENTS."""
         possible: dict[Placement, bool] = {
             "keep": True,
             "fp8": all(r.in_fp8 for r in group),
@@ -184,16 +184,16 @@ def trained_bytes(parts: StepCost) -> float:
 
 
 def saved_bytes(parts: StepCost) -> float:
-    """Bytes of the trained parameters and optimizer states that one device stores, as a checkpoint saves them. A save
-    copies them to host memory. parts: the step's costs."""
+    """Bytes that a checkpoint saves of one device, and a save copies to host memory: trained parameters, optimizer
+    states (also those on the host) and errors of the gradient sync. parts: the step's costs."""
     states = parts.fixed["optimizer states"] + parts.fixed.get(SYNC_ERRORS, 0.0)
     return trained_bytes(parts) + states + parts.hosted_bytes
 
 
 def _residents(parts: StepCost, least: int) -> list[int]:
     """The candidates for a plan's `resident`: of how many layers each device keeps the whole frozen weights for the
-    whole run, though weights are divided over devices: `least`, half of the layers, or all. Only `least` if no frozen
-    weights are divided. parts: the step's costs."""
+    whole run, though weights are divided over devices: `least`, half of the layers (if more), or all, ascending. Only
+    `least` if no frozen weights are divided. parts: the step's costs."""
     if not parts.frozen_layer_bytes:
         return [least]
     return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
@@ -210,7 +210,7 @@ def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget
     loss, where the most memory is in use, a device would have both its share and the whole weights."""
 
     def with_(**changes: int) -> Forecast:
-        """The forecast of the plan with some fields of its residual plan changed."""
+        """The forecast of the plan of `found` with these fields (`changes`) of its residual plan."""
         residuals = dataclasses.replace(found.plan.residuals, **changes)
         return forecast(parts, dataclasses.replace(found.plan, residuals=residuals), device)
 
@@ -392,8 +392,8 @@ def _best_pair(
         need.
 
         Returns:
-          (no pair fits, seconds or else bytes, layers under the first plan, index of the first plan, index of the
-            other)
+          (whether no pair fits; its seconds, or its peak bytes if none fits; layers under the first plan; the index of
+            the first plan; that of the other)
         """
         last_work = work + np.maximum(arriving[rows, None] - arriving[None, :], 0.0)
         over = count * kept + np.maximum(np.maximum(loss + hosted, forward + leaving), last_work) - budget

@@ -1,4 +1,5 @@
 """The costs of a training step before it is decided how to run it: bytes and work, read from the model's layers.
+`step_cost` makes a `StepCost` of a model, or of the shapes of one that is not loaded (`abstract_model`).
 
 A layer's residuals and work follow from its shapes and from what its segments declare (models/layers/segment.py).
 """
@@ -48,7 +49,7 @@ class SegmentCost:
     """The cost of one segment, a function in the chain of functions by which a layer is computed, such as the q, k and
     v products. It reads residuals and makes others. The cost is the mean over all layers of the model."""
 
-    name: str
+    name: str  # the segment's name
     outputs: tuple[str, ...]  # names of the residuals that it makes
     work: Work  # FLOPs and bytes; layers without the segment count as zero in the mean
     in_mixer: bool  # whether it belongs to a mixer, such as attention; False: to a feed-forward
@@ -85,7 +86,7 @@ class StepCost:
     rows: int  # of the step, on all devices
     length: int  # tokens of a row
     devices: int  # the number of devices of the run's mesh
-    num_layers: int
+    num_layers: int  # of the model, as are the next two
     hidden_size: int
     vocab_size: int
     dtype: jnp.dtype  # the compute dtype
@@ -165,9 +166,9 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """Computes a step's costs from shapes. config: the run's, with the step's mesh. length: tokens of a row, if not
-    config.data's. keeps_model: the given model stays beside the copies that train. optimizer: only its states count;
-    None: config.optim's; optax.identity(): a forward pass. reference_runs: of a frozen model, in each micro-batch."""
+    """The costs of a step of `model`, from shapes. config: the run's, with its mesh. length: tokens of a row; None:
+    data.length. keeps_model: whether `model` stays beside the copies that train. optimizer: only its states count;
+    None: config.optim's. reference_runs: the number of forward passes of a frozen model in each micro-batch."""
     length, shape = length or config.data.length, model.config
     dtype = jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
@@ -304,6 +305,7 @@ def _exchange(trained, frozen, shape: partition.MeshShape, sync: GradientSync | 
     parts = shape.parts
 
     def of_layers(tree) -> float:
+        """Bytes of the weights of all layers in `tree` that are divided over devices, whole; 0 if it has no layers."""
         return partition.divided_sizes(tree["layers"], parts)[0] if "layers" in tree else 0.0
 
     received, weights = 1 - 1 / parts, of_layers(trained) + of_layers(frozen)
@@ -363,7 +365,7 @@ def _given_bytes(model: Decoder, dtype) -> float:
 
 
 def _mean(values: list[float]) -> float:
-    """The mean of `values`, at least one number."""
+    """The mean of `values`, one or more numbers: of a cost in all layers."""
     return sum(values) / len(values)
 
 
@@ -388,7 +390,8 @@ def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
 
 
 def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
-    """Whether layers of this kind have a segment with this name that makes exactly the residuals named `outputs`."""
+    """Whether layers of this `kind` have a segment (one of the functions by which a layer is computed) called `name`
+    that makes exactly the residuals `outputs`; other layers count as zero in the segment's mean work."""
     return any((segment.name, segment.outputs) == (name, outputs) for segment in kind.block.segments())
 
 
@@ -415,6 +418,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
     config.json is read."""
 
     def make():
+        """The model, without a teacher; jax.eval_shape gives its shapes."""
         model = Decoder(shape, jax.random.key(0), config.dtype)
         if config.model.load_in is not None or config.components:
             model = stored_as(model, config.components, config.model.load_in)

@@ -86,8 +86,9 @@ _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def _group_limits() -> Iterator[int]:
     """The limits of memory, in bytes, of the control groups that this process is in: of its own and of those around it,
-    which limit it too. A container sees its own as the root; SLURM and systemd make others further down (the kernel's
-    documentation of cgroups, versions 1 and 2)."""
+    which limit it too. Groups without a limit give none, and outside Linux nothing is yielded. A container sees its own
+    as the root; SLURM and systemd make others further down (the kernel's documentation of cgroups, versions 1 and
+    2)."""
     lines = []
     with contextlib.suppress(OSError):  # no Linux
         lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
@@ -105,8 +106,8 @@ def _group_limits() -> Iterator[int]:
 
 
 def _limited_note() -> str:
-    """What Device.host_note says of this machine: how much of its memory this process may use, if that is limited to
-    less than there is; otherwise ""."""
+    """What Device.host_note says of this machine, in words: how much of its memory this process may use, and which part
+    of that may be pinned, if a container or job is limited to less than there is; otherwise ""."""
     allowed, there = host_memory_bytes(), _machine_bytes()
     if allowed >= there:
         return ""
@@ -118,7 +119,7 @@ def _limited_note() -> str:
 
 def allow_pinned_memory() -> None:
     """Lets XLA pin as much of this machine's memory (keep it in place for copies to and from the GPU) as the planner
-    counts on, by an environment variable; a limit that is already set there stays.
+    counts on, 70 % of what this process may use, by an environment variable; a limit that is already set there stays.
 
     It must be called before JAX starts its devices, when XLA reads the limit. The memory is pinned as it is used."""
     os.environ.setdefault(_PINNED_LIMIT, str(int(host_memory_bytes() * _PINNED_SHARE) >> 30))
@@ -151,13 +152,13 @@ def devices_here(count: int) -> tuple[int, int]:
 
 def card_bytes(size_gb: float) -> float:
     """Bytes that JAX's allocator may give out on a card that is sold with `size_gb` GiB of memory: all of it, less the
-    memory of the CUDA context."""
+    memory of the CUDA context (0.6 GB)."""
     return size_gb * _CARD_GB - CONTEXT_BYTES
 
 
 def card_gb(needed: float) -> float:
     """The memory of the smallest card on which a plan of `needed` bytes fits, in GiB as cards are sold, rounded up to
-    0.1."""
+    0.1: with what fragmentation loses and the CUDA context. An error about a plan that does not fit proposes it."""
     return math.ceil((with_fragments(needed) + CONTEXT_BYTES) / _CARD_GB * 10) / 10
 
 
@@ -173,7 +174,7 @@ def find_device(
     Args:
       name: jax.Device.device_kind, a card's name, or "cpu".
       memory_bytes: the bytes that the allocator of this machine's device may give out; None: the device is one of
-        another machine, with the memory that its data sheet leaves after the CUDA context.
+        another machine, with the memory that its data sheet leaves after the CUDA context (for "cpu": no limit).
       host_gb: host memory for each device, in GB, for a device of another machine; None: what such machines usually
         have.
       sharing: (devices of the run on this host, devices of this process), as `devices_here` returns them; they share
@@ -250,7 +251,8 @@ def limit(config: TrainConfig, device: Device) -> float | None:
 
 def budget(config: TrainConfig, device: Device) -> float | None:
     """The part of `limit`, in bytes, that the arrays and programs of a step of `config` may take on `device`, without
-    what fragmentation of the allocator's memory loses; None if nothing limits it. Plans must fit in it."""
+    what fragmentation of the allocator's memory loses (2 %, and on a GPU at least 0.5 GB); None if nothing limits it.
+    Plans must fit in it."""
     if (most := limit(config, device)) is None:
         return None
     return most - max(most * _FRAGMENTS, 0.0 if device.name == "cpu" else _FRAGMENT_BYTES)
@@ -258,7 +260,7 @@ def budget(config: TrainConfig, device: Device) -> float | None:
 
 def with_fragments(needed: float) -> float:
     """Bytes that a GPU's allocator must have so that `needed` bytes of them are usable, in spite of the gaps between
-    arrays."""
+    arrays, which take 2 % of them and at least 0.5 GB: the inverse of `budget`."""
     return max(needed / (1 - _FRAGMENTS), needed + _FRAGMENT_BYTES)
 
 
@@ -285,7 +287,8 @@ _WIDTH = {
 
 def float32_time(device_kind: str) -> float:
     """How many times as long a matrix product in float32 takes as one in 16 bits, by the data sheet of `device_kind`
-    (jax.Device.device_kind); 1 for a device without one."""
+    (jax.Device.device_kind); 1 for a device without one. With it the planner counts the work of modules that compute in
+    float32."""
     wide, usual = (device_peak_flops(device_kind, dtype) for dtype in ("float32", "bfloat16"))
     return usual / wide if wide and usual else 1.0
 
@@ -293,7 +296,7 @@ def float32_time(device_kind: str) -> float:
 def device_peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     """Dense peak FLOP/s of matrix products in `dtype` on one device (jax.Device.device_kind), fp32 without TF32; None
     if no data sheet states it. dtype: "bfloat16", "float16", "float32", "float8_e4m3fn" or "float8_e5m2"; None is
-    returned for any other."""
+    returned for any other. A run's metric mfu is its FLOP/s over this peak."""
     sheet = data_sheet(device_kind)
     tflops = None if sheet is None or dtype not in _WIDTH else getattr(sheet, _WIDTH[dtype])
     return None if tflops is None else tflops * 1e12

@@ -54,7 +54,7 @@ def fitting_settings(
     """
 
     def changed(section: str, **values) -> TrainConfig:
-        """The config with some values of one section changed."""
+        """The config with these values in its section `section`, such as memory."""
         return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
     options: list[tuple[str, TrainConfig]] = []
@@ -85,7 +85,7 @@ def fitting_settings(
     models: dict[tuple, Decoder] = {}
 
     def parts_of(option: TrainConfig) -> StepCost:
-        """The costs of a step with a changed config."""
+        """The costs of a step with the config `option`; models with the same weights and adapters are made once."""
         key = (option.model, repr(option.adapter))
         if key not in models:
             models[key] = abstract_model(shape, option)
@@ -148,7 +148,7 @@ def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_byt
     """
 
     def fits(length: int) -> bool:
-        """Whether some plan fits with rows of this length."""
+        """Whether some plan fits with rows of `length` tokens."""
         row = dataclasses.replace(parts, rows=parts.devices, length=length)
         one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
         if config.memory.plan is None and (sure := _surely_fits(row, one, device, budget_bytes)) is not None:

@@ -43,7 +43,7 @@ class LayerForecast:
     wait: Figure  # the part of the seconds that waits for the host link
 
     def at(self, index: Any) -> LayerForecast:
-        """The forecasts of the plans at `index`, of a LayerForecast whose fields are arrays."""
+        """The forecasts of the plans at `index` (as numpy indexes), if the fields of this one are arrays."""
         return LayerForecast(*(array[index] for array in vars(self).values()))
 
 
@@ -51,7 +51,7 @@ class LayerForecast:
 class Forecast:
     """Bytes and seconds of a step under a plan, on one device."""
 
-    plan: StepPlan
+    plan: StepPlan  # the plan that is forecast
     parts: Mapping[str, float]  # {what: bytes} at the moment of the peak
     step_seconds: float  # the whole step
     recompute_seconds: float  # the part of step_seconds that recomputes residuals
@@ -134,7 +134,7 @@ def layer_forecasts(
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
 
     def segment_seconds(tiles: int) -> list[tuple[float, float]]:
-        """(forward, backward) seconds of each segment if the tokenwise ones run over this number of tiles."""
+        """(forward, backward) seconds of each segment if those that need no whole rows run over `tiles` tiles."""
         seconds = []
         for segment in parts.segments:
             work = segment.work
@@ -152,7 +152,7 @@ def layer_forecasts(
     kept, offloaded, dropped, rounded = ((placed == at) @ bits for at, _ in enumerate(PLACEMENTS))
 
     def names(mask: int) -> tuple[str, ...]:
-        """The residuals of a set."""
+        """The names of the residuals of a set; bit i of `mask` stands for parts.known[i]."""
         return tuple(residual.name for at, residual in enumerate(parts.known) if mask >> at & 1)
 
     def of_sets(masks: np.ndarray, function: Callable[[int], Any]) -> np.ndarray:
@@ -161,19 +161,19 @@ def layer_forecasts(
         return np.array([function(int(mask)) for mask in values])[where]
 
     def size(mask: int) -> float:
-        """Bytes of a set of residuals."""
+        """Bytes of the residuals of a set in a micro-batch."""
         return sum(whole[name] for name in names(mask))
 
     def remade(mask: int) -> tuple[float, ...]:
-        """Costs of recomputing a set of residuals, and the number of tiles; bits from `count` up are residuals kept in
-        FP8."""
+        """What `_remade` returns for a set of recomputed residuals, and the number of tiles; bits of `mask` from
+        `count` up are residuals kept in FP8."""
         dropped, rounded = names(mask), names(mask >> count)
         tiles = most_tiles if set(dropped).issuperset(parts.tiled) else 1
         return *_remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], device, tiles), tiles
 
     def travelling(mask: int) -> tuple[float, float]:
         """(forward, backward) bytes of an offloaded set that are being copied while the next layer's feed-forward
-        runs."""
+        runs; the bit `count` of `mask` says that MLPs run over tiles."""
         seconds = seconds_of[most_tiles if mask >> count else 1]
         return _travelling(parts, names(mask), whole, size(mask & (1 << count) - 1), seconds, device)
 
@@ -213,9 +213,9 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
       rounded: names of residuals that are kept in FP8.
       whole: {residual: its bytes in a micro-batch, as the mean of all layers}.
       of_kinds: for each kind of layer, {residual: its bytes in a micro-batch}.
-      seconds: (forward, backward) of each segment.
+      seconds: (forward, backward) of each segment, a function in the chain by which a layer is computed.
       device: the device.
-      tiles: number of tiles that the tokenwise segments run over.
+      tiles: number of tiles of a row's tokens over which segments run that need no whole rows.
     Returns:
       (seconds of recomputation of an average layer; bytes in the feed-forward's backward; in the mixer's backward; at
         the end of the layer's forward). The bytes are those of recomputed residuals and of the layer's temporary
@@ -263,7 +263,7 @@ def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, devic
       offloaded: names of the residuals that are offloaded.
       whole: {residual: bytes}.
       hosted: bytes of all offloaded residuals.
-      seconds: (forward, backward) of each segment.
+      seconds: (forward, backward) of each segment, a function in the chain by which a layer is computed.
       device: the device.
     """
     travelling = [hosted, hosted]
@@ -396,7 +396,7 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
 
 
 def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
-    """(seconds, bytes in a layer) of a forward pass of a frozen reference or teacher over `tokens` tokens on `device`.
+    """(seconds, device bytes of a layer's values) of a forward of a frozen reference or teacher over `tokens` tokens.
     parts: the costs of that model. plan: has the number of tokens whose logits exist at a time. Its head needs one
     matrix product, of the two or three that head_forecast counts."""
     layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)

@@ -50,7 +50,8 @@ def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Dev
 
 
 class ForwardPlanner:
-    """Chooses into how many micro-batches the rows of a batch are divided so that a forward pass fits a device.
+    """Chooses into how many micro-batches the rows of a batch are divided so that a forward pass fits a device. It is
+    chosen by forecast (`working_bytes`); `smaller` chooses anew if the compiled program needs too much.
 
     Engine takes it in place of a Planner, whose attributes `plan`, `device` and `budget_bytes` it has.
 
@@ -73,6 +74,8 @@ class ForwardPlanner:
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any, beside_bytes: float = 0.0):
+        """Finds the device's memory and the costs of the model, and chooses the plan; nothing is compiled. The class
+        describes the arguments."""
         mesh = config.mesh or MeshConfig()
         divided = partition.mesh_shape(*mesh.sizes)
         if not isinstance(device, Device):
@@ -101,7 +104,8 @@ class ForwardPlanner:
 
     def _chunks(self, count: int) -> set[int]:
         """Candidates for the number of tokens whose logits exist at a time, if the rows are divided into `count`
-        micro-batches."""
+        micro-batches: those with at most 2**24 to 2**28 logits, but no more tokens than a micro-batch has on a device,
+        and at least 1."""
         tokens = int(self._tokens(count))
         return {max(1, min(tokens, logits // self.cost.vocab_size)) for logits in CHUNK_LOGITS}
 

@@ -22,7 +22,8 @@ from jaxtune.train.program.program_cache import ProgramCache, in_use
 
 class KnownFailures:
     """A record, in the cache of compiled programs, of the plans that needed more device memory than there was, so that
-    a later run of the same programs does not try them again.
+    a later run of the same programs does not try them again (`Planner.skip_known_failures`). `of` looks a plan up, and
+    `add` records one. Without such a cache, or on a CPU, failures are known to this object only.
 
     A record applies only to the same kind of device with the same platform version (such as that of CUDA), the same
     version of JAX and the same sources of jaxtune. In a run of several processes, all of them use what the first one
@@ -33,6 +34,8 @@ class KnownFailures:
     """
 
     def __init__(self, facts: Any):
+        """Reads the failures that are recorded for these facts, this device and this version. A collective call: all
+        processes get what the first one reads."""
         self._cache = _cache()
         device = jax.local_devices()[0]
         made_with = (device.device_kind, device.client.platform_version, jax.__version__, _sources())

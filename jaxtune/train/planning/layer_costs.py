@@ -43,7 +43,8 @@ class Work:
     # multiplies the time that they give by the usual ratio of backward to forward.
     attention_flops_backward: float = 0.0
     moved_bytes: float = 0.0  # read and written by everything that is not a product
-    # Time of its own kernels beyond FLOPs and moved_bytes, as the bytes that a device copy moves in that time.
+    # Time of its own kernels, in the forward and in the backward, beyond FLOPs and moved_bytes, as the bytes that a
+    # device copy moves in that time.
     kernel_forward: float = 0.0
     kernel_backward: float = 0.0
     weight_flops: float = 0.0  # of the products that compute the weights' gradients, without experts'
@@ -102,6 +103,7 @@ class LayerKind:
         block = self.block
 
         def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
+            """A function that maps the sizes in the whole layer to `bytes_of` the sizes in `part` of it."""
             return lambda sizes: bytes_of(block.sizes_of(part, sizes))
 
         segments = ((part, s) for part in block.parts for s in block.part_segments(part))
@@ -111,10 +113,17 @@ class LayerKind:
 
 
 def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
-    """The LayerKind of a layer, whose arrays may be abstract. Layers with the same structure, shapes and dtypes get the
-    same object (a cache of 64), so that each kind is traced once, and callers tell kinds apart by identity. `spec` is
-    its entry in DecoderConfig.layers, `shape` the model's DecoderConfig, `length` the tokens of a row, on which the
-    work of attention depends, `dtype` the compute dtype."""
+    """The LayerKind of a layer: its residuals (the intermediate values that the backward reads) and its work, by which
+    the planner counts it. Layers with the same structure, shapes and dtypes get the same object (a cache of 64), so
+    that each kind is traced once, and callers tell kinds apart by identity.
+
+    Args:
+      layer: the layer, whose arrays may be abstract.
+      spec: its entry in DecoderConfig.layers.
+      shape: the model's DecoderConfig.
+      length: the tokens of a row, on which the work of attention depends.
+      dtype: the compute dtype.
+    """
     graph, trained, rest = nnx.split(layer, nnx.Param, ...)
     leaves, structure = jax.tree.flatten((trained, rest))
     abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
@@ -191,9 +200,9 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
 
 
 def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """{residual: its shape and dtype} of a layer for `tokens` tokens, by tracing its forward. graph: the layer's
-    nnx.GraphDef. arrays: the shapes of its (trained, other) arrays. spec: its entry in DecoderConfig.layers. shape: the
-    DecoderConfig. dtype: the compute dtype."""
+    """{residual, a value that the backward reads: its shape and dtype} of a layer for one row of `tokens` tokens, by
+    tracing its forward; nothing is computed. graph: the layer's nnx.GraphDef. arrays: the shapes of its (trained,
+    other) arrays. spec: its entry in DecoderConfig.layers. shape: the DecoderConfig. dtype: the compute dtype."""
     return _traced(graph, spec, shape, dtype, arrays, tokens, lambda block, values, layout: values)
 
 
@@ -204,6 +213,7 @@ def _state_bytes(graph, spec, shape, dtype, arrays, prompt: int, new: int) -> fl
     dtype."""
 
     def state(block: Block, values, layout: PackedLayout):
+        """What the layer keeps of a row when the prompt was read, with room for the new tokens."""
         return block.first_state(values, jnp.full((1,), prompt, jnp.int32), new, Context(spec, layout))
 
     return nbytes(_traced(graph, spec, shape, dtype, arrays, prompt, state))
@@ -224,6 +234,8 @@ def _traced(graph, spec: LayerSpec, shape: DecoderConfig, dtype, arrays, tokens:
     """
 
     def run(trainable, frozen, x):
+        """The function that is traced: runs the layer, with these parameters, on the hidden states x [1, tokens, hidden
+        size], and returns what `result` makes of it."""
         layout = packed_layout((1, tokens), None, 1)
         tables = rotary_tables(shape, layout.positions())
         layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)

@@ -48,13 +48,13 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
     device = devices.find_device(here.device_kind, limit, sharing=devices.devices_here(len(found)))
 
     def cost_on(mesh: MeshConfig) -> StepCost:
-        """The costs of a step on a mesh."""
+        """The costs of a step of the run on `mesh`."""
         return step_cost(what, dataclasses.replace(config, mesh=mesh), **changes)
 
     budget_bytes, on_one_host = devices.budget(config, device), len(found) // processes.hosts()
 
     def chosen() -> tuple[str, tuple[int, ...]]:
-        """The chosen mesh and the reason, as values that processes can exchange."""
+        """(the reason, the sizes of the chosen mesh), values that processes can exchange."""
         mesh, why = choose_mesh(cost_on, config, device, budget_bytes, len(found), on_one_host)
         return why, mesh.sizes
 

@@ -79,7 +79,8 @@ class Sampled:
     answer: int
 
     def __str__(self) -> str:
-        """As `phase_lines` says it, such as "sampling: 32 slots of 1,024 tokens"."""
+        """The text that `phase_lines` prints, such as "sampling: 32 slots of 1,024 tokens": the questions answered at a
+        time, and the tokens of the longest prompt and answer."""
         return f"sampling: {self.rows} slots of {self.prompt + self.answer:,} tokens"
 
     def bytes(self, parts: StepCost, device: Device) -> float:
@@ -150,7 +151,8 @@ def phases_of(
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[Phase]:
     """The phases of a run under a plan, in their order, without those that the config does not ask for: "load",
-    "resume", "reference", "step", "evaluate", those of `slots`, "save", "sample" and "export".
+    "resume", "reference" (dpo and kto), "step", "evaluate" (with held-out rows), those of `slots`, "save" (with
+    checkpoint.every_steps or every_minutes), "sample" (with `sampled`) and "export".
 
     Args:
       model: what trains; its arrays may be abstract.

@@ -45,7 +45,8 @@ class StepPlan:
     chunk_tokens: int  # number of tokens whose logits exist at a time
 
     def to_record(self) -> dict[str, object]:
-        """The plan as JSON values, which a checkpoint stores and `from_record` reads."""
+        """The plan as JSON values, which a checkpoint stores and `from_record` reads: {"residuals": its text,
+        "micro_batches", "chunk_tokens": the two numbers}."""
         text = residuals_text(self.residuals)
         return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens}
 
@@ -77,8 +78,10 @@ def residuals_text(plan: ResidualPlan) -> str:
 
 def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -> ResidualPlan:
     """Reads a residual plan from its `text`, such as "gate=offload, up=offload" or "0-11: recompute; 12-31: keep", for
-    a model of `num_layers` layers that have these residuals (intermediate values that the backward reads). The module's
-    docstring describes the text; layers are counted from 0, and a range includes its last layer.
+    a model of `num_layers` layers that have these residuals (intermediate values that the backward reads). Parts of the
+    text are separated by ";". A part gives placements (keep, fp8, offload or recompute): one for all residuals, then
+    exceptions such as up=offload, after the layers that it is for (all if it names none). The last parts may be tile=,
+    whole= and resident= with a number (see ResidualPlan). Layers are counted from 0, and a range includes its last one.
 
     Raises:
       ValueError: an unknown word, residual or placement; a layer that is named twice, not at all, or does not exist;
@@ -122,7 +125,8 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
 
 def _parse_layer(text: str, residuals: Sequence[Residual]) -> LayerPlan:
     """The plan of one layer from what the text says about it, such as "recompute, layer_input=offload", for a layer
-    with these residuals. Raises ValueError for what cannot be read; its message does not name the config key."""
+    with these residuals: first a placement for all of them (keep if there is none), then exceptions. Raises ValueError
+    for what cannot be read; its message does not name the config key, which parse_residuals adds."""
     rest: Placement = "keep"
     named: dict[str, Placement] = {}
     known = [residual.name for residual in residuals]

@@ -31,8 +31,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 class Planner:
     """Chooses the plan of a run on a device, and a smaller one if the first was too large. A run has one, with which
-    its Engine compiles. In a run of several processes all must make it, and call `replan`, at the same time, because
-    the first one decides for all.
+    its Engine compiles. `plan` is the plan in force, and `lines` its text; `adopt` takes that of a checkpoint;
+    `skip_known_failures` and `replan` choose another; `compiled_bytes` and `fits` compare the compiler's figure with
+    the memory. In a run of several processes all must make it, and call `replan`, at the same time, because the first
+    one decides for all.
 
     Args:
       model: what trains.
@@ -67,6 +69,8 @@ class Planner:
         reference_runs: int = 0,
         note: str | None = None,
     ):
+        """Finds the memory and the rates of the device and the costs of a step, and chooses the plan by forecast;
+        nothing is compiled. The class describes the arguments and the errors."""
         self._changes: Any = dict(optimizer=optimizer, reference_runs=reference_runs)
         self.config, self.shape, self._note = config, model.config, note
         limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
@@ -98,7 +102,8 @@ class Planner:
         return len(self._failed) + 1
 
     def lines(self) -> list[str]:
-        """The plan as the lines of text that a run prints: placements, memory and speed."""
+        """The plan in force as the lines of text that a run prints: the planner's `note` if there is one, then
+        placements, memory and speed (report.plan_lines)."""
         lines = plan_lines(self.forecast, self.cost, self.device, self.budget_bytes)
         return lines if self._note is None else [self._note, *lines]
 
@@ -179,7 +184,8 @@ class Planner:
         """
 
         def found() -> list[Any]:
-            """The choice as values that processes can exchange."""
+            """The choice as JSON values, which processes can exchange: [the plan's record, whether it is the smallest,
+            None], or, if none is left, the smallest plan and [budget, compiled, need] of the PlanError."""
             try:
                 chosen, smallest = next_plan(self.cost, self.config, self.device, self.room, self._failed, resident)
                 return [chosen.plan.to_record(), smallest, None]

@@ -33,28 +33,29 @@ class Failed:
     """A plan that was compiled or run, in this run or an earlier one, and needed more device memory than there was. The
     next plan is chosen by what it shows of the forecasts."""
 
-    plan: StepPlan
+    plan: StepPlan  # the plan that was too large
     peak_bytes: float  # as predicted
     need_bytes: float | None  # as compiled; None: memory ran out while it ran, and its need is unknown
 
     def goal(self, budget_bytes: float | None) -> float:
         """The largest predicted peak, in bytes, that the next plan may have if its forecast is as wrong as this one
-        and budget_bytes may be used. Without a budget (None), or if the need is unknown, it is somewhat less than this
-        plan's."""
+        and budget_bytes may be used, with 1 % to spare. Without a budget (None), or if the need is unknown, it is this
+        plan's peak over 1.15. It is never more than this plan's peak."""
         if self.need_bytes is None or budget_bytes is None:
             return self.peak_bytes / _MORE
         return min(_CLOSE * budget_bytes * self.peak_bytes / self.need_bytes, self.peak_bytes)
 
     @property
     def ratio(self) -> float:
-        """The bytes that the plan needs over those that were predicted; an assumed 1.15 if its need is unknown."""
+        """The bytes that the plan needs over those that were predicted; an assumed 1.15 if its need is unknown. `goal`
+        sees by it how much forecasts err."""
         return (self.need_bytes or self.peak_bytes * _MORE) / self.peak_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
     """The device memory for a step, in bytes: what a plan should take, and what the smallest plan may try to use. Both
-    are None if nothing limits them."""
+    are None if nothing limits them. `fits` compares the need of a compiled step with them."""
 
     budget_bytes: float | None  # what a plan may take, without what fragmentation loses
     limit_bytes: float | None  # all of the allocator's memory, which the smallest plan may try to use

@@ -32,6 +32,6 @@ def weight_bytes(frozen, parts: int) -> float:
 
 
 def _is_stored(leaf) -> bool:
-    """Whether `leaf` is a quantised weight (True): as `is_leaf` of jax.tree functions it keeps them from looking into
-    the weight's own arrays."""
+    """Whether `leaf`, any node of a pytree, is a quantised weight: as `is_leaf` of jax.tree functions it keeps them
+    from looking into the weight's own arrays."""
     return isinstance(leaf, Stored)

@@ -34,6 +34,7 @@ _SHORTEST = 256  # tokens of the shortest rows that are proposed
 class TeacherPass:
     """What a teacher's pass over the rows of a run depends on, from which its memory is planned. A run that stores a
     teacher's values makes it before it loads the teacher (objectives/stored_teachers.py), and `pass_lines` for --plan.
+    `planner` plans the pass, `phase` has its memory, and `warnings` says whether it will not fit.
 
     Attributes:
       config: the run's.
@@ -63,12 +64,13 @@ class TeacherPass:
 
     def teacher(self, load_in: str | None = None) -> Decoder:
         """The teacher, of which only shapes are read (jax.ShapeDtypeStruct) unless it was attached in Python. load_in:
-        a format for its weights in place of the one that the config asks for."""
+        a format for its weights in place of the one that the config asks for (None: that one); it changes nothing about
+        an attached teacher."""
         return self.given or pass_shapes(self.config, self.name, load_in)
 
     def planner(self, teacher: Decoder, length: int | None = None) -> ForwardPlanner:
-        """The planner of the pass of this teacher, whose arrays may be shapes. length: tokens of a row, if not those of
-        the run."""
+        """The planner of the pass of this `teacher`, whose arrays may be shapes; it counts the student's weights as
+        well, which are on the devices meanwhile. length: tokens of a row; None: those of the run."""
         beside = weight_bytes(self.student, self.shape.parts)
         return ForwardPlanner(teacher, self.own_config, length or self.length, self.device, beside)
 
@@ -104,7 +106,9 @@ class TeacherPass:
         return phase_warnings([phase], budget, host_memory_bytes())
 
     def _need(self, teacher: Decoder, planner: ForwardPlanner) -> tuple[float, float]:
-        """(device bytes, host bytes) of the pass of `teacher` under the plan of its `planner`, and of loading it."""
+        """(device bytes, host bytes) that the pass of `teacher` needs at its peak: on the device the weights of both
+        models, and the larger of what a forward pass takes under the plan of its `planner` and what loading takes; on
+        the host what loading takes."""
         device, host = loading_bytes(teacher, planner.cost.dtype.itemsize, stored_in(teacher) is not None)
         weights = planner.beside_bytes + planner.weight_bytes
         return weights + max(planner.working_bytes(planner.plan), device), host
@@ -116,7 +120,8 @@ class TeacherPass:
         the config."""
 
         def fits(made: Callable[[], Decoder], length: int | None = None) -> bool:
-            """Whether the pass of a teacher fits, over rows of this many tokens."""
+            """Whether the pass of the teacher that `made` returns fits, over rows of `length` tokens (None: the
+            run's); True without a budget."""
             if budget_bytes is None:
                 return True
             changed = made()
