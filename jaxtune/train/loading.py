@@ -1,4 +1,6 @@
-"""Loads the model, the adapter and the tokenizer that a config asks for, while rows are read and programs compiled."""
+"""Loads the model, the adapter and the tokenizer that a config asks for: `load_model` waits for them, and `loading`
+loads the weights in a thread while rows are read and programs compiled. `adapted` gives a loaded model its head and
+adapter."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """Optimizers, schedules and objectives that a user's code gives to Trainer instead of the config's.
+`require_nothing_beside` refuses config keys that have no effect beside them, and `identities` makes what checkpoints
+record of each.
 
-Checkpoints record an identity of each of them, so that a run is not resumed with another one. What comes from the
-config is identified by its settings, but of a function only its behaviour can be recorded: an optimizer is identified
-by its states and the program of its update, a schedule by its rates, and an objective by its class and fields."""
+With its identity recorded, a run is not resumed with another one. What comes from the config is identified by its
+settings, but of a function only its behaviour can be recorded: an optimizer is identified by its states and the program
+of its update, a schedule by its rates, and an objective by its class and fields."""
 
 from __future__ import annotations
 

@@ -177,11 +177,13 @@ class Run:
         profile = self.profile
 
         def at(step: int) -> Programs:
+            """The programs of `step` (from 0), of those in force."""
             return engine.at(programs, step)
 
         losses: dict[int, float] = {}  # by step, so that an evaluation that a callback asks for is not made twice
 
         def evaluate(step: int) -> float:
+            """The loss after `step` steps (NaN without one), evaluated once for each step."""
             if step not in losses:
                 between = functools.partial(saver.poll, step, state) if step else lambda: None
                 losses[step] = self.evaluate(at(step).evaluate, state, frozen, step, between)

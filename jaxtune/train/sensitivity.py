@@ -87,7 +87,8 @@ def _divergence(graph: nnx.GraphDef, state: nnx.State, batch: Batch, expected: j
 
 @functools.partial(jax.jit, static_argnums=1)
 def _rounded(weight: jax.Array, format: str) -> jax.Array:
-    """`weight` [..., out, in] as it is read again after it was stored in the format, in its own dtype."""
+    """`weight` [..., out, in] as it is read again after it was stored in `format`, in its own dtype. By it
+    `Sensitivity` computes with what the format loses, without storing the weights in the format."""
     return dense(FORMATS[format].encode(weight), weight.dtype)
 
 
@@ -206,10 +207,11 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
 
 def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> list[str]:
     """Chooses the matrices that stay in the model's dtype, so that the weights take at most `most_bytes`: those first
-    that lose most for each byte that quantising them saves.
+    that lose most for each byte that quantising them saves. A matrix that does not fit into what is left is passed
+    over, and smaller ones after it may still be chosen.
 
     Args:
-      matrices: all that can be quantised.
+      matrices: all that can be quantised, as `Sensitivity.measure` returns them.
       weight_bytes: the bytes of all weights of the unquantised model.
       most_bytes: the bytes that the weights may take.
     Returns:
@@ -232,9 +234,9 @@ def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> 
 
 
 def patterns(model: Decoder, kept: Sequence[str], word: str) -> dict[str, str]:
-    """The precision map {pattern: word} that names the modules `kept` of `model`, as `choose` returns them: by the last
-    part of a name where all modules with this end that can be quantised are kept, otherwise by whole names. word: their
-    dtype, such as "bf16"."""
+    """The precision map {pattern: word} that names the modules `kept` of `model`, as `choose` returns them. A pattern
+    is the last part of a name, such as "down_proj", if all modules with this end that can be quantised are kept, and
+    otherwise the whole name. word: their dtype, such as "bf16"."""
     listed, found = [each for each, _ in _quantizable(model)], {}
     for name in kept:
         end = name.rpartition(".")[2]
@@ -244,6 +246,7 @@ def patterns(model: Decoder, kept: Sequence[str], word: str) -> dict[str, str]:
 
 
 def as_recipe(format: str, computes_in: str, kept: Mapping[str, str]) -> dict[str, object]:
-    """The keys of a recipe that load the model so: all matrices in the format but those of the precision map `kept`.
-    computes_in: the dtype of the run, such as "bf16"."""
+    """The keys of a recipe that loads the model with all matrices in `format`, such as "nf4", except those of the
+    precision map `kept`: {"model": {"load_in": format}, "precision": the map with "*" for all other modules}.
+    "precision" is `computes_in` alone if `kept` is empty. computes_in: the dtype of the run, such as "bf16"."""
     return {"model": {"load_in": format}, "precision": {"*": computes_in} | dict(kept) if kept else computes_in}

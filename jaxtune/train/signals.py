@@ -56,8 +56,8 @@ class StopSignal:
         self._hook: Callable[[sys.UnraisableHookArgs], object] | None = None
 
     def __enter__(self) -> StopSignal:
-        """Installs the signal handlers and the hook for dropped exceptions; in another thread than the main one, it
-        does nothing."""
+        """Installs the signal handlers and the hook for dropped exceptions, and returns this object; in another thread
+        than the main one, it installs nothing."""
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._handle) for number in handled(self.signals)}
             self._hook, sys.unraisablehook = sys.unraisablehook, self._send_again
@@ -119,9 +119,10 @@ class StopSignal:
         self._again.start()
 
     def _handle(self, number: int, frame: object) -> None:
-        """The handler of all three signals. The first one sets `requested`, prints a line, and inside `at_once` raises
-        Interrupted. A second SIGTERM or SIGINT ends the process. A signal that was sent again by `_send_again` only
-        raises Interrupted, if signals raise now. number: the signal's. frame: not used."""
+        """The handler of all three signals. The first one sets `requested` and `signal_name`, prints a line on stderr,
+        and inside `at_once` raises Interrupted. A second SIGTERM or SIGINT prints a line and ends the process at once,
+        without a save. A signal that was sent again by `_send_again` only raises Interrupted, if signals raise now.
+        number: the signal's. frame: not used."""
         name = signal.Signals(number).name
         if self._again is not None:
             self._again = None
@@ -150,7 +151,8 @@ def handled(numbers: Iterable[int]) -> list[int]:
 
 
 def _write(text: str) -> None:
-    """Writes a text to stderr without buffers. Errors are ignored."""
+    """Writes a text to stderr without buffers, because it is called in signal handlers. Errors are ignored, as the
+    terminal may be gone."""
     # It does not use print, because the handler may interrupt a print, and buffered streams are not reentrant.
     with contextlib.suppress(OSError):  # the terminal may be gone; the signal counts all the same
         os.write(2, text.encode())

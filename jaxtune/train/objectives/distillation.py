@@ -54,6 +54,8 @@ def generalized_jsd(
     teacher = jax.nn.log_softmax(jax.lax.stop_gradient(teacher_logits).astype(jnp.float32) / temperature)
 
     def kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+        """The Kullback-Leibler divergence KL(p || q), in nats, of distributions given as log-probabilities [...,
+        vocab]: [...]."""
         return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
     if beta == 0:
@@ -88,6 +90,7 @@ class Drawing:
     """The logits are divided by it when answers are sampled. None: by the temperature of the loss."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError if max_completion_length or slots is below 1."""
         for name in ("max_completion_length", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")
@@ -138,6 +141,7 @@ class Distill(SFT):
     sums: ClassVar[tuple[str, ...]] = ("entropy",)  # names of the sums of `loss` for metrics
 
     def __post_init__(self) -> None:
+        """Checks the options; raises ValueError if one is out of its range, as the class says."""
         if not 0.0 <= self.beta <= 1.0:
             raise ValueError(f"beta = {self.beta}: must be from 0 to 1")
         if not 0.0 <= self.on_policy <= 1.0:

@@ -146,16 +146,16 @@ def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarr
 
 
 def _mean(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """The mean of the values that are not NaN along `axis` (None: of all values), with that axis kept as size 1. NaN if
-    there are none."""
+    """The mean of the values that are not NaN, which stands for a missing reward, along `axis` (None: of all values),
+    with that axis (all axes) kept as size 1. NaN if there are none."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.nansum(values, axis=axis, keepdims=True, dtype=np.float32) / count
 
 
 def _deviation(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """The unbiased standard deviation of the values that are not NaN along `axis` (None: of all values), with that axis
-    kept as size 1. NaN for fewer than two values."""
+    """The unbiased standard deviation of the values that are not NaN, which stands for a missing reward, along `axis`
+    (None: of all values), with that axis (all axes) kept as size 1. NaN for fewer than two values."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     squares = np.nansum((values - _mean(values, axis)) ** 2, axis=axis, keepdims=True, dtype=np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -265,6 +265,7 @@ class PolicyLoss:
     """The number of tokens for each answer by which "dr_grpo" divides."""
 
     def __post_init__(self) -> None:
+        """Checks the options; raises ValueError for the first one that is out of its range, and names it."""
         for name, allowed in (("loss_type", get_args(LossType)), ("importance_sampling_level", get_args(Level))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
@@ -319,8 +320,8 @@ class Answers:
 
 def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a batch of answers by GRPO or the variant that `options` choose, and its metrics {name: mean}:
-    float32 scalars. The loss is differentiable with respect to `answers.logps`. Raises ValueError if beta is not 0 and
-    the answers have no ref_logps.
+    float32 scalars. The loss is differentiable with respect to `answers.logps` and, if options.entropy_coef is not 0,
+    `answers.entropies`. Raises ValueError if beta is not 0 and the answers have no ref_logps.
 
     ```python
     answers = Answers(logps, mask, jnp.asarray(group_advantages(rewards, num_generations=8)), entropies)

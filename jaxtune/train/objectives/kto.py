@@ -1,10 +1,10 @@
-"""Kahneman-Tversky optimisation (KTO): training on single answers, each of which is desirable or undesirable.
+"""Kahneman-Tversky optimisation (KTO): training on single answers, each of which is desirable or undesirable. `KTO` is
+the objective; `with_mismatched_answers` and `mismatched_in_groups` make the pairs of answers that it needs.
 
 The log-ratio of an answer's probability to the reference's is compared with an estimate of the KL divergence between
 model and reference. The estimate is the mean log-ratio of mismatched answers, answers that do not belong to their
 prompts. As in TRL, a prompt's mismatched answer is the answer of the row before. A row is stored as a pair of documents
-(data/pairs.py): its own answer, then its mismatched answer.
-"""
+(data/pairs.py): its own answer, then its mismatched answer."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ class KTO(Referenced):
         counts = {"chosen": chosen, "rejected": sums["count"] - chosen}
 
         def mean(name: str, count: Any) -> Any:
+            """The sum `name` divided by `count`, a number of answers; 0 if there are none."""
             return sums[name] / (count + (count == 0))
 
         found = {"kl": mean("kl", sums["count"])}

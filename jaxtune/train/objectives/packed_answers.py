@@ -77,6 +77,8 @@ class Settings:
     """The most answers that a device samples at a time; fewer are sampled if there is too little memory."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError if a number is below its minimum (2 for num_generations, else 1), or the temperature is not
+        above 0."""
         for name in ("max_completion_length", "num_iterations", "steps_per_generation", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")

@@ -1,9 +1,10 @@
-"""Objectives that learn from the rewards of sampled answers: GRPO with its variants, and RLOO.
+"""Objectives that learn from the rewards of sampled answers: `GRPO` with its variants, and `RLOO`. `AnswerCuts` copies
+answers out of packed rows for their losses, and `log_probs_of` and `reference_log_probs` compute log-probabilities
+outside of the train step.
 
 The rows of a batch are prompts with sampled answers, packed (packed_answers.py); one forward pass computes a row. The
 losses are those of grpo.py. Log-probabilities are those of the sampling distribution: logits are divided by the
-temperature.
-"""
+temperature."""
 
 from __future__ import annotations
 
@@ -77,6 +78,7 @@ class GRPO:
     head: ClassVar[Head] = TEXT  # the model must have a head that predicts tokens
 
     def __post_init__(self) -> None:
+        """Raises ValueError if importance_sampling_mode is not known."""
         if self.importance_sampling_mode not in get_args(Correction):
             raise ValueError(
                 f"importance_sampling_mode = {self.importance_sampling_mode!r}: must be one of "
@@ -364,8 +366,8 @@ _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 
 def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
     """The log-probabilities of the targets (next tokens) of a batch under a model: float32[rows, length], a numpy
-    array, 0 where the weight is 0. It runs outside of the train step, `_SCORED_ROWS` rows at a time; with the
-    temperature bound by functools.partial it is what the batch source calls to score answers (`rollouts.Score`).
+    array, in nats, 0 where the weight is 0. It runs outside of the train step, 4 rows at a time; with the temperature
+    bound by functools.partial it is what the batch source calls to score answers (`rollouts.Score`).
 
     Args:
       temperature: divides the logits.

@@ -1,9 +1,9 @@
-"""Preference objectives: DPO, ORPO and SimPO, over pairs of a chosen and a rejected answer to one prompt.
+"""Preference objectives: `DPO`, `ORPO` and `SimPO`, over pairs of a chosen and a rejected answer to one prompt.
+`Pairs`, `Preference` and `Referenced` (with a reference model) are base classes, also of reward models and KTO.
 
 The loss of a step is the mean over its pairs. The two documents of a pair are next to each other in a packed row
 (data/pairs.py), and one forward pass computes the whole row. The log-probability of an answer is the sum over those of
-its tokens that supervised fine-tuning would train on. Options and metrics have TRL's names.
-"""
+its tokens that supervised fine-tuning would train on. Options and metrics have TRL's names."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Answers:
 def sum_log_probs(
     model: Decoder, hidden: jax.Array, batch: Batch, forward: Forward, documents: bool = False
 ) -> Answers:
-    """Computes the log-probabilities of a batch's answers under a model.
+    """Computes the log-probabilities of a batch's answers under a model, from which the losses of pairs are made;
+    returns them as `Answers`.
 
     Args:
       model: the model.
@@ -82,6 +83,8 @@ def sum_log_probs(
         within = batch.segment_ids[..., None] == jnp.arange(1, 2 * most + 1, dtype=batch.segment_ids.dtype)
 
         def sums(values):
+            """The sum of `values` [rows, length] over each document: [rows, most pairs of a row, 2], 0 where there is
+            no pair."""
             return jnp.where(within, values[..., None], 0.0).sum(1).reshape(rows, most, 2)
 
         whole = Answers(-sums(losses), sums(weighed.weights)) if documents else None

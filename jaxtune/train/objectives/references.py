@@ -192,6 +192,8 @@ def first_check(
     reference = objective
 
     def check(line: Mapping[str, float]) -> None:
+        """Raises TrainingStopped if the metrics of the first step (`line`) show another reference; nothing if the
+        adapter was not new."""
         reason = _disagreement(reference, line) if fresh() else None
         if reason is not None:
             raise TrainingStopped(

@@ -1,9 +1,9 @@
 """Training of reward models: models that give a text a score, trained so that the chosen answer of a pair scores higher
-than the rejected one.
+than the rejected one. `Reward` is the objective; `scores` computes the scores, and `margins` reads by how much they
+should differ.
 
 The score of a document is the head's output for its last token, as in Hugging Face's ForSequenceClassification. Options
-and metrics have TRL's names.
-"""
+and metrics have TRL's names."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""The batch source of runs that learn from rewards: answers sampled from the model that is trained.
+"""The batch source of runs that learn from rewards (`SampledAnswers`): answers sampled from the model that is trained.
 
 Each generation takes some prompts, samples `num_generations` answers to each, calls the reward functions, and packs the
 answers into rows, with advantages and the sampler's log-probabilities in `Batch.extra`. Training and sampling share one
 copy of the weights.
 
 The sampled tokens depend only on the seed, the number of the generation and the weights, so a run that is interrupted
-and resumed has the same answers. A generation that is used for several steps is stored in checkpoints.
-"""
+and resumed has the same answers. A generation that is used for several steps is stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -144,6 +143,7 @@ class SampledAnswers(BatchSource):
 
     @property
     def length(self) -> int:
+        """The number of tokens in a packed row, as it was given."""
         return self._length
 
     @property
@@ -153,6 +153,8 @@ class SampledAnswers(BatchSource):
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of steps in which every prompt is used once: the generations that this takes, rounded up, times
+        the steps for which each is used."""
         return -(-len(self.prompts) // self._prompts_per_generation) * self.settings.steps
 
     @property
@@ -162,9 +164,13 @@ class SampledAnswers(BatchSource):
         return self.answers_per_step * self.settings.steps_per_generation // self.settings.num_generations
 
     def limit_slots(self, slots: int) -> None:
+        """Sets the largest number of answers (`slots`) that a device samples at a time. It is called once memory is
+        planned."""
         self.answering.sampling.most_slots = slots
 
     def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding without answers, with all arrays of this source in `extra`, with which the
+        train step is compiled."""
         return self.rows.empty(rows)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
@@ -212,6 +218,9 @@ class SampledAnswers(BatchSource):
         return {"generation": number, "answers": kept, "old": old}
 
     def resume(self, step: int, position: Json) -> None:
+        """Prepares to continue at `step` in a resumed run: takes the current generation's answers from `position`,
+        which `position(step)` returned in the earlier process, so that they are not sampled again. If it is None,
+        `step` samples a new generation."""
         self._made = self._generation = None
         if position is None:
             return
@@ -220,6 +229,9 @@ class SampledAnswers(BatchSource):
         self._old = {int(part): np.asarray(values, np.float32) for part, values in saved["old"].items()}
 
     def identity(self) -> dict[str, Json]:
+        """{"prompts": their number, "tokens_crc32": a checksum of their tokens, "rewards": the names of the reward
+        functions, and "tools": those of tools, if there are any}. Checkpoints record it, so that a run with other
+        values is not resumed from them."""
         digest = 0
         for prompt in self.prompts:
             digest = zlib.crc32(np.asarray(prompt.ids, np.int32).tobytes(), digest)
@@ -230,6 +242,8 @@ class SampledAnswers(BatchSource):
         return found
 
     def described(self, total_steps: int) -> list[str]:
+        """The lines that a run of `total_steps` steps prints before it begins: the prompts, the answers and rewards of
+        its steps, and the tools, if there are any."""
         settings, group = self.settings, self.settings.num_generations
         each = f"{self.answers_per_step // group:,} prompts x {group} answers"
         used = (
@@ -244,6 +258,8 @@ class SampledAnswers(BatchSource):
         ]
 
     def news(self) -> list[str]:
+        """Returns the samples and warnings for the screen that were added since the last call, and removes them. A run
+        calls it after each step."""
         news, self._news = self._news, []
         return news
 

@@ -247,8 +247,8 @@ class StoredTeacher:
         return [self._pass(engine).phase] if passes else []
 
     def _pass(self, engine: Engine) -> TeacherPass:
-        """What the memory of the teacher's pass depends on, by which the pass is planned before its weights are loaded.
-        engine: of the run."""
+        """The pass of the teacher as a TeacherPass: what its memory depends on, by which it is planned before the
+        teacher's weights are loaded. engine: of the run."""
         assert self._objective is not None
         batches, name = engine.batches, self._objective.teacher
         config = dataclasses.replace(self._config, rows_per_step=batches.rows_per_step)
@@ -272,6 +272,7 @@ class StoredTeacher:
         file = self._file
 
         def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
+            """Reads the values of `rows` into `array`; does nothing with None."""
             if array is not None:
                 file.read(rows.values, self._vocab_size, array)
 
@@ -302,9 +303,11 @@ class StoredTeacher:
         trainable, frozen = model.weights(own)
 
         def of_batch(teacher: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array]:
+            """(ids, log-probabilities) of the k most probable tokens at each position of `batch`, by `teacher`."""
             return forward.top_k(teacher, forward.frozen(teacher, batch), k, temperature)
 
         def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
+            """Computes the values of `rows` into `array`; with None, this process only takes part in the pass."""
             say(f"log-probabilities of the teacher: one pass over {len(rows):,} rows")
             plain = rows.alone()
             compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)

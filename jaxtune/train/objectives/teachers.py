@@ -133,6 +133,7 @@ def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
     shape, load_in = config_from_hf(hf), load_in or weights_stored_in(hf)
 
     def make() -> Decoder:
+        """Builds the teacher, quantised if it should be; it is only traced, so that no array is made."""
         model = Decoder(shape, jax.random.key(0), dtype)
         return freeze(model if load_in is None else quantize(model, load_in))
 

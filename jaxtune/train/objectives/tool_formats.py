@@ -223,12 +223,14 @@ KINDS = (
 
 class ToolFormat:
     """How one tokenizer's chat template writes calls of tools and their answers. Sampling with tools uses it to find
-    the calls in an answer, and to make the tokens of what tools answered.
+    the calls in an answer (`parsed`), and to make the tokens of what tools answered (`suffix`).
 
     Args:
       tokenizer: a fast Hugging Face tokenizer.
       template: the chat template, as the config key data.template names it; None: the tokenizer's own.
       ends: the token ids that end an answer.
+    Attributes:
+      kind: the `Kind` of the template, the first one in KINDS whose marks it has.
     Raises:
       ConfigError: the template is of no known kind, does not write what tools answer, or does not end the model's turn
         with a token of `ends`.

@@ -74,7 +74,7 @@ class EventLoop:
     run's own thread waits for the results, so that a call can time out."""
 
     def __enter__(self) -> EventLoop:
-        """Starts the event loop in its thread."""
+        """Starts the event loop in its thread, and returns this object."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="user's functions", daemon=True)
         self._thread.start()
@@ -104,6 +104,7 @@ def in_thread(function: Callable, given: Mapping[str, object]) -> Future:
     result.set_running_or_notify_cancel()  # from here on nobody can cancel it, and the result can always be set
 
     def run() -> None:
+        """Calls the function in the thread, and passes what it returns or raises to the future."""
         try:
             result.set_result(function(**given))
         except BaseException as error:
