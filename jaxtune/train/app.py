@@ -232,8 +232,9 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
 
 
 def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
-    """Does what --plan asks for on this machine, without training: prints on `console` the plan of `trainer`, compiles
-    its step (and that of further plans until one fits), and prints the predicted memory and the compiler's figure.
+    """Does what --plan asks for on this machine, without training: prints on `console` the plan of `trainer` (what
+    becomes of the values that the backward reads, and the number of micro-batches), compiles its step (and that of
+    further plans until one fits), and prints the predicted memory and the compiler's figure.
 
     Returns:
       {name: GB}: `predicted` and `compiled`, the step's peak memory by the planner and by the compiler; and `limit`,

@@ -145,7 +145,8 @@ def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
     decodes them."""
 
     def count(length: int) -> int:
-        """How often `mark` occurs in the text of the first `length` of the `ids`."""
+        """How often the mark that precedes an answer occurs in the text of the first `length` of the sampled token ids.
+        `_after` finds by bisection the shortest `length` that has all of them, after which the answer begins."""
         return tokenizer.decode(ids[:length]).count(mark)
 
     found = count(len(ids)) if mark else 0

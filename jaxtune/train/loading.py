@@ -54,7 +54,8 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     wanted, teacher = config.model, open_teacher(config)
 
     def tokenizer(folder: Path | None) -> Any:
-        """The run's tokenizer; raises ValueError if there is none, or the teacher's differs from it."""
+        """The run's tokenizer, that of the model's folder `folder` unless model.tokenizer names another. Raises
+        ValueError if there is none, or the teacher's differs from it."""
         made = _tokenizer(config, folder)
         require_same_tokens(made, teacher)
         return made

@@ -31,15 +31,16 @@ class StopSignal:
     in addition to SIGTERM, so it never counts as a second signal. If it is ignored (nohup), it stays ignored.
 
     The training loop reads `requested` after every step and between the batches of an evaluation; if it is set, the
-    loop saves, and the process leaves with `EXIT_SAVED`, so that the same command continues. Inside `at_once`, for
-    work that loses nothing when it is interrupted (loading, tokenising, compiling, generation, export), the first
-    signal raises Interrupted instead. Inside `deferred`, within `at_once`, it only sets `requested` again.
+    loop saves, and the process leaves with `EXIT_SAVED`, so that the same command continues. Inside `at_once`, for work
+    that loses nothing when it is interrupted (loading, tokenising, compiling, generation, export), the first signal
+    raises Interrupted instead. Inside `deferred`, within `at_once`, it only sets `requested` again.
 
     Python drops an exception that is raised during a finaliser or a callback of the garbage collector; the signal is
     then sent again. On exit, the previous handlers are restored. Outside of the main thread, where Python allows no
     signal handlers, the context does nothing and `requested` stays False.
 
     Attributes:
+      signals: the three signals.
       requested: whether a signal has arrived.
       signal_name: the name of the first signal, such as "SIGTERM"; None before it.
     """
@@ -146,7 +147,8 @@ class StopSignal:
 
 
 def handled(numbers: Iterable[int]) -> list[int]:
-    """The signals among `numbers` that should get a handler: all except a SIGHUP that is ignored, as under nohup."""
+    """The signals among `numbers` that should get a handler: all except a SIGHUP that is ignored, as under nohup, so
+    that it stays ignored."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 

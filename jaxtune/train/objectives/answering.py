@@ -86,7 +86,8 @@ class Sampling:
         longest, devices = max(len(ids) for ids in prompts), devices_of(model)
 
         def made(model: Decoder) -> Sampler:
-            """Makes the sampler of one device, whose copy of the weights `model` has."""
+            """Makes the sampler of one device, with room for its share of the prompts. model: the copy of the model on
+            that device."""
             return Sampler(
                 model,
                 length=longest + self.settings.max_completion_length,

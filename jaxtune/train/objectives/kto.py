@@ -107,7 +107,8 @@ class KTO(Referenced):
         counts = {"chosen": chosen, "rejected": sums["count"] - chosen}
 
         def mean(name: str, count: Any) -> Any:
-            """The sum `name` divided by `count`, a number of answers; 0 if there are none."""
+            """The sum of the metric `name` divided by `count`, the number of answers that it was summed over; 0 if
+            there are none."""
             return sums[name] / (count + (count == 0))
 
         found = {"kl": mean("kl", sums["count"])}

@@ -89,7 +89,8 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps from one generation to the next: steps_per_generation times num_iterations."""
+        """The number of optimizer steps from one generation (round of sampling) to the next: steps_per_generation times
+        num_iterations."""
         return self.steps_per_generation * self.num_iterations
 
 
@@ -190,9 +191,9 @@ class AnswerRows:
     def packed(self, answers: Sequence[Answer], tokens: float) -> Batch:
         """Packs `answers`, those of one step, into a batch. The places for log-probabilities under other models, if
         batches have them, are zeros that the caller fills. tokens: a number by which the loss of the step may be
-        divided, that of the counted tokens of the whole generation divided by steps_per_generation. The array SHARE
-        divides it equally over the rows, so that devices that have some of the rows can add it up. Raises ConfigError
-        if an answer fits into no row (`places_of`)."""
+        divided, that of the counted tokens of the whole generation (round of sampling) divided by steps_per_generation.
+        The array SHARE divides it equally over the rows, so that devices that have some of the rows can add it up.
+        Raises ConfigError if an answer fits into no row (`places_of`)."""
         batch = self.empty(self.rows)
         for answer, place in zip(answers, self.places_of(answers), strict=True):
             self._write(batch, *place, answer)

@@ -121,8 +121,8 @@ class GRPO:
     @property
     def over_generation(self) -> bool:
         """True (loss types dapo and cispo): the loss of a step is divided by the mean number of tokens over the steps
-        that share a generation of answers, so that every token of the generation counts alike. False: it is divided by
-        the count of the step itself."""
+        that share a generation of answers (those of one round of sampling), so that every token of the generation
+        counts alike. False: it is divided by the count of the step itself."""
         return self.losses.loss_type in ("dapo", "cispo")
 
     @property
@@ -134,8 +134,9 @@ class GRPO:
 
     @property
     def reuses(self) -> bool:
-        """True: a generation of answers is used in several steps, so the weights change after it was sampled, and
-        batches need the log-probabilities of the model that sampled. False: each generation is used in one step."""
+        """True: a generation of answers (those of one round of sampling) is used in several steps, so the weights
+        change after it was sampled, and batches need the log-probabilities of the model that sampled. False: each
+        generation is used in one step."""
         return self.settings.steps > 1
 
     @property
@@ -145,7 +146,8 @@ class GRPO:
         return False
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
-        """The advantages of the answers of a generation, float32[answers].
+        """The advantages of the answers of a generation (one round of sampling), float32[answers], by
+        `group_advantages` with the options of this object.
 
         Args:
           rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are
@@ -164,9 +166,9 @@ class GRPO:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
-        """Always raises ConfigError. The interface asks for this method to tokenise rows whose loss is computed, and
-        the loss of this objective is only defined for sampled answers, so it has no held-out rows. No argument is
-        used."""
+        """Always raises ConfigError. The interface asks for this method to tokenise `rows` whose loss is computed, and
+        the loss of this objective is only defined for sampled answers, so it has no held-out rows. None of its
+        arguments is used: rows, tokenizer, data, vocab_size and max_rows are those of `Objective.prepare`."""
         raise ConfigError(
             f"data.eval, data.eval_rows: {self.name} has no loss on rows that nobody sampled; leave them out, and look "
             "at the reward"
@@ -279,7 +281,7 @@ class RLOO(GRPO):
     @property
     def over_generation(self) -> bool:
         """False: the loss of a step is divided by the number of its own answers, and not by a count over the steps that
-        share a generation."""
+        share a generation (round of sampling)."""
         return False
 
     @property
@@ -295,7 +297,8 @@ class RLOO(GRPO):
 
     @property
     def reference_runs(self) -> int:
-        """0: no loss runs the reference, because it runs once for each generation, when the rewards are computed."""
+        """0: no loss runs the reference, because it runs once for each generation (round of sampling), when the rewards
+        are computed."""
         return 0  # the reference runs once for each generation, and not in the steps
 
     @property
@@ -330,9 +333,9 @@ class RLOO(GRPO):
 
 
 class AnswerCuts:
-    """Copies the answers out of packed rows, because the losses take an array with a row for each answer. Called with
-    an array [rows, length], it returns [answers, tokens], where `answers` is the number of rows times the most answers
-    of a row.
+    """Copies the answers out of packed rows, because the losses take an array with a row for each answer. `GRPO.loss`
+    makes one of each micro-batch. Called with an array [rows, length], it returns [answers, tokens], where `answers` is
+    the number of rows times the most answers of a row.
 
     Args:
       batch: a batch of rollouts.SampledAnswers, whose `extra` says where in the rows the answers are.
@@ -402,7 +405,7 @@ def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _row_log_probs(graph, temperature, state, tokens, targets, segment_ids, positions) -> jax.Array:
     """The log-probabilities of the targets of some rows under a model, float32[rows, length]; compiled once for each
-    shape.
+    shape. `log_probs_of` calls it for a few rows at a time.
 
     Args:
       graph, state: the nnx.GraphDef and nnx.State of the model.

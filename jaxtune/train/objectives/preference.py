@@ -83,8 +83,8 @@ def sum_log_probs(
         within = batch.segment_ids[..., None] == jnp.arange(1, 2 * most + 1, dtype=batch.segment_ids.dtype)
 
         def sums(values):
-            """The sum of `values` [rows, length] over each document: [rows, most pairs of a row, 2], 0 where there is
-            no pair."""
+            """The sum of `values`, float32[rows, length], over the tokens of each document: float32[rows, most pairs of
+            a row, 2], 0 where there is no pair."""
             return jnp.where(within, values[..., None], 0.0).sum(1).reshape(rows, most, 2)
 
         whole = Answers(-sums(losses), sums(weighed.weights)) if documents else None

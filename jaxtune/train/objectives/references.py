@@ -192,8 +192,8 @@ def first_check(
     reference = objective
 
     def check(line: Mapping[str, float]) -> None:
-        """Raises TrainingStopped if the metrics of the first step (`line`) show another reference; nothing if the
-        adapter was not new."""
+        """Raises TrainingStopped if `line`, the metrics of a run's first step, shows that the reference's
+        log-probabilities are not those of the model before training. It does nothing if the adapter was not new."""
         reason = _disagreement(reference, line) if fresh() else None
         if reason is not None:
             raise TrainingStopped(

@@ -123,7 +123,7 @@ def margins(
       rows: the rows, in any form that `reading.open_sources` accepts; they are read again.
       documents: the two documents of each pair, with the files and lines by which their rows are found.
       max_rows: the most rows to read, the same number as when the documents were made; None reads all.
-      columns: the config's data.columns, {name here: column's name in the rows}.
+      columns: the config's data.columns, {name here: column's name in the rows}; None: columns have the names here.
     Raises:
       ValueError: a margin is not a finite number, or is missing in some rows only.
     """

@@ -272,7 +272,8 @@ class StoredTeacher:
         file = self._file
 
         def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
-            """Reads the values of `rows` into `array`; does nothing with None."""
+            """Reads the teacher's values of `rows` from the file into `array`, in place; None: another process has the
+            array, and nothing is read."""
             if array is not None:
                 file.read(rows.values, self._vocab_size, array)
 
@@ -303,11 +304,13 @@ class StoredTeacher:
         trainable, frozen = model.weights(own)
 
         def of_batch(teacher: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array]:
-            """(ids, log-probabilities) of the k most probable tokens at each position of `batch`, by `teacher`."""
+            """(token ids, log-probabilities) [rows, length, k] of the most probable next tokens at each position of
+            `batch`, by `teacher`, which `forward` runs. It is compiled."""
             return forward.top_k(teacher, forward.frozen(teacher, batch), k, temperature)
 
         def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
-            """Computes the values of `rows` into `array`; with None, this process only takes part in the pass."""
+            """Prints a line, computes the teacher's values of `rows` by a pass over them, and writes them into `array`,
+            in place; None: this process only takes part in the pass."""
             say(f"log-probabilities of the teacher: one pass over {len(rows):,} rows")
             plain = rows.alone()
             compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)

@@ -284,11 +284,13 @@ def _reward_of(kind: type) -> RewardFunction:
     None where the environment is of another class. It is async if `get_reward` is, and has the name of the class."""
 
     async def later(environments, **_):
-        """The reward of each of `environments` by an async `get_reward`; other arguments are ignored."""
+        """The reward of each answer: what the async `get_reward` of its environment (in `environments`) returns, or
+        None where that is of another class. Other arguments are ignored."""
         return [await one.get_reward() if type(one) is kind else None for one in environments]
 
     def at_once(environments, **_):
-        """The reward of each of `environments` by a `get_reward` that is not async; other arguments are ignored."""
+        """The reward of each answer: what `get_reward` of its environment (in `environments`) returns, or None where
+        that is of another class. Other arguments are ignored."""
         return [one.get_reward() if type(one) is kind else None for one in environments]
 
     found = later if is_async(kind.get_reward) else at_once

@@ -104,7 +104,7 @@ def in_thread(function: Callable, given: Mapping[str, object]) -> Future:
     result.set_running_or_notify_cancel()  # from here on nobody can cancel it, and the result can always be set
 
     def run() -> None:
-        """Calls the function in the thread, and passes what it returns or raises to the future."""
+        """Calls the user's function in the thread, and gives what it returns or raises to the future."""
         try:
             result.set_result(function(**given))
         except BaseException as error:

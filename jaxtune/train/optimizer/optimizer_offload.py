@@ -1,12 +1,11 @@
 """Optimizer states in pinned host memory (optim.offload): each tensor's states are copied to the device for its update,
-and back.
+and back. `first_states` makes the states, `shardings` says where each array is, and `update_by_tensor` makes an update.
 
 Tensors are updated in groups. While a group is updated, the states of the next one are copied to the device and those
 of the previous one to the host; optimization barriers start both copies before the update and end both after it. An
 update takes much less time than its transfers, so the whole takes the time of the host link in both directions: XLA
 (jaxlib 0.11.2) puts all copies of a program into one queue, in which copies to the host and from the host do not
-overlap.
-"""
+overlap."""
 
 from __future__ import annotations
 
@@ -150,9 +149,13 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
     groups = _groups(sizes) if offload else [[tensor] for tensor in range(len(weights))]
 
     def hosted(group: int | None) -> list[list[jax.Array]]:
+        """The large states of each tensor of a group, which are copied between host and device, as they are now; [] if
+        `group` is None."""
         return [[leaves[tensor][place] for place in places[tensor]] for tensor in _members(groups, group)]
 
     def replace(group: int | None, arrays: list[list[jax.Array]]) -> None:
+        """Sets the large states of the tensors of a group to `arrays`, in the form that `hosted` returns: their copies
+        on the other side of the link."""
         for tensor, values in zip(_members(groups, group), arrays, strict=True):
             for place, value in zip(places[tensor], values, strict=True):
                 leaves[tensor][place] = value

@@ -45,7 +45,7 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
                     adapters += whole // experts * segment.experts_per_token if experts else whole
 
     def flops(lengths: np.ndarray) -> float:
-        """Model FLOPs of a step with these documents."""
+        """Model FLOPs of a step whose documents have these lengths, int[documents] in tokens."""
         tokens = int(lengths.sum())
         return beside * tokens + model_flops_per_step(
             tokens=tokens,

@@ -1,4 +1,5 @@
-"""A persistent cache of compiled programs that verifies each program before it runs.
+"""A persistent cache of compiled programs (`ProgramCache`) that verifies each program before it runs; commands turn it
+on with `use_program_cache`.
 
 JAX's own cache trusts what it finds in its folder: a flipped bit gives another program, and a torn entry stays torn.
 Here every entry has a checksum of its key and content, so that a damaged or swapped entry is removed, reported, and
@@ -86,8 +87,8 @@ class ProgramCache(CacheInterface):
 
     def get(self, key: str) -> bytes | None:
         """The content that was stored under a key; None if there is no undamaged entry that belongs to this user. An
-        entry that is damaged, or that another user owns or may write, is reported and removed; one that cannot be read
-        is reported."""
+        entry that is damaged, or that another user owns or may write, is removed, and one that cannot be read is left;
+        a warning in the log reports both."""
         path = self._file(key)
         try:
             entry, problem = _read(path)

@@ -1,4 +1,4 @@
-"""The model of a run: as the caller gave it, as the run computes with it, and as it is returned."""
+"""The model of a run (`TrainedModel`): as the caller gave it, as the run computes with it, and as it is returned."""
 
 from __future__ import annotations
 
