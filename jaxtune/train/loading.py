@@ -74,7 +74,8 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     cancelled = threading.Event()
 
     def load() -> Decoder:
-        """The model with its weights, its adapter and its teacher."""
+        """Loads and returns the model with its weights, its adapter and its teacher; it runs in the thread, or at once
+        if the shapes are not known without it."""
         return with_teacher(adapted(pretrained.load(cancelled, mesh), config), load_teacher(teacher, cancelled, mesh))
 
     packed = pretrained.packed or (teacher is not None and teacher.packed)

@@ -109,7 +109,7 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
 
 
 def _best(found: BestEvaluation) -> str:
-    """A best evaluation (`found`) in words: "the best by eval_loss, 0.1234"."""
+    """A best evaluation (`found`) in words, for the text of what is scored: "the best by eval_loss, 0.1234"."""
     return f"the best by {found['metric']}, {found['value']:.4f}"
 
 

@@ -50,13 +50,14 @@ class Matrix:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes that quantising it saves."""
+        """The bytes that quantising it saves: plain_bytes minus packed_bytes."""
         return self.plain_bytes - self.packed_bytes
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _hidden(graph: nnx.GraphDef, state: nnx.State, batch: Batch) -> jax.Array:
-    """The hidden states [B, T, hidden] of the model nnx.merge(graph, state) for `batch`."""
+    """The hidden states [B, T, hidden] of the model nnx.merge(graph, state) for `batch`, by which `Sensitivity` keeps
+    the unquantised model's predictions; compiled once for each shape of a batch."""
     return nnx.merge(graph, state).hidden_states(batch.tokens, batch.segment_ids, batch.positions)
 
 

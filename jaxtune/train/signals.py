@@ -65,7 +65,8 @@ class StopSignal:
         return self
 
     def __exit__(self, *exc) -> None:
-        """Restores the handlers and the hook that were there before."""
+        """Restores the handlers and the hook that were there before, and drops a signal that was to be sent again. An
+        exception (`exc`) passes."""
         for number, handler in self._old.items():
             # None means that the previous handler was not set from Python, and so cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -141,7 +141,8 @@ class Answer:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, object]) -> Answer:
-        """The answer whose `to_json` is `saved`."""
+        """The answer of which `saved` is what `to_json` returned, with tuples in place of lists; a resumed run makes
+        its answers so."""
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})  # type: ignore[arg-type]
 
 

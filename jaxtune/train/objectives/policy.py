@@ -286,7 +286,8 @@ class RLOO(GRPO):
 
     @property
     def unit(self) -> str:
-        """What the mean loss is a mean over: "answers"."""
+        """What the mean loss is a mean over, in plural: "answers". The metrics of a step have their number under this
+        name."""
         return "answers"
 
     @property

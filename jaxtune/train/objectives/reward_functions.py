@@ -333,8 +333,8 @@ def _checked(name: str, values: Any, count: int) -> np.ndarray:
 
 
 def _shortened(value: Turns) -> str:
-    """The text of `value`, a prompt or an answer, with the contents of messages joined by line breaks, cut after
-    `_SHOWN` characters."""
+    """The text of `value`, a prompt or an answer, for a message: the contents of messages are joined by line breaks,
+    and a text of more than 200 characters is cut there and gets "..."."""
     text = value if isinstance(value, str) else "\n".join(str(message.get("content", "")) for message in value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 

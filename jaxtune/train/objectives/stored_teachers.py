@@ -128,7 +128,8 @@ class StoredTeacher:
 
     @property
     def _is_base(self) -> bool:
-        """Whether the teacher is the model that trains with its adapter off, and none was attached."""
+        """Whether the teacher is the model that trains with its adapter off, and none was attached; False if nothing is
+        stored."""
         return self._objective is not None and self._teacher is None and self._objective.teacher in (None, BASE)
 
     @functools.cached_property

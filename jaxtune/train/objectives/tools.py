@@ -55,7 +55,7 @@ class Environment(Protocol):
 
 @dataclasses.dataclass
 class Answered:
-    """What the tools answered to the calls of one turn."""
+    """What the tools answered to the calls of one turn of the model; `Tools.answer` returns it."""
 
     messages: list[Message]
     """A message of role "tool" for each call, in their order."""

@@ -51,7 +51,8 @@ def called(function: Callable) -> Callable:
 
 
 def is_async(function: Callable) -> bool:
-    """Whether a function or callable object is `async def`, so that calling it returns a coroutine."""
+    """Whether a function or callable object is `async def`, so that calling it returns a coroutine, which an event loop
+    must run."""
     return inspect.iscoroutinefunction(called(function))
 
 

@@ -32,8 +32,8 @@ def is_hosted(leaf: Any) -> bool:
 
 
 def hosted_bytes(opt_state: Any) -> int:
-    """Bytes of those arrays of the optimizer's state `opt_state`, which may be abstract, that are stored on the
-    host."""
+    """The bytes of those arrays of the optimizer's state `opt_state`, which may be abstract, that are stored on the
+    host: those of 64 KiB or more (`is_hosted`)."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state) if is_hosted(leaf))
 
 
@@ -149,8 +149,8 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
     groups = _groups(sizes) if offload else [[tensor] for tensor in range(len(weights))]
 
     def hosted(group: int | None) -> list[list[jax.Array]]:
-        """The large states of each tensor of a group, which are copied between host and device, as they are now; [] if
-        `group` is None."""
+        """The large states (64 KiB or more) of each tensor of a group, as they are now, which are copied between host
+        and device; [] if `group` is None."""
         return [[leaves[tensor][place] for place in places[tensor]] for tensor in _members(groups, group)]
 
     def replace(group: int | None, arrays: list[list[jax.Array]]) -> None:

@@ -23,7 +23,7 @@ def document_lengths(batch: Batch) -> np.ndarray:
 def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
     """Makes a function from the lengths of a step's documents (int[documents], in tokens) to the step's model FLOPs for
     this model: those of matrices and attention, as model_flops_per_step counts them, and three times those that layers
-    declare for other work in the forward (token_flops). It is the basis of the metric `mfu`."""
+    declare for other work in the forward (token_flops). The metric `mfu`, model FLOP utilisation, is made of it."""
     config = model.config
     matmul = trained = adapters = 0
     head = model.head_variable

@@ -62,21 +62,25 @@ class Buffer:
 
     @property
     def size(self) -> int:
-        """The numbers of the buffer with all zeros."""
+        """How many numbers the whole buffer has, the zeros at its end included: `part` for each of the devices."""
         return self.part * self.devices
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientSync:
-    """A quantised sync of gradients: the format in which devices exchange them, and whether errors of rounding are kept
-    and added in the next step (True), or numbers are rounded stochastically (False)."""
+    """A quantised sync of gradients: how the devices exchange their gradients in a low format, so that they are
+    added."""
 
     format: SyncFormat
+    """The format in which devices exchange gradients: "bf16", "int8" or "int4"."""
     feedback: bool
+    """True: the errors of rounding are kept, and added to what is sent in the next step. False: numbers are rounded
+    stochastically."""
 
     def __str__(self) -> str:
-        """What the first screen and the record of a run say: "sent in int8 with error feedback", for example. In the
-        records of older versions, whose int4 had equal steps, "quadratic" is missing."""
+        """The sync in words, as the first screen and the record of a run say it, for example "sent in int8 with error
+        feedback". In the records of older versions, whose int4 had equal steps, "quadratic" is missing before
+        "int4"."""
         format = "quadratic int4" if self.format == "int4" else self.format
         return f"sent in {format} {'with error feedback' if self.feedback else 'with stochastic rounding'}"
 
@@ -252,5 +256,5 @@ def fitted(state, like, note: Callable[[list[str]], object]):
 
 
 def _is_shard(leaf) -> bool:
-    """Whether a leaf of a tree is a Shard, a tensor that `fsdp` divides."""
+    """Whether a leaf of a tree is a partition.Shard: the part that this device has of a tensor that `fsdp` divides."""
     return isinstance(leaf, partition.Shard)

@@ -45,7 +45,7 @@ class AuxLosses:
     losses: tuple[tuple[str, AuxLoss, float], ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether any coefficient is not zero."""
+        """Whether any coefficient is not zero; otherwise a step neither measures nor adds these losses."""
         return any(coefficient != 0 for *_, coefficient in self.losses)
 
     @property
@@ -82,7 +82,7 @@ class AuxLosses:
         return AuxLosses(tuple((name, loss, one(loss, old)) for name, loss, old in self.losses))
 
     def __str__(self) -> str:
-        """As reports say it: "load-balancing loss times 0.01, z-loss times 0"."""
+        """The losses in words, as reports print them: "load-balancing loss times 0.01, z-loss times 0"."""
         return ", ".join(f"{loss.title} times {coefficient:g}" for _, loss, coefficient in self.losses)
 
 

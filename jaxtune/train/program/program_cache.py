@@ -145,7 +145,8 @@ class ProgramCache(CacheInterface):
 
 
 def _entry(key: str, content: bytes) -> bytes:
-    """The bytes of an entry's file: the format, the checksum of key and content, the content."""
+    """The bytes of an entry's file, which `put` writes and `get` compares: the format (8 bytes), the SHA-256 of key and
+    content (32 bytes), the content."""
     digest = hashlib.sha256(key.encode() + b"\0")
     digest.update(content)
     return _FORMAT + digest.digest() + content

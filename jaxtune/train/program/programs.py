@@ -268,8 +268,8 @@ class Engine:
         return dataclasses.replace(programs, seconds=time.perf_counter() - started)
 
     def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
-        """Lowers and compiles the programs of a run for these shapes (state, sums and frozen); `compile` describes
-        how. first_step: the step at which the run starts; before qat.start, the programs without QAT are compiled
+        """Lowers the programs of a run for these shapes (state, sums and frozen) one by one, and compiles them in
+        parallel. first_step: the step at which the run starts; before qat.start, the programs without QAT are compiled
         too."""
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
@@ -406,7 +406,7 @@ class Engine:
         """Runs a first collective, which connects the devices, and prints by print_line how long that took.
 
         Returns:
-          the metric `collectives_seconds`; nothing if the run has one device.
+          the metric `collectives_seconds`; {} if the run has one device.
         """
         if self.mesh.size == 1:
             return {}

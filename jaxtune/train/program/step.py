@@ -131,11 +131,10 @@ class StepProgram:
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
         """The state with which a run starts, over a copy of `trainable`, the weights that train, in the dtypes in which
         they are trained: the step donates the copy, and the caller keeps the original. seed: of dropout and stochastic
-        rounding. device: the sharding that the state will have, which is needed for states on the host (offload); else
-        None."""
+        rounding. device: the sharding that the state will have, needed for states on the host (offload)."""
 
         def kept(a):
-            """A copy of a weight in the dtype in which it is trained."""
+            """A copy of the weight `a`: in bfloat16 if `weights` is "bf16" and it is a matrix, else in float32."""
             rounded = self.weights == "bf16" and a.ndim >= 2
             return jnp.array(a, jnp.bfloat16 if rounded else jnp.float32, copy=True)
 
@@ -243,8 +242,9 @@ class StepProgram:
         return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
-        """The sums with one micro-batch added, for the rows and the shards of weights that one device has: what
-        `accumulate` does on each device, with the same arguments (sums, state, frozen, batch, micro_batch)."""
+        """What `accumulate` computes on each device, with the same arguments: `sums`, those of the step's earlier
+        micro-batches, with `batch` added, for the rows of the batch and the shards of weights (in `state` and `frozen`)
+        that this device has. micro_batch: the index within the step, int32[]."""
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
         key = noise = None
@@ -307,7 +307,7 @@ class StepProgram:
         given, result = partition.unsummed_specs(sums), partition.specs(sums)
 
         def local(sums):
-            """The sums of all devices, from this device's, which have an axis of one device in front."""
+            """The sums of all devices from this device's, without their leading axis; those added already stay."""
             sums = jax.tree.map(lambda a: a[0], sums)
             return sums if self._sums_at_once else of_all_devices(sums)
 
