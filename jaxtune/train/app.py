@@ -1,7 +1,9 @@
 """The train command (`run`): it trains by a config, exports the model to the output folder, and measures exact match on
 held-out questions if the config asks for it (results.json). With --check it only shows what would be trained and how
 rows are tokenised and packed, with --plan only the memory plan (`show_memory`). `answer` asks the model the held-out
-questions, for the evaluate command (scoring.py) too, and `_Delivery` exports and evaluates what a run has trained."""
+questions, for the evaluate command (scoring.py) too, and `_Delivery` exports and evaluates what a run has trained.
+`require_fit_for_processes` refuses what several processes cannot do, and `next_commands` says what to do after a
+run."""
 
 from __future__ import annotations
 

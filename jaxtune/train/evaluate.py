@@ -1,5 +1,5 @@
 """Exact match: the share of held-out questions whose greedy answer equals the expected one. `exact_match` has the model
-answer rows; `questions_of` makes the prompts, which are tokenised as in training."""
+answer rows; `questions_of` makes a `Question` of each row, with its prompt, which is tokenised as in training."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The evaluate command (`evaluate`). `weights_to_score` finds which weights it scores, those of a run or those that a
-recipe names; `loaded_in` sets the format in which they are loaded; and `evaluate` scores them on the held-out rows."""
+recipe names, as a `Scored`; `loaded_in` sets the format in which they are loaded; and `evaluate` scores them on the
+held-out rows."""
 
 from __future__ import annotations
 

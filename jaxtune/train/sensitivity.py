@@ -2,9 +2,10 @@
 given memory. It is the work of `jaxtune sensitivity`.
 
 A matrix's loss is the mean divergence KL(model || model with this matrix alone quantised) of the next-token
-distributions, in nats, over the rows' trained tokens. `measure` finds it for every matrix with a forward pass each,
-`choose` keeps those in 16 bits that lose most for each byte, and `divergence` measures what a choice loses as a whole,
-because losses of single matrices need not add up."""
+distributions, in nats, over the rows' trained tokens. `Sensitivity.measure` finds it for every `Matrix` with a forward
+pass each, `choose` keeps those in 16 bits that lose most for each byte, and `Sensitivity.divergence` measures what a
+choice loses as a whole, because losses of single matrices need not add up. `model_and_batches` loads the model and the
+rows, and `patterns` and `as_recipe` write the choice as a recipe."""
 
 from __future__ import annotations
 

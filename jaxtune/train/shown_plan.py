@@ -1,5 +1,5 @@
-"""What --plan prints of a run without its weights and rows: the plan from the model's shapes, for a device here or
-elsewhere."""
+"""What --plan prints of a run without its weights and rows (`show_plan`): the plan from the model's shapes, for a
+device here or elsewhere."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What a run that learns from rewards says about a generation of answers (those that are sampled at once): metrics for
-the log, a sample and warnings for the screen. `rollouts.SampledAnswers` calls it."""
+the log (`measured`), a sample and warnings for the screen (`screen_lines`). `rollouts.SampledAnswers` calls it."""
 
 from __future__ import annotations
 

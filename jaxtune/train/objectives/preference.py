@@ -1,5 +1,7 @@
 """Preference objectives: `DPO`, `ORPO` and `SimPO`, over pairs of a chosen and a rejected answer to one prompt.
 `Pairs`, `Preference` and `Referenced` (with a reference model) are base classes, also of reward models and KTO.
+`sum_log_probs` computes the log-probabilities of a pair's `Answers`, and `require_fixed_base` checks that a model can
+be its own reference.
 
 The loss of a step is the mean over its pairs. The two documents of a pair are next to each other in a packed row
 (data/pairs.py), and one forward pass computes the whole row. The log-probability of an answer is the sum over those of

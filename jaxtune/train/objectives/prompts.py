@@ -1,6 +1,8 @@
 """Reads the prompts of data rows for runs that sample answers (`read_prompts`), and makes the batch source of a run
 that learns from rewards (GRPO, RLOO) from them and from the functions of the user's code, its `OwnParts`
-(`sampled_answers`). Evaluations by generated answers read their questions by it too."""
+(`sampled_answers`). `read_each` and `prompt_of` serve other readers of prompts, such as on-policy distillation, and
+evaluations by generated answers read their questions by `read_prompts` too. `end_tokens` gives the tokens that end an
+answer."""
 
 from __future__ import annotations
 

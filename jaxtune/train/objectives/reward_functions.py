@@ -1,5 +1,6 @@
 """Reward functions, which give the answers that a model sampled a number each: loading them by name, calling them, and
-handling their errors.
+handling their errors (`RewardFunctions`, `RewardError`). Their arguments are made as a `Sampled`. The functions from
+`exact_number` to `rollout_reward` are ready ones, which a recipe names without a file.
 
 A reward function has TRL's signature. It is called once with all answers of a generation (one round of sampling) and
 returns a number for each, or None where it does not apply:

@@ -1,4 +1,5 @@
 """Answers that a function of the user's code samples, in as many turns and with whatever it calls between them.
+`RolloutFunction` calls it and checks what it returns.
 
 ```python
 def play(prompts, model):

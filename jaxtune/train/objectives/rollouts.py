@@ -1,4 +1,5 @@
 """The batch source of runs that learn from rewards (`SampledAnswers`): answers sampled from the model that is trained.
+`Advantages` is the type of the functions that compute advantages for it.
 
 A generation is one round of sampling, whose answers are used for one step or several. It takes some prompts, samples
 `num_generations` answers to each, calls the reward functions, and packs the answers into rows, with advantages and the

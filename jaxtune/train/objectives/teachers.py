@@ -3,8 +3,8 @@
 A `Decoder` with a teacher has it as its attribute `teacher`. So its weights are loaded, placed on the devices, counted
 by the planner and given to the step's programs as the frozen weights of the model itself are. `with_teacher` attaches
 one. A run opens and loads the teacher that its config names (`open_teacher`, `load_teacher`), and `teacher_shapes`
-gives the planner its shapes before that.
-"""
+gives the planner its shapes before that. `of_pass` and `pass_shapes` are for a teacher whose log-probabilities are
+stored before the run (stored_teachers.py), and `require_same_tokens` compares its tokenizer with the student's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """How models write calls of tools, by the kind of their chat template, and how templates write what tools answer.
 
-A model's answer is parsed as text. A tool's answer is added behind the sampled tokens as the tokens that the template
-writes between the end of the model's turn and the begin of its next one. The sampled tokens themselves are never
-decoded and tokenised again, because that could change them. `ToolFormat` does both for `answering.ToolTurns`."""
+A model's answer is parsed as text, by the function of the template's `Kind` (`parse_hermes` and others), into each
+`Call`. A tool's answer is added behind the sampled tokens as the tokens that the template writes between the end of the
+model's turn and the begin of its next one. The sampled tokens themselves are never decoded and tokenised again, because
+that could change them. `ToolFormat` does both for `answering.ToolTurns`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tools that a model may call while it answers: functions, and the methods of environments.
+"""The tools that a model may call while it answers: functions, and the methods of environments. `Tools` has those of a
+run, and calls them.
 
 A tool is a Python function with types and a docstring in Google's style, from which the chat template gets its JSON
 schema; it may be `async def`. An environment is an object with a method `reset(**row)`, whose other public methods are

@@ -1,5 +1,6 @@
-"""Functions of the user's code, such as rewards and tools: loading one that a recipe names as file.py:name, and calling
-it, whether it is async or not, in another thread, so that the run can stop waiting for it."""
+"""Functions of the user's code, such as rewards and tools: loading one that a recipe names as file.py:name
+(`load_from_file`), choosing its `arguments`, and calling it, whether it is async or not, in another thread, so that the
+run can stop waiting for it (`EventLoop`, `in_thread`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The optimizers, all of them optax transformations, which `make_optimizer` makes; the dtypes in which trained weights
-are stored; and a bound on what one update can change (`UpdateBound`)."""
+"""The optimizers, all of them optax transformations, which `make_optimizer` makes; what a step asks of them
+(`StepOptimizer`); which tensors weight decay and an own learning rate apply to (`decayed_tensors`,
+`embedding_tensors`); the dtypes in which trained weights are stored (`weight_storage`); and a bound on what one update
+can change (`UpdateBound`)."""
 
 from __future__ import annotations
 

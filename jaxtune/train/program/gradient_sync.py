@@ -1,5 +1,6 @@
 """How the gradients of a step are added over devices: in float32, or quantised (`mesh.gradient_sync`). `GradientSync`
-is a quantised sync; `as_saved` and `fitted` read its errors from a checkpoint of another mesh or format.
+is a quantised sync, which `gradient_sync_of` makes as the config asks; `as_saved` and `fitted` read its errors from a
+checkpoint of another mesh or format.
 
 A quantised sync sends numbers in a low format (models/placement/low_format.py) in both legs of the sum. With error
 feedback (arXiv 1901.09847) each device keeps what rounding took from the numbers that it sent, and adds it to what it
@@ -14,8 +15,7 @@ on all devices: roots of running means of squares as Adam's own, by which number
 Tensors that are whole on each device are added over all devices, and those that `fsdp` divides over `data`, once a step
 in the update. Small tensors are joined to buffers, so that there are few collectives. The sums over `fsdp` of divided
 tensors are made in the backward of each micro-batch (gathers.scatter), always rounded stochastically, as their errors
-would be a whole gradient on each device.
-"""
+would be a whole gradient on each device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A persistent cache of compiled programs (`ProgramCache`) that verifies each program before it runs; commands turn it
-on with `use_program_cache`.
+on with `use_program_cache`, and `in_use` returns the one that is used.
 
 JAX's own cache trusts what it finds in its folder: a flipped bit gives another program, and a torn entry stays torn.
 Here every entry has a checksum of its key and content, so that a damaged or swapped entry is removed, reported, and
@@ -8,8 +8,7 @@ compiled again.
     KEY.zlib.program    8 bytes that name the format, SHA-256 of key and content, content (KEY.zstd.program likewise)
 
 Entries are machine code that will run, so only their owner can read and write them. An entry that belongs to another
-user, or that others may write, is not used.
-"""
+user, or that others may write, is not used."""
 
 from __future__ import annotations
 

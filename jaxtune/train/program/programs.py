@@ -1,5 +1,5 @@
 """The compiled programs of a run (`Programs`), and what compiles and runs them (`Engine`): once for all data, and again
-with other plans until one fits the memory."""
+with other plans until one fits the memory. `compiler_options` are XLA's."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The train step as two programs, which are the same for all data.
+"""The train step as two programs of a `StepProgram`, the same for all data, over a `TrainState` and a step's `Sums`.
 
 `accumulate` adds one micro-batch's loss, count and gradients to donated sums. `update` divides once by the step's
 count, clips, updates the weights, and returns zeroed sums. Micro-batches are dispatched from Python, because a loop
 around the stack within one program would keep transfers from overlapping with compute. Nothing here waits for the
-device. Two more programs compute on held-out rows (`evaluate`) and give a value for each row (`of_rows`).
-"""
+device. Two more programs compute on held-out rows (`evaluate`) and give a value for each row (`of_rows`)."""
 
 from __future__ import annotations
 
@@ -200,8 +199,7 @@ class StepProgram:
         kept = jnp.float32 if self.micro_batches > 1 else None
 
         def zeros(shape=(), dtype=jnp.float32, devices=self.devices):
-            """Zeros of a shape, behind an axis of `devices` unless the run has one device, with the next of `places` as
-            sharding."""
+            """Zeros of a shape, behind an axis of `devices` if there are several, placed as the next of `places`."""
             in_front = () if self.devices == 1 else (devices,)
             return jnp.zeros((*in_front, *shape), dtype, device=next(places, None))
 
