@@ -45,7 +45,7 @@ class StopSignal:
       signal_name: the name of the first signal, such as "SIGTERM"; None before it.
     """
 
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the signals that are handled
 
     def __init__(self) -> None:
         self.requested = False

@@ -361,7 +361,8 @@ class Trainer:
         return report.precision_notes(self.config, self.storage(), self.gradients, losses, model.given, model.qat)
 
     def storage(self) -> dict[str, str]:
-        """How a checkpoint stores the weights and the optimizer's states: {"weights": dtype, "optimizer": in words}."""
+        """How a checkpoint stores the weights and the optimizer's states, for the notes and the record: {"weights":
+        "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""
         own = "8 bits" if self.config.optim.name == "adamw_8bit" else "fp32"
         optimizer = "as it was given" if "optimizer" in self.own else own
         return {"weights": self.program.weights, "optimizer": optimizer}
@@ -475,8 +476,7 @@ class Trainer:
         state). Its arrays are read directly into the shardings of a step; before, the checkpoint's plan is adopted, and
         the given model's trained tensors are freed unless `keeps_model`. The batch source continues where it was.
         Raises CheckpointError if there is no intact one, or it is of another run or of a later step than the run's last
-        one. note: called with lists of sentences about what differs from the saved run. weights_only: whether the state
-        is only {"trainable": weights}, without the optimizer's states."""
+        one. note: called with lists of sentences on differences. weights_only: the state is {"trainable": weights}."""
         self.model.take_weights()  # the record has the base's fingerprint
         wanted: Any = self.model.state_shapes(self.engine)
         wanted, like = {"trainable": wanted.trainable} if weights_only else wanted, {}

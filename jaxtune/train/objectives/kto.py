@@ -34,19 +34,21 @@ class KTO(Referenced):
     """The objective of Kahneman-Tversky optimisation (arXiv 2402.01306, equations 7 and 8): rows have a single answer,
     which is labelled as desirable or undesirable. The loss moves the answer's log-ratio, log p(answer) - log
     p_ref(answer) under a reference model, above or below the KL divergence between model and reference. The divergence
-    kl is estimated as in TRL: the mean log-ratio of a micro-batch's mismatched answers, at least 0, without gradient.
-    The loss of a desirable answer is desirable_weight sigmoid(beta (kl - log-ratio)), that of an undesirable one
-    undesirable_weight sigmoid(beta (log-ratio - kl)); its reward, in metrics, is beta times its log-ratio. beta: the
-    larger it is, the less the model moves away from the reference."""
+    kl is estimated as in TRL: the mean log-ratio of a micro-batch's mismatched answers (each the answer of another row,
+    after this row's prompt), at least 0, without gradient. The loss of a desirable answer is desirable_weight
+    sigmoid(beta (kl - log-ratio)), that of an undesirable one undesirable_weight sigmoid(beta (log-ratio - kl)); its
+    reward, in metrics, is beta times its log-ratio. beta: the larger it is, the less the model moves away from the
+    reference."""
 
     desirable_weight: float = 1.0
     """The factor of the losses of desirable answers."""
     undesirable_weight: float = 1.0
     """The factor of the losses of undesirable answers."""
 
-    name: ClassVar[str] = "kto"
-    row_format: ClassVar[str] = LABELLED
-    unit: ClassVar[str] = "examples"
+    name: ClassVar[str] = "kto"  # by which objective.name selects it
+    row_format: ClassVar[str] = LABELLED  # data rows have one answer and a label
+    unit: ClassVar[str] = "examples"  # what the count of `loss` counts: labelled answers
+    # the names of the sums of `loss` for metrics
     sums: ClassVar[tuple[str, ...]] = (
         "kl",
         "examples/chosen",

@@ -69,7 +69,7 @@ class OwnSamples(BatchSource):
       ConfigError: the longest prompt with max_completion_length more tokens is longer than a packed row.
     """
 
-    sees_model = True
+    sees_model = True  # `batch_at` is given the model, which samples
 
     def __init__(
         self,

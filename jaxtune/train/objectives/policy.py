@@ -276,7 +276,7 @@ class RLOO(GRPO):
     normalize_advantages: bool = False
     """True: the advantages are normalised to mean 0 and standard deviation 1 over a generation. False: they are not."""
 
-    name: ClassVar[str] = "rloo"
+    name: ClassVar[str] = "rloo"  # by which objective.name selects it
 
     @property
     def over_generation(self) -> bool:

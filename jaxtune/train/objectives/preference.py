@@ -160,7 +160,7 @@ class Preference(Pairs):
     beta: float = 0.1
     """The scale of the rewards: the reward of an answer is beta times its `unscaled_rewards`."""
 
-    sums: ClassVar[tuple[str, ...]] = METRICS
+    sums: ClassVar[tuple[str, ...]] = METRICS  # the names of the sums of `loss` for metrics
     by_mean: ClassVar[bool] = False
     """True: the log-probability of an answer is the mean over its tokens, in rewards and metrics. False: it is the
     sum."""
@@ -308,7 +308,7 @@ class DPO(Referenced):
     reference model, of a pair's chosen and rejected answer. beta: the larger it is, the less the model moves away from
     the reference. Values are not checked here; the config's section `objective` checks its own."""
 
-    name: ClassVar[str] = "dpo"
+    name: ClassVar[str] = "dpo"  # by which objective.name selects it
 
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """The loss of d, the log-ratio of the chosen answer minus that of the rejected one: "sigmoid" is -log sigmoid(beta
@@ -346,10 +346,11 @@ class ORPO(Preference):
     micro-batch, their prompts included.
     """
 
-    name: ClassVar[str] = "orpo"
+    name: ClassVar[str] = "orpo"  # by which objective.name selects it
+    # the names of the sums of `loss` for metrics
     sums: ClassVar[tuple[str, ...]] = (*METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
-    by_mean: ClassVar[bool] = True
-    documents: ClassVar[bool] = True
+    by_mean: ClassVar[bool] = True  # log-probabilities are means over the tokens of an answer
+    documents: ClassVar[bool] = True  # `pair_losses` needs the log-probabilities of whole documents
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(the losses of pairs; the metrics "nll_loss", "log_odds_ratio" and "log_odds_chosen"), float32[rows, most
@@ -390,8 +391,8 @@ class SimPO(Preference):
     label_smoothing: float = 0.0
     """The probability, from 0 to below 1, that a preference is labelled wrongly."""
 
-    name: ClassVar[str] = "simpo"
-    by_mean: ClassVar[bool] = True
+    name: ClassVar[str] = "simpo"  # by which objective.name selects it
+    by_mean: ClassVar[bool] = True  # log-probabilities are means over the tokens of an answer
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(the losses of pairs, float32[rows, most pairs]; {}, no further metrics).

@@ -55,8 +55,9 @@ class Reward(Pairs):
     """The factor of a further loss, the square of the sum of a pair's two scores (arXiv 2312.09244, eq. 2), which keeps
     the mean of scores near 0; None: there is no such loss."""
 
-    name: ClassVar[str] = "reward"
-    head: ClassVar[Head] = SCORE
+    name: ClassVar[str] = "reward"  # by which objective.name selects it
+    head: ClassVar[Head] = SCORE  # the model must have a head that scores texts
+    # the names of the sums of `loss` for metrics
     sums: ClassVar[tuple[str, ...]] = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin")
 
     def prepare(

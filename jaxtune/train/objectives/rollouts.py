@@ -85,7 +85,7 @@ class SampledAnswers(BatchSource):
         for an answer.
     """
 
-    sees_model = True
+    sees_model = True  # `batch_at` is given the model, which samples
 
     def __init__(
         self,

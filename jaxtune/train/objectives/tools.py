@@ -45,7 +45,7 @@ _NOT_TOOLS = ("reset", "get_reward")
 class Environment(Protocol):
     """An environment: an object of the user's code whose public methods are the tools of one answer. It keeps the state
     of that answer alone, such as that of a game. Only the method `reset` is required; `get_reward` may score the
-    answer."""
+    answer. `Tools` gives each answer one."""
 
     def reset(self, **row: object) -> str | None:
         """Called before an answer is sampled: it sets the environment to its initial state for that answer. row: the

@@ -49,7 +49,7 @@ class Buffer:
     tensors: tuple[int, ...]
     """The positions of the tensors among the leaves of the trained tensors."""
     numbers: int
-    """The numbers of all tensors on a device, with the zeros of each."""
+    """How many numbers all tensors have on a device, with the zeros behind each."""
     axes: tuple[str, ...]
     """The mesh axes over which they are added."""
     devices: int
@@ -57,7 +57,7 @@ class Buffer:
 
     @property
     def part(self) -> int:
-        """The numbers that each of the devices adds up: its equal part of the buffer, a multiple of a block."""
+        """How many numbers each of the devices adds up: its equal part of the buffer, a multiple of a block."""
         return -(-self.numbers // (self.devices * low_format.BLOCK)) * low_format.BLOCK
 
     @property
@@ -109,9 +109,10 @@ class GradientSync:
         return found
 
     def error_sizes(self, trainable, shape: MeshShape) -> dict[str, list[int]]:
-        """The numbers of errors that each device keeps: of the gradients that it sends ("sent") and of the sums that it
-        makes ("summed"), and in int4 of the sums' usual sizes ("usual"), one for each buffer; {} without error feedback
-        or with one device. trainable: the trained tensors, which may be abstract. shape: the mesh's."""
+        """How many errors each device keeps: of the gradients that it sends ("sent") and of the sums that it makes
+        ("summed"), and in int4 of the sums' usual sizes ("usual"), each as a list with one number for each buffer; {}
+        without error feedback or with one device. trainable: the trained tensors, which may be abstract. shape: the
+        mesh's."""
         if not self.feedback or shape.size == 1:
             return {}
         leaves = jax.tree.leaves(partition.divided_into(trainable, shape.parts), is_leaf=_is_shard)

@@ -98,7 +98,8 @@ def _uncollected():
 
 
 class Engine:
-    """Compiles and runs the programs of a training run on a mesh, under the planner's plan.
+    """Compiles and runs the programs of a training run on a mesh, under the planner's plan: what becomes of the values
+    that the backward reads, and the number of micro-batches.
 
     Args:
       program: the run's step. Its fields that the plan, the mesh and config.neftune_noise_alpha decide are filled in
@@ -160,8 +161,7 @@ class Engine:
         ]
 
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
-        """Sets the mesh, and the shardings on it, for the programs that are compiled from now on. The constructor calls
-        it, and benchmarks that compile for devices that are not here."""
+        """Sets the mesh, and the shardings on it, for the programs that are compiled from now on."""
         self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
         self._by_rows = NamedSharding(mesh, partition.ROWS)
         self.program = dataclasses.replace(self.program, mesh=mesh)

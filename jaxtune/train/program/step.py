@@ -189,7 +189,8 @@ class StepProgram:
         return dataclasses.replace(sums, gradients=partition.divide_like(self._marked(trainable), sums.gradients))
 
     def _marked(self, trainable):
-        """Returns `trainable` with each divided tensor as a partition.Shard, which has the format of its gradient."""
+        """Returns `trainable` with each divided tensor as a partition.Shard, which says by which axis it is divided,
+        and in which format the sums of its gradient are exchanged."""
         return partition.divide(trainable, self.mesh, None if self.sync is None else self.sync.format)
 
     def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
