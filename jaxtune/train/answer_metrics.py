@@ -165,7 +165,9 @@ def answer_metrics(
     config: TrainConfig, rows: object, tokenizer, model: Decoder, rewards: RewardFunctions | None = None
 ) -> AnswerMetrics | None:
     """Makes the evaluation by generation that config.evaluation.generate asks for, of the first
-    evaluation.generate_rows held-out rows; returns None if it names no function. Nothing is generated yet.
+    evaluation.generate_rows held-out rows; returns None if it names no function. Nothing is generated yet. If a
+    function raises an exception for an answer, the answer gets no value of it and the run continues, whatever
+    objective.reward_errors says.
 
     Args:
       config: the config of the run.
@@ -173,7 +175,8 @@ def answer_metrics(
       tokenizer: a Hugging Face tokenizer with the chat template of the run.
       model: the run's model, of which the context length and the end tokens are read; its arrays may be
         `jax.ShapeDtypeStruct`s.
-      rewards: what evaluation.generate = [rewards] means; None: the functions that config.objective names.
+      rewards: the run's reward functions, which score the answers if evaluation.generate = [rewards]; None: those that
+        config.objective names. They are not used otherwise.
     Raises:
       ConfigError: a function does not exist, rows have no questions, or a question leaves no room for an answer.
     """

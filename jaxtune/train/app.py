@@ -1,7 +1,9 @@
 """The train command (`run`): it trains by a config, exports the model to the output folder, and measures exact match on
 held-out questions if the config asks for it (results.json). With --check it only shows what would be trained and how
-rows are tokenised and packed, with --plan only the memory plan. The evaluate command (scoring.py) also uses `answer`.
-"""
+rows are tokenised and packed, with --plan only the memory plan (`show_memory`). `answer` asks the model the held-out
+questions, for the evaluate command (scoring.py) too, and `_Delivery` exports and evaluates what a run has trained.
+`require_fit_for_processes` refuses what several processes cannot do, and `next_commands` says what to do after a
+run."""
 
 from __future__ import annotations
 
@@ -53,10 +55,11 @@ BEFORE, AFTER = "before training", "after training"  # printed before the answer
 
 
 def answered(config: TrainConfig, limit: int) -> tuple[list[Example], int]:
-    """Returns (the first `limit` held-out rows, of data.eval of `config`, that are conversations which end with an
-    assistant's message that is not empty, as examples; the number of rows before the last of these that were left out
-    because they are not, or cannot be read). Exact match compares the model's answers with these. Raises ValueError if
-    there is no such row, or if one that was read does not fit its format and data.on_bad_row is "error"."""
+    """Reads the held-out rows (data.eval of `config`) whose answers exact match compares with the model's: those that
+    are conversations and end with an assistant's message that is not empty. Returns (the first `limit` of them, as
+    examples; the number of other rows that were read until then and are left out, because they have another form, end
+    otherwise or cannot be read). Reading stops once there are `limit`; fewer are returned if the rows have no more.
+    Raises ValueError if there is no such row, or if a row does not fit its format and data.on_bad_row is "error"."""
     rows, left_out = [], 0
     sources = open_sources(config.data.eval, columns=config.data.columns)
     for row in read_rows(sources, config.data.format):
@@ -91,16 +94,20 @@ def sampled_by(trainer: Trainer) -> Sampled:
 def answer(
     model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, sampled: Sampled, when: str = ""
 ) -> dict[str, Any]:
-    """Measures exact match on the held-out rows, and prints the score and some answers.
+    """Measures exact match on the held-out rows, and prints the score and evaluation.sample_rows of the answers, chosen
+    by `answers_to_show`. The train command calls it before and after training, as the config asks, and the evaluate
+    command once.
 
     Args:
       model, tokenizer, config: those of the run.
       console: prints the lines.
       sampled: how many questions are answered at a time, from `sampled_by`.
-      when: printed before the score, such as "before training".
+      when: printed before the score, such as "before training"; "" prints nothing there.
     Returns:
-      {"exact_match": share of right answers, "rows": number of questions, "samples": [{"question", "expected",
-      "given"}]}.
+      {"exact_match": share of right answers, from 0 to 1, "rows": number of questions, "samples": [{"question",
+        "expected", "given"}], the answers that were printed}.
+    Raises:
+      ValueError: no row ends with an answer, or a prompt is too long for the model.
     """
     settings = config.evaluation
     rows, left_out = answered(config, settings.exact_match_rows)
@@ -118,8 +125,10 @@ def answer(
 
 
 def answers_to_show(answers: Sequence[tuple[str, str, str]], count: int) -> list[tuple[str, str, str]]:
-    """Chooses `count` of the answers of an evaluation, (question, expected, given), and keeps their order. Half of them
-    are wrong ones if there are enough, because the mistakes of a model that is nearly always right show most."""
+    """Chooses `count` of the answers of an evaluation, (question, expected, given), and keeps their order. Half of
+    them, rounded down, are wrong ones, because the mistakes of a model that is nearly always right show most; if there
+    are too few wrong or too few right ones, more of the others are taken. An answer is right if it equals the expected
+    one apart from white space at the ends. It returns fewer than `count` if there are fewer."""
     wrong = [index for index, (_, expected, given) in enumerate(answers) if given.strip() != expected.strip()]
     right = sorted({*range(len(answers))} - {*wrong})
     few_right = right[: max(count - len(wrong), (count + 1) // 2)]
@@ -138,13 +147,14 @@ def _show_answers(found: dict[str, Any], console: Console, when: str, left_out: 
 
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
-    """Runs the train command for a config.
+    """Runs the train command for a config: trains, exports the model and evaluates it as the config asks, and writes
+    all results to the folder config.output. With `check` or `plan` it only prints, and writes nothing to that folder.
 
     Args:
       config: the config of the run.
-      check: only read the rows and show how they are tokenised and packed.
-      plan: only show the memory plan. If plan.device is set or data.train is empty, it is computed from the model's
-        shapes alone (`show_plan`), otherwise with the rows, and by compiling the step (`show_memory`).
+      check: True: the rows are only read, and it is shown how they are tokenised and packed.
+      plan: True: only the memory plan is shown. If plan.device is set or data.train is empty, it is computed from the
+        model's shapes alone (`show_plan`), otherwise with the rows, and by compiling the step (`show_memory`).
       console: prints; None writes to the terminal.
     Returns:
       The process's exit code: 0, or 75 if a signal stopped the run; the same command then continues from what is saved,
@@ -199,7 +209,8 @@ def require_fit_for_processes(config: TrainConfig) -> None:
 
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     """Does a run of the train command by its config: loads, trains, exports and evaluates, prints on `console` what to
-    do next, and returns the exit code 0. stop: watches for signals such as SIGTERM, on which it ends the run with
+    do next (in the first process), and returns the exit code 0. If all results of the run exist already, it does not
+    train, and prints their numbers. stop: watches for signals such as SIGTERM, on which it ends the run with
     TrainingInterrupted or Interrupted; `run` catches both."""
     with loading(config) as (weights, tokenizer, model):
         if note := report.cpu_note(model):
@@ -223,8 +234,9 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
 
 
 def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
-    """Does what --plan asks for on this machine, without training: prints on `console` the plan of `trainer`, compiles
-    its step (and that of further plans until one fits), and prints the predicted memory and the compiler's figure.
+    """Does what --plan asks for on this machine, without training: prints on `console` the plan of `trainer` (what
+    becomes of the values that the backward reads, and the number of micro-batches), compiles its step (and that of
+    further plans until one fits), and prints the predicted memory and the compiler's figure.
 
     Returns:
       {name: GB}: `predicted` and `compiled`, the step's peak memory by the planner and by the compiler; and `limit`,
@@ -235,6 +247,7 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     planner = trainer.planner
 
     def show(line: str) -> None:
+        """Prints `line` on `console`, broken between words at its width, and without markup."""
         console.print(fitted(line, console), markup=False, highlight=False)
 
     for line in planner.lines():
@@ -271,16 +284,19 @@ class _Delivery:
             trainer.sampled = sampled_by(trainer)
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
-        """Looks at the results that exist in the output folder (exports and results.json), and answers the held-out
-        questions before training if the config asks for that and no step was made yet.
+        """Compares the results that exist in the output folder (exports and results.json) with this run, before its
+        first step. Then, if the config asks for it and no step was made yet, it answers the held-out questions, and
+        writes the score to results.json at once. Afterwards `numbers` has at most the entry "before". A results.json
+        that is damaged or of another run is deleted.
 
         Args:
           run: a function that returns what identifies the run; it waits for the weights, so it is called only if
             needed.
-          start: the steps done so far.
+          start: the steps done so far: that of the checkpoint that the run continues from, or 0.
         Raises:
-          RunIsComplete: all exports exist already, with the weights of the last step; and, if the run's checkpoints
-            exist too, no evaluation is missing.
+          RunIsComplete: all exports that the config asks for exist already, with the weights of the last step; and the
+            run has no checkpoint (`start` is 0), or one of the last step and no evaluation is missing. `numbers` has
+            what results.json has.
           ValueError: an export is of another run, or has files that no run wrote and would be overwritten.
         """
         names = (ADAPTER, MERGED, RESULTS)
@@ -358,7 +374,8 @@ class _Delivery:
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
         """Exports the trained model to the folders adapter and merged, as the config asks, answers the held-out
-        questions, and writes results.json if there is any number.
+        questions, and writes results.json if there is any number. It prints each folder that it wrote. In a run of
+        several processes all of them call it, and the first one writes.
 
         Args:
           model: the trained model.
@@ -396,6 +413,8 @@ class _Delivery:
         tokenizer, wanted = self.trainer.tokenizer, self.config.export
 
         def whole(model: Decoder, folder: Path) -> None:
+            """Writes `model` to `folder` as a checkpoint without an adapter, which is merged into the weights, and its
+            tokenizer."""
             save_weights(merged_weights(model) if adapted else Weights(model), folder, tokenizer=tokenizer)
 
         exports: list[tuple[str, Callable[[Decoder, Path], None]]] = []
@@ -407,9 +426,11 @@ class _Delivery:
 
 
 def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
-    """Commands that are useful after a run, [(purpose, command line)], which the train command prints at its end. They
-    are valid in the folder where the run was started. output: the run's folder. config: the run's, whose rows give the
-    question of an example."""
+    """Commands that are useful after a run, [(purpose, command line)], which the train command prints at its end: one
+    that asks the trained model a question, if it was exported; one that shows the profile, if there is one; and after
+    the packaged first run, two that train other models. They are valid in the folder where the run was started. output:
+    the run's folder. config: the run's; the question is that of a held-out row if exact match is measured, else
+    "..."."""
     commands = []
     trained = [output / name for name in (MERGED, ADAPTER) if (output / name).exists()]
     if trained:

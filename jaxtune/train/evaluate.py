@@ -1,5 +1,5 @@
 """Exact match: the share of held-out questions whose greedy answer equals the expected one. `exact_match` has the model
-answer rows; `questions_of` makes the prompts, which are tokenised as in training."""
+answer rows; `questions_of` makes a `Question` of each row, with its prompt, which is tokenised as in training."""
 
 from __future__ import annotations
 
@@ -128,12 +128,14 @@ def questions_of(
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of `text` by `tokenizer`, without the special tokens that it adds around a text."""
+    """The token ids of `text` by `tokenizer`, without the special tokens that it adds around a text. `exact_match` gets
+    by it the tokens of what a template writes around an answer."""
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def _first(ids: Sequence[int], of: Set[int]) -> int | None:
-    """The first of the token ids `ids` that is in the set `of`; None if none is."""
+    """The first of the token ids `ids` that is in the set `of`; None if none is. `exact_match` finds by it the token
+    that ends a turn in the text that a template writes after an answer."""
     return next((token for token in ids if token in of), None)
 
 
@@ -143,6 +145,8 @@ def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
     decodes them."""
 
     def count(length: int) -> int:
+        """How often the mark that precedes an answer occurs in the text of the first `length` of the sampled token ids.
+        `_after` finds by bisection the shortest `length` that has all of them, after which the answer begins."""
         return tokenizer.decode(ids[:length]).count(mark)
 
     found = count(len(ids)) if mark else 0

@@ -1,4 +1,6 @@
-"""Loads the model, the adapter and the tokenizer that a config asks for, while rows are read and programs compiled."""
+"""Loads the model, the adapter and the tokenizer that a config asks for: `load_model` waits for them, and `loading`
+loads the weights in a thread while rows are read and programs compiled. `adapted` gives a loaded model its head and
+adapter."""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     wanted, teacher = config.model, open_teacher(config)
 
     def tokenizer(folder: Path | None) -> Any:
-        """The run's tokenizer; raises ValueError if there is none, or the teacher's differs from it."""
+        """The run's tokenizer, that of the model's folder `folder` unless model.tokenizer names another. Raises
+        ValueError if there is none, or the teacher's differs from it."""
         made = _tokenizer(config, folder)
         require_same_tokens(made, teacher)
         return made
@@ -71,7 +74,8 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     cancelled = threading.Event()
 
     def load() -> Decoder:
-        """The model with its weights, its adapter and its teacher."""
+        """Loads and returns the model with its weights, its adapter and its teacher; it runs in the thread, or at once
+        if the shapes are not known without it."""
         return with_teacher(adapted(pretrained.load(cancelled, mesh), config), load_teacher(teacher, cancelled, mesh))
 
     packed = pretrained.packed or (teacher is not None and teacher.packed)

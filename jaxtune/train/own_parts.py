@@ -1,8 +1,10 @@
 """Optimizers, schedules and objectives that a user's code gives to Trainer instead of the config's.
+`require_nothing_beside` refuses config keys that have no effect beside them, and `identities` makes what checkpoints
+record of each.
 
-Checkpoints record an identity of each of them, so that a run is not resumed with another one. What comes from the
-config is identified by its settings, but of a function only its behaviour can be recorded: an optimizer is identified
-by its states and the program of its update, a schedule by its rates, and an objective by its class and fields."""
+With its identity recorded, a run is not resumed with another one. What comes from the config is identified by its
+settings, but of a function only its behaviour can be recorded: an optimizer is identified by its states and the program
+of its update, a schedule by its rates, and an objective by its class and fields."""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ _KEPT = ("weights",)
 
 
 def require_own_optimizer(config: TrainConfig) -> None:
-    """Raises ValueError if config.optim sets a key that has no effect because an optimizer was given to Trainer, so
-    that a user notices it. Only `optim.weights` still has an effect."""
+    """Raises ValueError if config.optim sets a key to another value than its default, which has no effect because an
+    optimizer was given to Trainer, so that a user notices it. Only `optim.weights` still has an effect."""
     if config.optim.offload:
         raise ValueError(
             "optim.offload = True: the states of an optimizer given to Trainer stay on the device, because the size of "
@@ -38,14 +40,14 @@ def require_own_optimizer(config: TrainConfig) -> None:
 
 
 def require_own_schedule(config: TrainConfig) -> None:
-    """Raises ValueError if config.schedule sets a key, because it has no effect beside the schedule that was given to
-    Trainer."""
+    """Raises ValueError if config.schedule sets a key to another value than its default, because it has no effect
+    beside the schedule that was given to Trainer."""
     _require_defaults("schedule", config.schedule, ScheduleConfig(), "schedule")
 
 
 def require_own_objective(config: TrainConfig) -> None:
-    """Raises ValueError if config.objective sets a key, because it has no effect beside the objective that was given to
-    Trainer."""
+    """Raises ValueError if config.objective sets a key to another value than its default, because it has no effect
+    beside the objective that was given to Trainer."""
     _require_defaults("objective", config.objective, ObjectiveConfig(), "objective")
 
 
@@ -55,9 +57,9 @@ def require_nothing_beside(
     schedule: optax.Schedule | None,
     objective: Objective | None,
 ) -> None:
-    """Raises ValueError if the config sets a key that has no effect because of an optimizer, a schedule or an objective
-    that was given to Trainer; each of these is None if it was not given, and its section of the config is then not
-    checked."""
+    """Raises ValueError if the config sets a key to another value than its default, which has no effect because of an
+    optimizer, a schedule or an objective that was given to Trainer; each of these is None if it was not given, and its
+    section of the config is then not checked."""
     if optimizer is not None:
         require_own_optimizer(config)
     if schedule is not None:

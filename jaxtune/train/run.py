@@ -167,12 +167,11 @@ class Run:
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
-        """Makes the steps after the first `start` ones, until the last of the run or until a callback ends it; returns
-        (the last state, steps done). Between them it calls callbacks, evaluates, saves and traces as the config asks,
-        and at the end it saves and evaluates the last state. programs: those of the first step, which are compiled anew
-        if memory runs out in it. `state` and `sums` (zeros) are donated. frozen: nnx.State, the weights that are not
-        trained. Raises TrainingInterrupted after a signal, when the state is saved if possible, and TrainingStopped if
-        a guard stopped the run."""
+        """Makes the steps after the first `start` ones until the last of the run, or until a callback ends it: (last
+        state, steps done). It calls callbacks, evaluates, saves and traces as the config asks, also at the end.
+        programs: those of the first step, compiled anew if memory runs out in it. `state` and `sums` (zeros) are
+        donated. frozen: nnx.State, what does not train. Raises TrainingInterrupted after a signal (the state is saved
+        if possible), and TrainingStopped if a guard stops it."""
         engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
         profile = self.profile
 
@@ -182,6 +181,7 @@ class Run:
         losses: dict[int, float] = {}  # by step, so that an evaluation that a callback asks for is not made twice
 
         def evaluate(step: int) -> float:
+            """The held-out loss after `step` steps, NaN without one; a second call for a step evaluates nothing."""
             if step not in losses:
                 between = functools.partial(saver.poll, step, state) if step else lambda: None
                 losses[step] = self.evaluate(at(step).evaluate, state, frozen, step, between)
@@ -262,8 +262,9 @@ class Run:
             raise
 
     def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
-        """Calls `between` of the callbacks after `done` steps; returns whether one of them asked to end the run, in the
-        first process if there are several.
+        """Calls `between` of the callbacks after `done` steps; returns whether one of them asked to end the run (in a
+        run of several processes, whether one did in the first process). They get a `Between`, by which they can
+        evaluate, save and stop.
 
         evaluate: a function that evaluates after a number of steps and returns the loss. saver: saves checkpoints.
         state: the state after these steps."""
@@ -289,9 +290,9 @@ class Run:
         return math.isfinite(float(partition.on_host(loss).sum()))
 
     def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
-        """Evaluates, logs and shows the held-out loss and the metrics of generated answers, calls the callbacks, and
-        saves the state if it is the best so far (checkpoint.best). Returns the loss, NaN if there is none. It does
-        nothing if there is nothing to evaluate.
+        """Evaluates the held-out loss and the metrics of generated answers, adds them to metrics.jsonl and
+        Trainer.history, prints them, calls the callbacks, and saves the state if it is the best so far
+        (checkpoint.best). Returns the loss, NaN if there is none. It does nothing if there is nothing to evaluate.
 
         Args:
           evaluate: the compiled program of an evaluation; None if no held-out rows have a loss.

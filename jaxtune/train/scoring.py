@@ -1,5 +1,6 @@
-"""The evaluate command: which weights it scores (those of a run, or those that a recipe names), in which format they
-are loaded, and the scores on the held-out rows."""
+"""The evaluate command (`evaluate`). `weights_to_score` finds which weights it scores, those of a run or those that a
+recipe names, as a `Scored`; `loaded_in` sets the format in which they are loaded; and `evaluate` scores them on the
+held-out rows."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
 
 
 def _best(found: BestEvaluation) -> str:
-    """A best evaluation (`found`) in words: "the best by eval_loss, 0.1234"."""
+    """A best evaluation (`found`) in words, for the text of what is scored: "the best by eval_loss, 0.1234"."""
     return f"the best by {found['metric']}, {found['value']:.4f}"
 
 
@@ -168,7 +169,7 @@ def evaluate(
     config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: float = 0, load_in: str | None = None
 ) -> dict[str, Any]:
     """The evaluate command: scores the weights that `weights_to_score` finds on the held-out rows, and prints the
-    results.
+    results on stderr. It writes no file of the run.
 
     Args:
       config: the config of the recipe, overrides applied.
@@ -181,7 +182,8 @@ def evaluate(
         None keeps that of the config or the adapter.
     Returns:
       {"weights": in words, "eval_loss", "eval_UNIT": the number of targets or pairs}; and "exact_match", "rows" and
-        "samples", and the metrics of evaluation.generate, where the config asks for them.
+        "samples", and the metrics of evaluation.generate (None for one that is NaN) with "eval_samples", some of its
+        answers, where the config asks for them. If the held-out rows have only questions, it has no loss.
     Raises:
       ValueError: there are no such weights, no held-out rows, or these are not those that the run left out.
       CheckpointError: the run has no intact checkpoint, or it does not fit the config.

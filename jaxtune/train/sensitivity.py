@@ -2,9 +2,10 @@
 given memory. It is the work of `jaxtune sensitivity`.
 
 A matrix's loss is the mean divergence KL(model || model with this matrix alone quantised) of the next-token
-distributions, in nats, over the rows' trained tokens. `measure` finds it for every matrix with a forward pass each,
-`choose` keeps those in 16 bits that lose most for each byte, and `divergence` measures what a choice loses as a whole,
-because losses of single matrices need not add up."""
+distributions, in nats, over the rows' trained tokens. `Sensitivity.measure` finds it for every `Matrix` with a forward
+pass each, `choose` keeps those in 16 bits that lose most for each byte, and `Sensitivity.divergence` measures what a
+choice loses as a whole, because losses of single matrices need not add up. `model_and_batches` loads the model and the
+rows, and `patterns` and `as_recipe` write the choice as a recipe."""
 
 from __future__ import annotations
 
@@ -50,13 +51,14 @@ class Matrix:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes that quantising it saves."""
+        """The bytes that quantising it saves: plain_bytes minus packed_bytes."""
         return self.plain_bytes - self.packed_bytes
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _hidden(graph: nnx.GraphDef, state: nnx.State, batch: Batch) -> jax.Array:
-    """The hidden states [B, T, hidden] of the model nnx.merge(graph, state) for `batch`."""
+    """The hidden states [B, T, hidden] of the model nnx.merge(graph, state) for `batch`, by which `Sensitivity` keeps
+    the unquantised model's predictions; compiled once for each shape of a batch."""
     return nnx.merge(graph, state).hidden_states(batch.tokens, batch.segment_ids, batch.positions)
 
 
@@ -87,7 +89,8 @@ def _divergence(graph: nnx.GraphDef, state: nnx.State, batch: Batch, expected: j
 
 @functools.partial(jax.jit, static_argnums=1)
 def _rounded(weight: jax.Array, format: str) -> jax.Array:
-    """`weight` [..., out, in] as it is read again after it was stored in the format, in its own dtype."""
+    """`weight` [..., out, in] as it is read again after it was stored in `format`, in its own dtype. By it
+    `Sensitivity` computes with what the format loses, without storing the weights in the format."""
     return dense(FORMATS[format].encode(weight), weight.dtype)
 
 
@@ -206,10 +209,11 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
 
 def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> list[str]:
     """Chooses the matrices that stay in the model's dtype, so that the weights take at most `most_bytes`: those first
-    that lose most for each byte that quantising them saves.
+    that lose most for each byte that quantising them saves. A matrix that does not fit into what is left is passed
+    over, and smaller ones after it may still be chosen.
 
     Args:
-      matrices: all that can be quantised.
+      matrices: all that can be quantised, as `Sensitivity.measure` returns them.
       weight_bytes: the bytes of all weights of the unquantised model.
       most_bytes: the bytes that the weights may take.
     Returns:
@@ -232,9 +236,9 @@ def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> 
 
 
 def patterns(model: Decoder, kept: Sequence[str], word: str) -> dict[str, str]:
-    """The precision map {pattern: word} that names the modules `kept` of `model`, as `choose` returns them: by the last
-    part of a name where all modules with this end that can be quantised are kept, otherwise by whole names. word: their
-    dtype, such as "bf16"."""
+    """The precision map {pattern: word} that names the modules `kept` of `model`, as `choose` returns them. A pattern
+    is the last part of a name, such as "down_proj", if all modules with this end that can be quantised are kept, and
+    otherwise the whole name. word: their dtype, such as "bf16"."""
     listed, found = [each for each, _ in _quantizable(model)], {}
     for name in kept:
         end = name.rpartition(".")[2]
@@ -244,6 +248,7 @@ def patterns(model: Decoder, kept: Sequence[str], word: str) -> dict[str, str]:
 
 
 def as_recipe(format: str, computes_in: str, kept: Mapping[str, str]) -> dict[str, object]:
-    """The keys of a recipe that load the model so: all matrices in the format but those of the precision map `kept`.
-    computes_in: the dtype of the run, such as "bf16"."""
+    """The keys of a recipe that loads the model with all matrices in `format`, such as "nf4", except those of the
+    precision map `kept`: {"model": {"load_in": format}, "precision": the map with "*" for all other modules}.
+    "precision" is `computes_in` alone if `kept` is empty. computes_in: the dtype of the run, such as "bf16"."""
     return {"model": {"load_in": format}, "precision": {"*": computes_in} | dict(kept) if kept else computes_in}

@@ -1,5 +1,6 @@
 """What a Trainer constructs before it trains: the optimizer and schedule (`update_rule`), the step's programs
-(`step_programs`), the mesh and the planner (`planned`), and how many answers are sampled at a time (`with_slots`)."""
+(`step_programs`), the mesh and the planner (`planned`), and how many answers are sampled at a time (`with_slots`).
+`require_sampling` and `require_starts_within` refuse what cannot run, and `profile_facts` is stored with a profile."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What --plan prints of a run without its weights and rows: the plan from the model's shapes, for a device here or
-elsewhere."""
+"""What --plan prints of a run without its weights and rows (`show_plan`): the plan from the model's shapes, for a
+device here or elsewhere."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 
 def show_plan(config: TrainConfig, console: Console) -> None:
-    """Prints on `console` the plan for the device that the config names, or for this machine's, from the model's
-    shapes alone: without weights, rows or compiling.
+    """Prints on `console` the memory plan (what becomes of the values that the backward reads, with the memory and time
+    of a step) for the device that the config names, or for this machine's, from the model's shapes alone: without
+    weights, rows or compiling. Then come the answers that can be sampled at a time, the pass of a teacher and the time
+    of the run, where they apply.
 
     Raises:
       ValueError: no device is named and there is no GPU here, or fewer than the mesh asks for; a device is named, and
@@ -79,8 +81,8 @@ def show_plan(config: TrainConfig, console: Console) -> None:
 
 
 def _elsewhere(config: TrainConfig, name: str) -> Device:
-    """The device `name` of another machine, which plan.device names. Raises ValueError if it is not known or refused,
-    or if the mesh is to have all devices that there are, which is not known of another machine."""
+    """The device `name` of another machine, which plan.device of `config` names. Raises ValueError if it is not known
+    or refused, or if the mesh is to have all devices that there are, which is not known of another machine."""
     for key, size in ({} if config.mesh is None else config.mesh.axes).items():
         if size == -1:
             raise ValueError(f"mesh.{key} = -1: how many devices plan.device has beside it is not known: give a number")
@@ -88,8 +90,8 @@ def _elsewhere(config: TrainConfig, name: str) -> Device:
 
 
 def _here(config: TrainConfig, mesh: MeshConfig) -> Device:
-    """A device of this machine, as the planner of a run on `mesh` sees it: with its share of the host's memory. Raises
-    ValueError if there are fewer devices than the mesh has, or the rows cannot be divided among them."""
+    """A device of this machine, as the planner of a run of `config` on `mesh` sees it: with its share of the host's
+    memory. Raises ValueError if there are fewer devices than the mesh has, or the rows cannot be divided among them."""
     devices_of_run = partition.make_mesh(*mesh.sizes)
     config.require_rows_for(devices_of_run.size)
     first = devices_of_run.local_devices[0]

@@ -31,20 +31,21 @@ class StopSignal:
     in addition to SIGTERM, so it never counts as a second signal. If it is ignored (nohup), it stays ignored.
 
     The training loop reads `requested` after every step and between the batches of an evaluation; if it is set, the
-    loop saves, and the process leaves with `EXIT_SAVED`, so that the same command continues. Inside `at_once`, for
-    work that loses nothing when it is interrupted (loading, tokenising, compiling, generation, export), the first
-    signal raises Interrupted instead. Inside `deferred`, within `at_once`, it only sets `requested` again.
+    loop saves, and the process leaves with `EXIT_SAVED`, so that the same command continues. Inside `at_once`, for work
+    that loses nothing when it is interrupted (loading, tokenising, compiling, generation, export), the first signal
+    raises Interrupted instead. Inside `deferred`, within `at_once`, it only sets `requested` again.
 
     Python drops an exception that is raised during a finaliser or a callback of the garbage collector; the signal is
     then sent again. On exit, the previous handlers are restored. Outside of the main thread, where Python allows no
     signal handlers, the context does nothing and `requested` stays False.
 
     Attributes:
+      signals: the three signals.
       requested: whether a signal has arrived.
       signal_name: the name of the first signal, such as "SIGTERM"; None before it.
     """
 
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the signals that are handled
 
     def __init__(self) -> None:
         self.requested = False
@@ -56,15 +57,16 @@ class StopSignal:
         self._hook: Callable[[sys.UnraisableHookArgs], object] | None = None
 
     def __enter__(self) -> StopSignal:
-        """Installs the signal handlers and the hook for dropped exceptions; in another thread than the main one, it
-        does nothing."""
+        """Installs the signal handlers and the hook for dropped exceptions, and returns this object; in another thread
+        than the main one, it installs nothing."""
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._handle) for number in handled(self.signals)}
             self._hook, sys.unraisablehook = sys.unraisablehook, self._send_again
         return self
 
     def __exit__(self, *exc) -> None:
-        """Restores the handlers and the hook that were there before."""
+        """Restores the handlers and the hook that were there before, and drops a signal that was to be sent again. An
+        exception (`exc`) passes."""
         for number, handler in self._old.items():
             # None means that the previous handler was not set from Python, and so cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -119,9 +121,10 @@ class StopSignal:
         self._again.start()
 
     def _handle(self, number: int, frame: object) -> None:
-        """The handler of all three signals. The first one sets `requested`, prints a line, and inside `at_once` raises
-        Interrupted. A second SIGTERM or SIGINT ends the process. A signal that was sent again by `_send_again` only
-        raises Interrupted, if signals raise now. number: the signal's. frame: not used."""
+        """The handler of all three signals. The first one sets `requested` and `signal_name`, prints a line on stderr,
+        and inside `at_once` raises Interrupted. A second SIGTERM or SIGINT prints a line and ends the process at once,
+        without a save. A signal that was sent again by `_send_again` only raises Interrupted, if signals raise now.
+        number: the signal's. frame: not used."""
         name = signal.Signals(number).name
         if self._again is not None:
             self._again = None
@@ -145,12 +148,14 @@ class StopSignal:
 
 
 def handled(numbers: Iterable[int]) -> list[int]:
-    """The signals among `numbers` that should get a handler: all except a SIGHUP that is ignored, as under nohup."""
+    """The signals among `numbers` that should get a handler: all except a SIGHUP that is ignored, as under nohup, so
+    that it stays ignored."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def _write(text: str) -> None:
-    """Writes a text to stderr without buffers. Errors are ignored."""
+    """Writes a text to stderr without buffers, because it is called in signal handlers. Errors are ignored, as the
+    terminal may be gone."""
     # It does not use print, because the handler may interrupt a print, and buffered streams are not reentrant.
     with contextlib.suppress(OSError):  # the terminal may be gone; the signal counts all the same
         os.write(2, text.encode())

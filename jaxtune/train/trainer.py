@@ -1,10 +1,7 @@
-"""The Trainer: one run, from a model and rows to a trained model.
-
-Its constructor reads the rows and makes the update rule, the step's programs, the mesh and the planner (setup.py).
-`train` locks the output folder, resumes from its last checkpoint if there is one, compiles the step
-(program/programs.py), makes the steps (run.py), and returns the trained model. The methods after `train` describe the
-run in words, evaluate, and write and read checkpoints.
-"""
+"""The `Trainer`: one run, from a model and rows to a trained model. Its constructor reads the rows and makes the update
+rule, the step's programs, the mesh and the planner (setup.py). `train` locks the output folder, resumes from its last
+checkpoint if there is one, compiles the step (program/programs.py), makes the steps (run.py), and returns the trained
+model. The methods after `train` describe the run in words, evaluate, and write and read checkpoints."""
 
 from __future__ import annotations
 
@@ -90,8 +87,8 @@ class Trainer:
       keeps_model: whether the caller keeps `model`. If not, its trained tensors are freed once the run has copied them,
         and the planner does not count them.
       weights: a future of the model with its arrays, if `model` has only shapes. The trainer waits for it after it has
-        compiled the step.
-      objective: replaces config.objective.
+        compiled the step. None: `model` has its arrays.
+      objective: replaces config.objective; None: that one is taken, as with optimizer and schedule.
       optimizer: an optax transformation that replaces config.optim's. Its updates are added to float32 weights, after
         clipping by config.max_grad_norm.
       schedule: gives the learning rate for a number of updates made (from 0), and replaces config.schedule. With an
@@ -103,8 +100,9 @@ class Trainer:
     Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
     by), `batches` (the BatchSource of its steps), `train_data` (TokenDataset; None where not all rows are known before
     the run), `eval_data` (TokenDataset or None), `answers` (AnswerMetrics of evaluation.generate, or None), `output`
-    (Path), `total_steps`, and after train() `history`, the metrics of every step as dicts, and `steps_done`.
-    Raises ValueError for a config, model or rows that cannot be trained, and PlanError, one too, if no plan fits.
+    (Path), `total_steps`, and after train() `history`, the metrics of every step as dicts, `steps_done`, and `best`
+    ({"best_checkpoint": the evaluation whose weights were returned}, or {} if they are the last ones). Raises
+    ValueError for a config, model or rows that cannot be trained, and PlanError, one too, if no plan fits.
     """
 
     def __init__(
@@ -140,7 +138,6 @@ class Trainer:
         self.objective = objective or objective_of(config)
         self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
-
         ends = end_tokens(self.model.given, self.tokenizer) if samples(self.objective) else ()
         reader = Reader(self.objective, self.tokenizer, config, self.model.given.config, tuple(ends))
         asked = config.data.eval if eval_rows is None else eval_rows
@@ -151,7 +148,6 @@ class Trainer:
         self.config = config = in_first_words(config)
         self.batches, self.eval_data, self.total_steps = source_of(rows, held_out, config)
         setup.require_starts_within(self.total_steps, config, self.profile_steps)
-
         # `own` identifies the parts that were given to this trainer, for checkpoints.
         self.own = own_parts.identities(self.model.trainable, self.total_steps, optimizer, schedule, objective)
         rule = setup.update_rule(config, self.total_steps, optimizer, schedule)
@@ -190,11 +186,13 @@ class Trainer:
     def train(
         self, stop: StopSignal | None = None, delivery: Delivery | None = None, from_step: int | None = None
     ) -> Decoder:
-        """Runs (or resumes) the run and returns the trained model: a new module that shares every frozen array.
+        """Runs (or resumes) the run and returns the trained model: a new module that shares every frozen array. Config,
+        metrics, checkpoints and a plot of the loss are written to the output folder, and `history`, `steps_done` and
+        `best` are set.
 
         Args:
           stop: an entered StopSignal; None makes one.
-          delivery: receives the trained model while the output folder is still locked by this run.
+          delivery: receives the trained model while the output folder is still locked by this run; None: nothing does.
           from_step: resumes from the checkpoint of this step, and replaces later ones; None is the last checkpoint.
         Raises:
           TrainingInterrupted: SIGTERM, SIGINT or SIGHUP arrived, and the state was saved.
@@ -363,7 +361,8 @@ class Trainer:
         return report.precision_notes(self.config, self.storage(), self.gradients, losses, model.given, model.qat)
 
     def storage(self) -> dict[str, str]:
-        """How a checkpoint stores the weights and the optimizer's states: {"weights": dtype, "optimizer": in words}."""
+        """How a checkpoint stores the weights and the optimizer's states, for the notes and the record: {"weights":
+        "fp32" or "bf16", "optimizer": "fp32", "8 bits" or "as it was given"}."""
         own = "8 bits" if self.config.optim.name == "adamw_8bit" else "fp32"
         optimizer = "as it was given" if "optimizer" in self.own else own
         return {"weights": self.program.weights, "optimizer": optimizer}
@@ -452,9 +451,9 @@ class Trainer:
         return same_run(self.record())
 
     def _resume(self, checkpointer: Checkpointer, from_step: int | None) -> tuple[TrainState | None, int]:
-        """(state, steps done) of the checkpoint that the run continues from, `from_step` or the last one (None);
-        (None, 0) if `checkpointer` has none. Raises ValueError for another run's folder, or if checkpoint.resume is
-        never."""
+        """(state, steps done) of the checkpoint that the run continues from, `from_step` or the last one (None); (None,
+        0) if `checkpointer` has none. It prints which one it is and what differs. Raises ValueError for another run's
+        folder, or if checkpoint.resume is never."""
         if processes.of_first(checkpointer.latest) is None:
             require_same_config(self.output, self.config)
             return None, 0
@@ -473,16 +472,17 @@ class Trainer:
     def _restore(
         self, checkpointer: Checkpointer, note, weights_only: bool = False, from_step: int | None = None
     ) -> tuple[int, Any]:
-        """Reads by `checkpointer` the last intact checkpoint, or that of `from_step`: (steps done, state). Its arrays
-        are read directly into the shardings of a step. No other state is allocated; the given model's trained tensors
-        are freed first, unless `keeps_model`. Raises CheckpointError if it is of a later step than the run's last one.
-        note: called with lists of sentences about what differs from the saved run. weights_only: whether the state is
-        only {"trainable": weights}, without the optimizer's states."""
+        """Reads by `checkpointer` the last intact checkpoint, or that of `from_step` (None: the last): (steps done,
+        state). Its arrays are read directly into the shardings of a step; before, the checkpoint's plan is adopted, and
+        the given model's trained tensors are freed unless `keeps_model`. The batch source continues where it was.
+        Raises CheckpointError if there is no intact one, or it is of another run or of a later step than the run's last
+        one. note: called with lists of sentences on differences. weights_only: the state is {"trainable": weights}."""
         self.model.take_weights()  # the record has the base's fingerprint
         wanted: Any = self.model.state_shapes(self.engine)
         wanted, like = {"trainable": wanted.trainable} if weights_only else wanted, {}
 
         def check(saved):
+            """Called with the metadata `saved` before arrays are read: adopts the plan, and refuses another run."""
             like["state"] = gradient_sync.as_saved(wanted, saved)
             if self.trains:
                 self.planner.adopt(saved["numerics"])

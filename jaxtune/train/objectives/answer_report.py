@@ -1,5 +1,5 @@
 """What a run that learns from rewards says about a generation of answers (those that are sampled at once): metrics for
-the log, a sample and warnings for the screen. `rollouts.SampledAnswers` calls it."""
+the log (`measured`), a sample and warnings for the screen (`screen_lines`). `rollouts.SampledAnswers` calls it."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def measured(
 def screen_lines(
     sampled: Sampled, table: np.ndarray, answers: Sequence[Answer], rewards: RewardFunctions, settings: Settings
 ) -> list[str]:
-    """Lines for the screen about a generation of answers: the one with the largest reward, and warnings if more than
-    half are cut off, or if in more than 80% of groups (the answers to one prompt) all rewards are equal, which teaches
-    nothing. A run shows them in every tenth generation.
+    """Lines for the screen about a generation of answers: the one with the largest reward (the first one if no answer
+    has a reward), and warnings if more than half are cut off, or if in more than 80% of groups (the answers to one
+    prompt) all rewards are equal, which teaches nothing. A run shows them in every tenth generation.
 
     Args:
       sampled: the prompts and answers as reward functions got them.

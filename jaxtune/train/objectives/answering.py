@@ -1,5 +1,6 @@
-"""Samples the answers of a generation (all the answers of one round of sampling): in one turn, in turns between which
-tools are called, or by a function of the user's code. `Answering` is the interface of the three ways."""
+"""Samples the answers of a generation (all the answers of one round of sampling): in one turn (`OneTurn`), in turns
+between which tools are called (`ToolTurns`), or by a function of the user's code (rollout_function.py). `Answering` is
+the interface of the three ways, `Sampling` has the options that they share, and each answer is a `Given`."""
 
 from __future__ import annotations
 
@@ -86,6 +87,8 @@ class Sampling:
         longest, devices = max(len(ids) for ids in prompts), devices_of(model)
 
         def made(model: Decoder) -> Sampler:
+            """Makes the sampler of one device, with room for its share of the prompts. model: the copy of the model on
+            that device."""
             return Sampler(
                 model,
                 length=longest + self.settings.max_completion_length,
@@ -363,9 +366,9 @@ class ToolTurns:
 
     def _called(self, loop: EventLoop, one: _Dialogue) -> Future[Answered] | None:
         """Ends a turn of the answer `one`: parses it, adds its message, and starts the calls of tools in it in the
-        event loop `loop`. Returns the future of what the tools return. It returns None if the answer is complete, in
-        which case calls in the turn are not made: the turn calls no tool, the answer has had most_iterations turns with
-        calls, or it has reached the most tokens."""
+        event loop `loop`, which it counts in `one.turns` and `one.calls`. Returns the future of what the tools return.
+        It returns None if the answer is complete, in which case calls in the turn are not made: the turn calls no tool,
+        the answer has had most_iterations turns with calls, or it has reached the most tokens."""
         turn = self.sampling.without_end(one.given.ids[one.began :])
         message, calls = self.format.parsed(turn, self.tools.parameters(one.columns))
         one.messages.append(message)

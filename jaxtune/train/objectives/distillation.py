@@ -54,6 +54,8 @@ def generalized_jsd(
     teacher = jax.nn.log_softmax(jax.lax.stop_gradient(teacher_logits).astype(jnp.float32) / temperature)
 
     def kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+        """The Kullback-Leibler divergence KL(p || q) in nats, float32[...], of two distributions that are given as
+        log-probabilities, `log_p` and `log_q`, float32[..., vocab]."""
         return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
     if beta == 0:
@@ -88,6 +90,7 @@ class Drawing:
     """The logits are divided by it when answers are sampled. None: by the temperature of the loss."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError if max_completion_length or slots is below 1."""
         for name in ("max_completion_length", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")
@@ -138,6 +141,8 @@ class Distill(SFT):
     sums: ClassVar[tuple[str, ...]] = ("entropy",)  # names of the sums of `loss` for metrics
 
     def __post_init__(self) -> None:
+        """Checks the options. Raises ValueError if beta or on_policy is not from 0 to 1, a temperature is not above 0,
+        or on_policy is not 0 with stored log-probabilities."""
         if not 0.0 <= self.beta <= 1.0:
             raise ValueError(f"beta = {self.beta}: must be from 0 to 1")
         if not 0.0 <= self.on_policy <= 1.0:

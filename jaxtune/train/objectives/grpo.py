@@ -1,12 +1,13 @@
 """The losses of reinforcement learning from rewards: GRPO, its variants and RLOO, as functions of arrays.
 
 No function depends on a model. `group_advantages` and `rloo_advantages` compute advantages from rewards on the host.
-`importance_ratio` corrects for a sampler whose probabilities differ from the trainer's. `grpo_loss` is the loss of a
-batch of answers, given as arrays [answers, tokens]. Names, defaults and values are TRL 1.16's.
+`importance_ratio` corrects for a sampler whose probabilities differ from the trainer's. `grpo_loss` and `rloo_loss` are
+the losses of a batch of `Answers`, given as arrays [answers, tokens], with the options `PolicyLoss`; `grpo_sums` and
+`rloo_sums` give them as sums, which a train step adds up, and `means_of` makes metrics of the sums. Names, defaults and
+values are TRL 1.16's.
 
 Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585, SAPO 2511.20347,
-RLOO 2402.14740, entropy masks 2506.01939.
-"""
+RLOO 2402.14740, entropy masks 2506.01939."""
 
 from __future__ import annotations
 
@@ -146,16 +147,16 @@ def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarr
 
 
 def _mean(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """The mean of the values that are not NaN along `axis` (None: of all values), with that axis kept as size 1. NaN if
-    there are none."""
+    """The mean of the values that are not NaN, which stands for a missing reward, along `axis` (None: of all values),
+    with that axis (all axes) kept as size 1. NaN if there are none."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.nansum(values, axis=axis, keepdims=True, dtype=np.float32) / count
 
 
 def _deviation(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """The unbiased standard deviation of the values that are not NaN along `axis` (None: of all values), with that axis
-    kept as size 1. NaN for fewer than two values."""
+    """The unbiased standard deviation of the values that are not NaN, which stands for a missing reward, along `axis`
+    (None: of all values), with that axis (all axes) kept as size 1. NaN for fewer than two values."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     squares = np.nansum((values - _mean(values, axis)) ** 2, axis=axis, keepdims=True, dtype=np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -265,6 +266,7 @@ class PolicyLoss:
     """The number of tokens for each answer by which "dr_grpo" divides."""
 
     def __post_init__(self) -> None:
+        """Checks the options; raises ValueError for the first one that is out of its range, and names it."""
         for name, allowed in (("loss_type", get_args(LossType)), ("importance_sampling_level", get_args(Level))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
@@ -319,8 +321,8 @@ class Answers:
 
 def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a batch of answers by GRPO or the variant that `options` choose, and its metrics {name: mean}:
-    float32 scalars. The loss is differentiable with respect to `answers.logps`. Raises ValueError if beta is not 0 and
-    the answers have no ref_logps.
+    float32 scalars. The loss is differentiable with respect to `answers.logps` and, if options.entropy_coef is not 0,
+    `answers.entropies`. Raises ValueError if beta is not 0 and the answers have no ref_logps.
 
     ```python
     answers = Answers(logps, mask, jnp.asarray(group_advantages(rewards, num_generations=8)), entropies)

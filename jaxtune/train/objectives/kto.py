@@ -1,10 +1,10 @@
-"""Kahneman-Tversky optimisation (KTO): training on single answers, each of which is desirable or undesirable.
+"""Kahneman-Tversky optimisation (KTO): training on single answers, each of which is desirable or undesirable. `KTO` is
+the objective; `with_mismatched_answers` and `mismatched_in_groups` make the pairs of answers that it needs.
 
 The log-ratio of an answer's probability to the reference's is compared with an estimate of the KL divergence between
 model and reference. The estimate is the mean log-ratio of mismatched answers, answers that do not belong to their
 prompts. As in TRL, a prompt's mismatched answer is the answer of the row before. A row is stored as a pair of documents
-(data/pairs.py): its own answer, then its mismatched answer.
-"""
+(data/pairs.py): its own answer, then its mismatched answer."""
 
 from __future__ import annotations
 
@@ -34,19 +34,21 @@ class KTO(Referenced):
     """The objective of Kahneman-Tversky optimisation (arXiv 2402.01306, equations 7 and 8): rows have a single answer,
     which is labelled as desirable or undesirable. The loss moves the answer's log-ratio, log p(answer) - log
     p_ref(answer) under a reference model, above or below the KL divergence between model and reference. The divergence
-    kl is estimated as in TRL: the mean log-ratio of a micro-batch's mismatched answers, at least 0, without gradient.
-    The loss of a desirable answer is desirable_weight sigmoid(beta (kl - log-ratio)), that of an undesirable one
-    undesirable_weight sigmoid(beta (log-ratio - kl)); its reward, in metrics, is beta times its log-ratio. beta: the
-    larger it is, the less the model moves away from the reference."""
+    kl is estimated as in TRL: the mean log-ratio of a micro-batch's mismatched answers (each the answer of another row,
+    after this row's prompt), at least 0, without gradient. The loss of a desirable answer is desirable_weight
+    sigmoid(beta (kl - log-ratio)), that of an undesirable one undesirable_weight sigmoid(beta (log-ratio - kl)); its
+    reward, in metrics, is beta times its log-ratio. beta: the larger it is, the less the model moves away from the
+    reference."""
 
     desirable_weight: float = 1.0
     """The factor of the losses of desirable answers."""
     undesirable_weight: float = 1.0
     """The factor of the losses of undesirable answers."""
 
-    name: ClassVar[str] = "kto"
-    row_format: ClassVar[str] = LABELLED
-    unit: ClassVar[str] = "examples"
+    name: ClassVar[str] = "kto"  # by which objective.name selects it
+    row_format: ClassVar[str] = LABELLED  # data rows have one answer and a label
+    unit: ClassVar[str] = "examples"  # what the count of `loss` counts: labelled answers
+    # the names of the sums of `loss` for metrics
     sums: ClassVar[tuple[str, ...]] = (
         "kl",
         "examples/chosen",
@@ -107,6 +109,8 @@ class KTO(Referenced):
         counts = {"chosen": chosen, "rejected": sums["count"] - chosen}
 
         def mean(name: str, count: Any) -> Any:
+            """The sum of the metric `name` divided by `count`, the number of answers that it was summed over; 0 if
+            there are none."""
             return sums[name] / (count + (count == 0))
 
         found = {"kl": mean("kl", sums["count"])}

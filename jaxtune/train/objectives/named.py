@@ -1,4 +1,5 @@
-"""The objectives that a config can name: their classes by objective.name, and the objective that a config asks for."""
+"""The objectives that a config can name: their classes by objective.name, and the objective that a config asks for
+(`objective_of`)."""
 
 from __future__ import annotations
 

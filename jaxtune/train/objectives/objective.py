@@ -1,4 +1,4 @@
-"""The interface of objectives, which the train step, the evaluation and the training loop call."""
+"""The interface of objectives (`Objective`), which the train step, the evaluation and the training loop call."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The batch source of on-policy distillation: a data row is trained on with an answer that the student samples just
-before the step, or, in a share of cases, with the answer that the data set has.
+before the step, or, in a share of cases, with the answer that the data set has. `OwnSamples` is the source, and
+`own_samples` makes it of a run's rows, each of which becomes an `Asked`.
 
 What is sampled depends on the seed, the number of the step and the weights alone, so an interrupted run continues to
-the same bits, and a checkpoint needs to record nothing.
-"""
+the same bits, and a checkpoint needs to record nothing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class OwnSamples(BatchSource):
       ConfigError: the longest prompt with max_completion_length more tokens is longer than a packed row.
     """
 
-    sees_model = True
+    sees_model = True  # `batch_at` is given the model, which samples
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class OwnSamples(BatchSource):
 
     @property
     def length(self) -> int:
+        """The number of tokens in a packed row, as it was given."""
         return self._rows.length
 
     @property
@@ -109,9 +110,11 @@ class OwnSamples(BatchSource):
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of steps in which every data row is used once, rounded up."""
         return -(-len(self.asked) // self.documents)
 
     def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as new numpy arrays, with which the train step is compiled."""
         return Batch.empty(rows, self.length)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
@@ -130,9 +133,13 @@ class OwnSamples(BatchSource):
         return [f"answers sampled for step {step}"]
 
     def resume(self, step: int, position: Json) -> None:
+        """Forgets the batch that was made last, when a run is resumed at `step`. position: None, as nothing is
+        recorded."""
         self._made = None
 
     def identity(self) -> dict[str, Json]:
+        """{"prompts": the number of data rows, "tokens_crc32": a checksum of their tokens and masks}, which checkpoints
+        record, so that a run with other rows is not resumed from them."""
         digest = 0
         for row in self.asked:
             digest = zlib.crc32(np.asarray([*row.prompt, -1, *row.own], np.int32).tobytes(), digest)
@@ -140,6 +147,8 @@ class OwnSamples(BatchSource):
         return {"prompts": len(self.asked), "tokens_crc32": digest}
 
     def described(self, total_steps: int) -> list[str]:
+        """The lines that a run of `total_steps` steps prints about its rows before it begins: how many there are and
+        how answers are sampled, and the steps."""
         share, longest = self.objective.on_policy, max(len(row.prompt) for row in self.asked)
         which = "all answers are sampled from the student" if share == 1 else f"{share:.0%} of answers are sampled"
         most = f"with at most {self.objective.drawing.max_completion_length:,} tokens"
@@ -149,6 +158,8 @@ class OwnSamples(BatchSource):
         ]
 
     def news(self) -> list[str]:
+        """Returns the lines for the screen that `_tell` added since the last call, and removes them. A run calls it
+        after each step."""
         news, self._news = self._news, []
         return news
 

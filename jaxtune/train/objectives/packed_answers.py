@@ -77,6 +77,8 @@ class Settings:
     """The most answers that a device samples at a time; fewer are sampled if there is too little memory."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError if a number is below its minimum (2 for num_generations, else 1), or the temperature is not
+        above 0."""
         for name in ("max_completion_length", "num_iterations", "steps_per_generation", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")
@@ -87,7 +89,8 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps from one generation to the next: steps_per_generation times num_iterations."""
+        """The number of optimizer steps from one generation (round of sampling) to the next: steps_per_generation times
+        num_iterations."""
         return self.steps_per_generation * self.num_iterations
 
 
@@ -138,7 +141,8 @@ class Answer:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, object]) -> Answer:
-        """The answer whose `to_json` is `saved`."""
+        """The answer of which `saved` is what `to_json` returned, with tuples in place of lists; a resumed run makes
+        its answers so."""
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})  # type: ignore[arg-type]
 
 
@@ -188,9 +192,9 @@ class AnswerRows:
     def packed(self, answers: Sequence[Answer], tokens: float) -> Batch:
         """Packs `answers`, those of one step, into a batch. The places for log-probabilities under other models, if
         batches have them, are zeros that the caller fills. tokens: a number by which the loss of the step may be
-        divided, that of the counted tokens of the whole generation divided by steps_per_generation. The array SHARE
-        divides it equally over the rows, so that devices that have some of the rows can add it up. Raises ConfigError
-        if an answer fits into no row (`places_of`)."""
+        divided, that of the counted tokens of the whole generation (round of sampling) divided by steps_per_generation.
+        The array SHARE divides it equally over the rows, so that devices that have some of the rows can add it up.
+        Raises ConfigError if an answer fits into no row (`places_of`)."""
         batch = self.empty(self.rows)
         for answer, place in zip(answers, self.places_of(answers), strict=True):
             self._write(batch, *place, answer)

@@ -1,9 +1,10 @@
-"""Objectives that learn from the rewards of sampled answers: GRPO with its variants, and RLOO.
+"""Objectives that learn from the rewards of sampled answers: `GRPO` with its variants, and `RLOO`. `AnswerCuts` copies
+answers out of packed rows for their losses, and `log_probs_of` and `reference_log_probs` compute log-probabilities
+outside of the train step.
 
 The rows of a batch are prompts with sampled answers, packed (packed_answers.py); one forward pass computes a row. The
 losses are those of grpo.py. Log-probabilities are those of the sampling distribution: logits are divided by the
-temperature.
-"""
+temperature."""
 
 from __future__ import annotations
 
@@ -77,6 +78,7 @@ class GRPO:
     head: ClassVar[Head] = TEXT  # the model must have a head that predicts tokens
 
     def __post_init__(self) -> None:
+        """Raises ValueError if importance_sampling_mode is not known."""
         if self.importance_sampling_mode not in get_args(Correction):
             raise ValueError(
                 f"importance_sampling_mode = {self.importance_sampling_mode!r}: must be one of "
@@ -119,8 +121,8 @@ class GRPO:
     @property
     def over_generation(self) -> bool:
         """True (loss types dapo and cispo): the loss of a step is divided by the mean number of tokens over the steps
-        that share a generation of answers, so that every token of the generation counts alike. False: it is divided by
-        the count of the step itself."""
+        that share a generation of answers (those of one round of sampling), so that every token of the generation
+        counts alike. False: it is divided by the count of the step itself."""
         return self.losses.loss_type in ("dapo", "cispo")
 
     @property
@@ -132,8 +134,9 @@ class GRPO:
 
     @property
     def reuses(self) -> bool:
-        """True: a generation of answers is used in several steps, so the weights change after it was sampled, and
-        batches need the log-probabilities of the model that sampled. False: each generation is used in one step."""
+        """True: a generation of answers (those of one round of sampling) is used in several steps, so the weights
+        change after it was sampled, and batches need the log-probabilities of the model that sampled. False: each
+        generation is used in one step."""
         return self.settings.steps > 1
 
     @property
@@ -143,7 +146,8 @@ class GRPO:
         return False
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
-        """The advantages of the answers of a generation, float32[answers].
+        """The advantages of the answers of a generation (one round of sampling), float32[answers], by
+        `group_advantages` with the options of this object.
 
         Args:
           rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are
@@ -162,9 +166,9 @@ class GRPO:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
-        """Always raises ConfigError. The interface asks for this method to tokenise rows whose loss is computed, and
-        the loss of this objective is only defined for sampled answers, so it has no held-out rows. No argument is
-        used."""
+        """Always raises ConfigError. The interface asks for this method to tokenise `rows` whose loss is computed, and
+        the loss of this objective is only defined for sampled answers, so it has no held-out rows. None of its
+        arguments is used: rows, tokenizer, data, vocab_size and max_rows are those of `Objective.prepare`."""
         raise ConfigError(
             f"data.eval, data.eval_rows: {self.name} has no loss on rows that nobody sampled; leave them out, and look "
             "at the reward"
@@ -272,17 +276,18 @@ class RLOO(GRPO):
     normalize_advantages: bool = False
     """True: the advantages are normalised to mean 0 and standard deviation 1 over a generation. False: they are not."""
 
-    name: ClassVar[str] = "rloo"
+    name: ClassVar[str] = "rloo"  # by which objective.name selects it
 
     @property
     def over_generation(self) -> bool:
         """False: the loss of a step is divided by the number of its own answers, and not by a count over the steps that
-        share a generation."""
+        share a generation (round of sampling)."""
         return False
 
     @property
     def unit(self) -> str:
-        """What the mean loss is a mean over: "answers"."""
+        """What the mean loss is a mean over, in plural: "answers". The metrics of a step have their number under this
+        name."""
         return "answers"
 
     @property
@@ -293,7 +298,8 @@ class RLOO(GRPO):
 
     @property
     def reference_runs(self) -> int:
-        """0: no loss runs the reference, because it runs once for each generation, when the rewards are computed."""
+        """0: no loss runs the reference, because it runs once for each generation (round of sampling), when the rewards
+        are computed."""
         return 0  # the reference runs once for each generation, and not in the steps
 
     @property
@@ -328,9 +334,9 @@ class RLOO(GRPO):
 
 
 class AnswerCuts:
-    """Copies the answers out of packed rows, because the losses take an array with a row for each answer. Called with
-    an array [rows, length], it returns [answers, tokens], where `answers` is the number of rows times the most answers
-    of a row.
+    """Copies the answers out of packed rows, because the losses take an array with a row for each answer. `GRPO.loss`
+    makes one of each micro-batch. Called with an array [rows, length], it returns [answers, tokens], where `answers` is
+    the number of rows times the most answers of a row.
 
     Args:
       batch: a batch of rollouts.SampledAnswers, whose `extra` says where in the rows the answers are.
@@ -364,8 +370,8 @@ _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 
 def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
     """The log-probabilities of the targets (next tokens) of a batch under a model: float32[rows, length], a numpy
-    array, 0 where the weight is 0. It runs outside of the train step, `_SCORED_ROWS` rows at a time; with the
-    temperature bound by functools.partial it is what the batch source calls to score answers (`rollouts.Score`).
+    array, in nats, 0 where the weight is 0. It runs outside of the train step, 4 rows at a time; with the temperature
+    bound by functools.partial it is what the batch source calls to score answers (`rollouts.Score`).
 
     Args:
       temperature: divides the logits.
@@ -400,7 +406,7 @@ def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _row_log_probs(graph, temperature, state, tokens, targets, segment_ids, positions) -> jax.Array:
     """The log-probabilities of the targets of some rows under a model, float32[rows, length]; compiled once for each
-    shape.
+    shape. `log_probs_of` calls it for a few rows at a time.
 
     Args:
       graph, state: the nnx.GraphDef and nnx.State of the model.

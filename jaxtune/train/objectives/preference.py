@@ -1,9 +1,11 @@
-"""Preference objectives: DPO, ORPO and SimPO, over pairs of a chosen and a rejected answer to one prompt.
+"""Preference objectives: `DPO`, `ORPO` and `SimPO`, over pairs of a chosen and a rejected answer to one prompt.
+`Pairs`, `Preference` and `Referenced` (with a reference model) are base classes, also of reward models and KTO.
+`sum_log_probs` computes the log-probabilities of a pair's `Answers`, and `require_fixed_base` checks that a model can
+be its own reference.
 
 The loss of a step is the mean over its pairs. The two documents of a pair are next to each other in a packed row
 (data/pairs.py), and one forward pass computes the whole row. The log-probability of an answer is the sum over those of
-its tokens that supervised fine-tuning would train on. Options and metrics have TRL's names.
-"""
+its tokens that supervised fine-tuning would train on. Options and metrics have TRL's names."""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ class Answers:
 def sum_log_probs(
     model: Decoder, hidden: jax.Array, batch: Batch, forward: Forward, documents: bool = False
 ) -> Answers:
-    """Computes the log-probabilities of a batch's answers under a model.
+    """Computes the log-probabilities of a batch's answers under a model, from which the losses of pairs are made;
+    returns them as `Answers`.
 
     Args:
       model: the model.
@@ -82,6 +85,8 @@ def sum_log_probs(
         within = batch.segment_ids[..., None] == jnp.arange(1, 2 * most + 1, dtype=batch.segment_ids.dtype)
 
         def sums(values):
+            """The sum of `values`, float32[rows, length], over the tokens of each document: float32[rows, most pairs of
+            a row, 2], 0 where there is no pair."""
             return jnp.where(within, values[..., None], 0.0).sum(1).reshape(rows, most, 2)
 
         whole = Answers(-sums(losses), sums(weighed.weights)) if documents else None
@@ -155,7 +160,7 @@ class Preference(Pairs):
     beta: float = 0.1
     """The scale of the rewards: the reward of an answer is beta times its `unscaled_rewards`."""
 
-    sums: ClassVar[tuple[str, ...]] = METRICS
+    sums: ClassVar[tuple[str, ...]] = METRICS  # the names of the sums of `loss` for metrics
     by_mean: ClassVar[bool] = False
     """True: the log-probability of an answer is the mean over its tokens, in rewards and metrics. False: it is the
     sum."""
@@ -303,7 +308,7 @@ class DPO(Referenced):
     reference model, of a pair's chosen and rejected answer. beta: the larger it is, the less the model moves away from
     the reference. Values are not checked here; the config's section `objective` checks its own."""
 
-    name: ClassVar[str] = "dpo"
+    name: ClassVar[str] = "dpo"  # by which objective.name selects it
 
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """The loss of d, the log-ratio of the chosen answer minus that of the rejected one: "sigmoid" is -log sigmoid(beta
@@ -341,10 +346,11 @@ class ORPO(Preference):
     micro-batch, their prompts included.
     """
 
-    name: ClassVar[str] = "orpo"
+    name: ClassVar[str] = "orpo"  # by which objective.name selects it
+    # the names of the sums of `loss` for metrics
     sums: ClassVar[tuple[str, ...]] = (*METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
-    by_mean: ClassVar[bool] = True
-    documents: ClassVar[bool] = True
+    by_mean: ClassVar[bool] = True  # log-probabilities are means over the tokens of an answer
+    documents: ClassVar[bool] = True  # `pair_losses` needs the log-probabilities of whole documents
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(the losses of pairs; the metrics "nll_loss", "log_odds_ratio" and "log_odds_chosen"), float32[rows, most
@@ -385,8 +391,8 @@ class SimPO(Preference):
     label_smoothing: float = 0.0
     """The probability, from 0 to below 1, that a preference is labelled wrongly."""
 
-    name: ClassVar[str] = "simpo"
-    by_mean: ClassVar[bool] = True
+    name: ClassVar[str] = "simpo"  # by which objective.name selects it
+    by_mean: ClassVar[bool] = True  # log-probabilities are means over the tokens of an answer
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(the losses of pairs, float32[rows, most pairs]; {}, no further metrics).

@@ -1,6 +1,8 @@
-"""Reads the prompts of data rows for runs that sample answers, and makes the batch source of a run that learns from
-rewards (GRPO, RLOO) from them and from the functions of the user's code. Evaluations by generated answers read their
-questions by it too."""
+"""Reads the prompts of data rows for runs that sample answers (`read_prompts`), and makes the batch source of a run
+that learns from rewards (GRPO, RLOO) from them and from the functions of the user's code, its `OwnParts`
+(`sampled_answers`). `read_each` and `prompt_of` serve other readers of prompts, such as on-policy distillation, and
+evaluations by generated answers read their questions by `read_prompts` too. `end_tokens` gives the tokens that end an
+answer."""
 
 from __future__ import annotations
 
@@ -234,6 +236,7 @@ def _answering(
     if own.rollout is not None:
 
         def encoded(prompt: Turns) -> tuple[int, ...]:
+            """The token ids of `prompt`, text or messages, up to where the answer begins, for a rollout function."""
             text = prompt if isinstance(prompt, str) else None
             messages = [{"role": "user", "content": text}] if isinstance(prompt, str) else list(prompt)
             example = Example(prompt=text, messages=messages)
@@ -245,6 +248,8 @@ def _answering(
     tools = own.tools
 
     def with_tools(messages: Sequence[Message], columns: Mapping[str, object]) -> tuple[int, ...]:
+        """The token ids of the prompt `messages` with the schemas of the tools of a data row, whose other columns are
+        `columns`."""
         example = Example(messages=list(messages), tools=tools.schemas(columns) or None)
         return tuple(map(int, encoder.encode_prompt(example)))
 

@@ -1,11 +1,10 @@
 """Log-probabilities of the reference model, which preference objectives compare answers with. They are computed once
 for all rows, and stored beside the token cache for later runs.
 
-`fill_reference` reads or computes them. The name of a stored file is a hash of the rows and of every byte of the base
-model, and the file ends with a checksum. `first_check` checks them by the metrics of the first step, also if they are
-computed in each step: a new adapter changes nothing yet, so the model must give the answers the same log-probabilities
-as the reference.
-"""
+`fill_reference` reads or computes them, by a pass over the rows (`values_of_rows`). The name of a stored file is a hash
+of the rows and of every byte of the base model, and the file ends with a checksum. `first_check` checks them by the
+metrics of the first step, also if they are computed in each step: a new adapter changes nothing yet, so the model must
+give the answers the same log-probabilities as the reference."""
 
 from __future__ import annotations
 
@@ -192,6 +191,8 @@ def first_check(
     reference = objective
 
     def check(line: Mapping[str, float]) -> None:
+        """Raises TrainingStopped if `line`, the metrics of a run's first step, shows that the reference's
+        log-probabilities are not those of the model before training. It does nothing if the adapter was not new."""
         reason = _disagreement(reference, line) if fresh() else None
         if reason is not None:
             raise TrainingStopped(

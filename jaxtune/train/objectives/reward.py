@@ -1,9 +1,9 @@
 """Training of reward models: models that give a text a score, trained so that the chosen answer of a pair scores higher
-than the rejected one.
+than the rejected one. `Reward` is the objective; `scores` computes the scores, and `margins` reads by how much they
+should differ.
 
 The score of a document is the head's output for its last token, as in Hugging Face's ForSequenceClassification. Options
-and metrics have TRL's names.
-"""
+and metrics have TRL's names."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ class Reward(Pairs):
     """The factor of a further loss, the square of the sum of a pair's two scores (arXiv 2312.09244, eq. 2), which keeps
     the mean of scores near 0; None: there is no such loss."""
 
-    name: ClassVar[str] = "reward"
-    head: ClassVar[Head] = SCORE
+    name: ClassVar[str] = "reward"  # by which objective.name selects it
+    head: ClassVar[Head] = SCORE  # the model must have a head that scores texts
+    # the names of the sums of `loss` for metrics
     sums: ClassVar[tuple[str, ...]] = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin")
 
     def prepare(
@@ -123,7 +124,7 @@ def margins(
       rows: the rows, in any form that `reading.open_sources` accepts; they are read again.
       documents: the two documents of each pair, with the files and lines by which their rows are found.
       max_rows: the most rows to read, the same number as when the documents were made; None reads all.
-      columns: the config's data.columns, {name here: column's name in the rows}.
+      columns: the config's data.columns, {name here: column's name in the rows}; None: columns have the names here.
     Raises:
       ValueError: a margin is not a finite number, or is missing in some rows only.
     """

@@ -1,8 +1,9 @@
 """Reward functions, which give the answers that a model sampled a number each: loading them by name, calling them, and
-handling their errors.
+handling their errors (`RewardFunctions`, `RewardError`). Their arguments are made as a `Sampled`. The functions from
+`exact_number` to `rollout_reward` are ready ones, which a recipe names without a file.
 
-A reward function has TRL's signature. It is called once with all answers of a generation and returns a number for each,
-or None where it does not apply:
+A reward function has TRL's signature. It is called once with all answers of a generation (one round of sampling) and
+returns a number for each, or None where it does not apply:
 
 ```python
 def short(prompts, completions, completion_ids, **columns):
@@ -11,8 +12,7 @@ def short(prompts, completions, completion_ids, **columns):
 
 A prompt that is text has completions that are text; one of messages has `[{"role": "assistant", "content": text}]`. The
 columns of the rows come as lists, by name, one value for each answer. A function may be `async def`; such functions run
-side by side.
-"""
+side by side."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class RewardError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """The answers of a generation with their prompts, in the form of the arguments of reward functions. All lists have
-    one entry for each answer."""
+    """The answers of a generation (one round of sampling) or of an evaluation with their prompts, in the form of the
+    arguments of reward functions. All lists have one entry for each answer."""
 
     prompts: list[Turns]
     """The prompt of each answer: text, or a list of messages."""
@@ -181,9 +181,10 @@ class RewardFunctions:
         return cls.of([load_function(name, key) for name in wanted], weights, **options)
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
-        """Calls all functions with the answers: float32[answers, functions], NaN where a function does not apply. Async
-        functions run at the same time, in an event loop; the others run one after another, each in a thread, which a
-        timeout does not stop.
+        """Calls all functions with the answers in `sampled`: float32[answers, functions], NaN where a function does not
+        apply. Async functions run at the same time, in an event loop; the others run one after another, each in a
+        thread, which a timeout does not stop. The rows of the result are in the order of `sampled`, its columns in that
+        of the functions.
 
         Raises:
           RewardError: a function failed (errors = "stop"), took too long, or returned no list of numbers.
@@ -333,8 +334,8 @@ def _checked(name: str, values: Any, count: int) -> np.ndarray:
 
 
 def _shortened(value: Turns) -> str:
-    """The text of `value`, a prompt or an answer, with the contents of messages joined by line breaks, cut after
-    `_SHOWN` characters."""
+    """The text of `value`, a prompt or an answer, for a message: the contents of messages are joined by line breaks,
+    and a text of more than 200 characters is cut there and gets "..."."""
     text = value if isinstance(value, str) else "\n".join(str(message.get("content", "")) for message in value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 

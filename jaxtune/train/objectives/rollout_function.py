@@ -1,4 +1,5 @@
 """Answers that a function of the user's code samples, in as many turns and with whatever it calls between them.
+`RolloutFunction` calls it and checks what it returns.
 
 ```python
 def play(prompts, model):
@@ -12,12 +13,11 @@ def play(prompts, model):
     }
 ```
 
-The function gets the prompts of a generation, each once for each of its answers, and a RolloutModel. It returns lists
-with one entry for each of the prompts: `prompt_ids`, `completion_ids` and `logprobs` (of each token of the completion,
-at the sampling temperature; 0 where it was not sampled), and, if some tokens of a completion were not sampled,
-`env_mask` (1 for those that were). All other entries are columns for reward functions; the ready function
-`rollout_reward` takes the column `reward`.
-"""
+The function gets the prompts of a generation (one round of sampling), each once for each of its answers, and a
+RolloutModel. It returns lists with one entry for each of the prompts: `prompt_ids`, `completion_ids` and `logprobs` (of
+each token of the completion, at the sampling temperature; 0 where it was not sampled), and, if some tokens of a
+completion were not sampled, `env_mask` (1 for those that were). All other entries are columns for reward functions; the
+ready function `rollout_reward` takes the column `reward`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SEED_BITS = 0x7FFFFFFF
 class RolloutModel:
     """What a rollout function samples with: the model that is trained, with the run's sampling options. `encode` makes
     token ids of a prompt, `generate` samples their continuations, and `decode` makes text of them. RolloutFunction
-    makes one for each generation, with a sampler of its own.
+    makes one for each generation (round of sampling), with a sampler of its own.
 
     Args:
       model: the model.
@@ -100,8 +100,8 @@ type RolloutFunc = Callable[[list[Turns], RolloutModel], Mapping[str, Sequence]]
 
 @dataclasses.dataclass(frozen=True)
 class RolloutFunction:
-    """Samples the answers of a generation by a function of the user's code (`answering.Answering`), with the run's
-    model, and checks what the function returns."""
+    """Samples the answers of a generation (one round of sampling) by a function of the user's code
+    (`answering.Answering`), with the run's model, and checks what the function returns."""
 
     function: RolloutFunc
     """The function: (prompts, RolloutModel) -> lists by name, such as prompt_ids, completion_ids and logprobs, with an

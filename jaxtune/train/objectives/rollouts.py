@@ -1,12 +1,12 @@
-"""The batch source of runs that learn from rewards: answers sampled from the model that is trained.
+"""The batch source of runs that learn from rewards (`SampledAnswers`): answers sampled from the model that is trained.
+`Advantages` is the type of the functions that compute advantages for it.
 
-Each generation takes some prompts, samples `num_generations` answers to each, calls the reward functions, and packs the
-answers into rows, with advantages and the sampler's log-probabilities in `Batch.extra`. Training and sampling share one
-copy of the weights.
+A generation is one round of sampling, whose answers are used for one step or several. It takes some prompts, samples
+`num_generations` answers to each, calls the reward functions, and packs the answers into rows, with advantages and the
+sampler's log-probabilities in `Batch.extra`. Training and sampling share one copy of the weights.
 
 The sampled tokens depend only on the seed, the number of the generation and the weights, so a run that is interrupted
-and resumed has the same answers. A generation that is used for several steps is stored in checkpoints.
-"""
+and resumed has the same answers. A generation that is used for several steps is stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ _PRINT_EVERY = 10  # generations between two samples and warnings on the screen
 
 
 class Advantages(Protocol):
-    """A function that computes the advantages of a generation's answers from their rewards: how much better each answer
-    is than the others, by which the loss weights its log-probabilities. GRPO and RLOO each give SampledAnswers one."""
+    """A function that computes the advantages of a generation's answers (those of one round of sampling) from their
+    rewards: how much better each answer is than the others, by which the loss weights its log-probabilities. GRPO and
+    RLOO each give SampledAnswers one."""
 
     def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray:
         """Returns the advantages, float32[answers]. rewards: [answers, reward functions], NaN where a function does not
@@ -73,10 +74,10 @@ class SampledAnswers(BatchSource):
       length: the number of tokens in a row.
       seed: of sampling and of the order of prompts.
       rows_multiple: the number of rows in a step is a multiple of it, so that devices can share them.
-      score: computes the log-probabilities of a batch's tokens under the model that it is given. If it is set, batches
-        have them in `Batch.extra[OLD_LOGPS]`.
+      score: computes the log-probabilities of a batch's tokens under the model that it is given. If it is not None,
+        batches have them in `Batch.extra[OLD_LOGPS]`.
       reference: computes the log-probabilities of a batch's tokens under the frozen reference of the model that it is
-        given. If it is set, batches have them in `Batch.extra[REFERENCE_LOGPS]`, unless `penalises`.
+        given. If it is not None, batches have them in `Batch.extra[REFERENCE_LOGPS]`, unless `penalises`.
       penalises: what `reference` is for. True: `advantages` gets the answers' divergences from the reference and
         subtracts them from the rewards. False: the loss uses the reference's log-probabilities.
     Raises:
@@ -84,7 +85,7 @@ class SampledAnswers(BatchSource):
         for an answer.
     """
 
-    sees_model = True
+    sees_model = True  # `batch_at` is given the model, which samples
 
     def __init__(
         self,
@@ -144,6 +145,7 @@ class SampledAnswers(BatchSource):
 
     @property
     def length(self) -> int:
+        """The number of tokens in a packed row, as it was given."""
         return self._length
 
     @property
@@ -153,25 +155,31 @@ class SampledAnswers(BatchSource):
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of steps in which every prompt is used once: the generations that this takes, rounded up, times
+        the steps for which each is used."""
         return -(-len(self.prompts) // self._prompts_per_generation) * self.settings.steps
 
     @property
     def _prompts_per_generation(self) -> int:
-        """The number of prompts that a generation samples answers for: its answers, answers_per_step for each of
-        steps_per_generation steps, divided by num_generations, the answers to a prompt."""
+        """The number of prompts that a generation (one round of sampling) has answers for: its answers,
+        answers_per_step for each of steps_per_generation steps, divided by num_generations, the answers to a prompt."""
         return self.answers_per_step * self.settings.steps_per_generation // self.settings.num_generations
 
     def limit_slots(self, slots: int) -> None:
+        """Sets the largest number of answers (`slots`) that a device samples at a time. A run calls it after it has
+        planned its memory."""
         self.answering.sampling.most_slots = slots
 
     def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding without answers, with all arrays of this source in `extra`, with which the
+        train step is compiled."""
         return self.rows.empty(rows)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """Returns the batch of `step` (from 0). The first step of a generation samples its answers and calls the reward
-        functions; the other steps use answers that were sampled then. model: returns the model as it is before the
-        step; it samples the answers, and computes OLD_LOGPS and REFERENCE_LOGPS if batches have them. None is enough if
-        nothing must be sampled or computed."""
+        """Returns the batch of `step` (from 0). The first step of a generation (the steps that use the answers of one
+        round of sampling) samples its answers and calls the reward functions; the other steps use answers that were
+        sampled then. model: returns the model as it is before the step; it samples the answers, and computes OLD_LOGPS
+        and REFERENCE_LOGPS if batches have them. None is enough if nothing must be sampled or computed."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         number, within = divmod(step, self.settings.steps)
@@ -202,8 +210,9 @@ class SampledAnswers(BatchSource):
         return [f"answers sampled for step {step}"]
 
     def position(self, step: int) -> Json:
-        """The answers of the current generation if `step` uses them too, with their log-probabilities, as JSON for a
-        checkpoint, so that a resumed run need not sample them again; None if `step` samples a new generation."""
+        """The answers of the current generation (round of sampling) if `step` uses them too, with their
+        log-probabilities, as JSON for a checkpoint, so that a resumed run need not sample them again; None if `step`
+        samples a new generation."""
         if step % self.settings.steps == 0 or self._generation is None:
             return None
         number, answers = self._generation
@@ -212,6 +221,9 @@ class SampledAnswers(BatchSource):
         return {"generation": number, "answers": kept, "old": old}
 
     def resume(self, step: int, position: Json) -> None:
+        """Prepares to continue at `step` in a resumed run: takes the current generation's answers from `position`,
+        which `position(step)` returned in the earlier process, so that they are not sampled again. If it is None,
+        `step` samples a new generation."""
         self._made = self._generation = None
         if position is None:
             return
@@ -220,6 +232,9 @@ class SampledAnswers(BatchSource):
         self._old = {int(part): np.asarray(values, np.float32) for part, values in saved["old"].items()}
 
     def identity(self) -> dict[str, Json]:
+        """{"prompts": their number, "tokens_crc32": a checksum of their tokens, "rewards": the names of the reward
+        functions, and "tools": those of tools, if there are any}. Checkpoints record it, so that a run with other
+        values is not resumed from them."""
         digest = 0
         for prompt in self.prompts:
             digest = zlib.crc32(np.asarray(prompt.ids, np.int32).tobytes(), digest)
@@ -230,6 +245,8 @@ class SampledAnswers(BatchSource):
         return found
 
     def described(self, total_steps: int) -> list[str]:
+        """The lines that a run of `total_steps` steps prints before it begins: the prompts, the answers and rewards of
+        its steps, and the tools, if there are any."""
         settings, group = self.settings, self.settings.num_generations
         each = f"{self.answers_per_step // group:,} prompts x {group} answers"
         used = (
@@ -244,30 +261,32 @@ class SampledAnswers(BatchSource):
         ]
 
     def news(self) -> list[str]:
+        """Returns the samples and warnings for the screen that were added since the last call, and removes them. A run
+        calls it after each step."""
         news, self._news = self._news, []
         return news
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """The metrics of the generation that was sampled for the step, {name: value}, which are given out once: those
-        of `answer_report.measured` and of tools, the seconds of sampling, rewarding and updating, and "kl" if
-        divergences are subtracted from rewards; {} if the step uses a generation that was sampled for an earlier
-        one."""
+        """The metrics of the generation (round of sampling) that was made for the step, {name: value}, which are given
+        out once: those of `answer_report.measured` and of tools, the seconds of sampling, rewarding and updating, and
+        "kl" if divergences are subtracted from rewards; {} if the step uses a generation that was sampled for an
+        earlier one."""
         return self._metrics.pop(step, {})
 
     # ---- a generation
 
     def _chosen(self, number: int) -> list[int]:
-        """The indices, in `prompts`, of the prompts of generation `number` (from 0). Generations take the prompts of an
-        epoch in the epoch's random order, then those of the next epoch."""
+        """The indices, in `prompts`, of the prompts of generation `number` (round of sampling, from 0). Generations
+        take the prompts of an epoch in the epoch's random order, then those of the next epoch."""
         wanted, count = self._prompts_per_generation, len(self.prompts)
         places = range(number * wanted, (number + 1) * wanted)
         orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}
         return [int(orders[place // count][place % count]) for place in places]
 
     def _sampled(self, number: int, step: int, model: Decoder) -> list[Answer]:
-        """Makes generation `number` before `step`: samples answers from `model`, calls the reward functions, stores the
-        metrics for `metrics_at(step)`, in every tenth generation also lines for the screen, and returns the answers
-        with their advantages; all answers to one prompt are consecutive."""
+        """Makes generation `number` (a round of sampling) before `step`: samples answers from `model`, calls the reward
+        functions, stores the metrics for `metrics_at(step)`, in every tenth generation also lines for the screen, and
+        returns the answers with their advantages; all answers to one prompt are consecutive."""
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         settings, started = self.settings, time.monotonic()
@@ -325,7 +344,7 @@ class SampledAnswers(BatchSource):
 
 
 def _seed(seed: int, generation: int, place: int) -> int:
-    """The sampling seed of an answer: 31 bits that depend on the run's seed, and on the numbers of the generation and
-    of the answer within it (`place`), so that a resumed run samples the same."""
+    """The sampling seed of an answer: 31 bits that depend on the run's seed, and on the numbers of the generation
+    (round of sampling) and of the answer within it (`place`), so that a resumed run samples the same."""
     draw = np.random.Philox(key=np.array([seed, generation], np.uint64), counter=place)
     return int(draw.random_raw(1)[0] >> np.uint64(33))

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning, the smallest objective: the mean cross-entropy of the trained tokens of a step."""
+"""Supervised fine-tuning, the smallest objective: the mean cross-entropy of the trained tokens of a step. `SFT` is the
+class, and `SUPERVISED` an object of it, which is the default of a train step."""
 
 from __future__ import annotations
 

@@ -128,7 +128,8 @@ class StoredTeacher:
 
     @property
     def _is_base(self) -> bool:
-        """Whether the teacher is the model that trains with its adapter off, and none was attached."""
+        """Whether the teacher is the model that trains with its adapter off, and none was attached; False if nothing is
+        stored."""
         return self._objective is not None and self._teacher is None and self._objective.teacher in (None, BASE)
 
     @functools.cached_property
@@ -247,8 +248,8 @@ class StoredTeacher:
         return [self._pass(engine).phase] if passes else []
 
     def _pass(self, engine: Engine) -> TeacherPass:
-        """What the memory of the teacher's pass depends on, by which the pass is planned before its weights are loaded.
-        engine: of the run."""
+        """The pass of the teacher as a TeacherPass: what its memory depends on, by which it is planned before the
+        teacher's weights are loaded. engine: of the run."""
         assert self._objective is not None
         batches, name = engine.batches, self._objective.teacher
         config = dataclasses.replace(self._config, rows_per_step=batches.rows_per_step)
@@ -272,6 +273,8 @@ class StoredTeacher:
         file = self._file
 
         def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
+            """Reads the teacher's values of `rows` from the file into `array`, in place; None: another process has the
+            array, and nothing is read."""
             if array is not None:
                 file.read(rows.values, self._vocab_size, array)
 
@@ -302,9 +305,13 @@ class StoredTeacher:
         trainable, frozen = model.weights(own)
 
         def of_batch(teacher: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array]:
+            """(token ids, log-probabilities) [rows, length, k] of the most probable next tokens at each position of
+            `batch`, by `teacher`, which `forward` runs. It is compiled."""
             return forward.top_k(teacher, forward.frozen(teacher, batch), k, temperature)
 
         def compute(rows: TaughtRows, array: np.ndarray | None) -> None:
+            """Prints a line, computes the teacher's values of `rows` by a pass over them, and writes them into `array`,
+            in place; None: this process only takes part in the pass."""
             say(f"log-probabilities of the teacher: one pass over {len(rows):,} rows")
             plain = rows.alone()
             compiled = own.compile_of_rows(of_batch, trainable, frozen, plain)

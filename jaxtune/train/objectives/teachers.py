@@ -3,8 +3,8 @@
 A `Decoder` with a teacher has it as its attribute `teacher`. So its weights are loaded, placed on the devices, counted
 by the planner and given to the step's programs as the frozen weights of the model itself are. `with_teacher` attaches
 one. A run opens and loads the teacher that its config names (`open_teacher`, `load_teacher`), and `teacher_shapes`
-gives the planner its shapes before that.
-"""
+gives the planner its shapes before that. `of_pass` and `pass_shapes` are for a teacher whose log-probabilities are
+stored before the run (stored_teachers.py), and `require_same_tokens` compares its tokenizer with the student's."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def teacher_of(config: TrainConfig) -> str | None:
 
 
 def _stored_before(config: TrainConfig) -> bool:
-    """Whether the teacher's log-probabilities are computed before the run (objective.teacher_top_k is set), in which it
-    is not in memory then."""
+    """Whether `config` asks for the teacher's log-probabilities before the run (objective.teacher_top_k is set). The
+    teacher is then not in memory during the run."""
     return config.objective.teacher_top_k is not None
 
 
@@ -101,8 +101,8 @@ def teacher_shapes(config: TrainConfig) -> Decoder | None:
 
 def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
     """(folder or hub name, format of its weights or None) of a teacher whose log-probabilities are stored before the
-    run. name: as objective.teacher says; "base" and None are the model that trains, without its adapter. Raises
-    ConfigError if that model has no folder, or the teacher's is that of an adapter."""
+    run. config: the run's. name: as objective.teacher says; "base" and None are the model that trains, without its
+    adapter. Raises ConfigError if that model has no folder, or the teacher's is that of an adapter."""
     if name not in (None, BASE):
         return teacher_of(config) or name, config.objective.teacher_load_in
     if config.model.path is None:
@@ -112,8 +112,9 @@ def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
 
 def pass_shapes(config: TrainConfig, name: str | None, load_in: str | None = None) -> Decoder:
     """The teacher of `of_pass`, with shapes (jax.ShapeDtypeStruct) in place of its arrays, from its config.json alone.
-    The pass in which its log-probabilities are stored is planned by it. load_in: a format for its weights, such as
-    "nf4", in place of the one that the config asks for. Raises ConfigError as `of_pass` does."""
+    The pass in which its log-probabilities are stored is planned by it. config, name: as for `of_pass`. load_in: a
+    format for its weights, such as "nf4", in place of the one that the config asks for, which None takes. Raises
+    ConfigError as `of_pass` does."""
     path, asked = of_pass(config, name)
     return _shapes(path, config.dtype, load_in or asked)
 
@@ -133,6 +134,8 @@ def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
     shape, load_in = config_from_hf(hf), load_in or weights_stored_in(hf)
 
     def make() -> Decoder:
+        """Builds the frozen teacher, with quantised weights if a format is asked for. It is only traced for the shapes,
+        so that no array is made."""
         model = Decoder(shape, jax.random.key(0), dtype)
         return freeze(model if load_in is None else quantize(model, load_in))
 

@@ -1,8 +1,9 @@
 """How models write calls of tools, by the kind of their chat template, and how templates write what tools answer.
 
-A model's answer is parsed as text. A tool's answer is added behind the sampled tokens as the tokens that the template
-writes between the end of the model's turn and the begin of its next one. The sampled tokens themselves are never
-decoded and tokenised again, because that could change them. `ToolFormat` does both for `answering.ToolTurns`."""
+A model's answer is parsed as text, by the function of the template's `Kind` (`parse_hermes` and others), into each
+`Call`. A tool's answer is added behind the sampled tokens as the tokens that the template writes between the end of the
+model's turn and the begin of its next one. The sampled tokens themselves are never decoded and tokenised again, because
+that could change them. `ToolFormat` does both for `answering.ToolTurns`."""
 
 from __future__ import annotations
 
@@ -223,12 +224,14 @@ KINDS = (
 
 class ToolFormat:
     """How one tokenizer's chat template writes calls of tools and their answers. Sampling with tools uses it to find
-    the calls in an answer, and to make the tokens of what tools answered.
+    the calls in an answer (`parsed`), and to make the tokens of what tools answered (`suffix`).
 
     Args:
       tokenizer: a fast Hugging Face tokenizer.
       template: the chat template, as the config key data.template names it; None: the tokenizer's own.
       ends: the token ids that end an answer.
+    Attributes:
+      kind: the `Kind` of the template, the first one in KINDS whose marks it has.
     Raises:
       ConfigError: the template is of no known kind, does not write what tools answer, or does not end the model's turn
         with a token of `ends`.
@@ -254,7 +257,7 @@ class ToolFormat:
             raise ConfigError("objective.tools: the chat template does not write what a tool answers")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, with special tokens."""
+        """The text of the token ids `ids`, with special tokens, which calls of tools are written with."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def parsed(self, ids: Sequence[int], schemas: Schemas) -> tuple[Message, list[Call]]:

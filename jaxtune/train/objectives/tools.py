@@ -1,4 +1,5 @@
-"""The tools that a model may call while it answers: functions, and the methods of environments.
+"""The tools that a model may call while it answers: functions, and the methods of environments. `Tools` has those of a
+run, and calls them.
 
 A tool is a Python function with types and a docstring in Google's style, from which the chat template gets its JSON
 schema; it may be `async def`. An environment is an object with a method `reset(**row)`, whose other public methods are
@@ -44,7 +45,7 @@ _NOT_TOOLS = ("reset", "get_reward")
 class Environment(Protocol):
     """An environment: an object of the user's code whose public methods are the tools of one answer. It keeps the state
     of that answer alone, such as that of a game. Only the method `reset` is required; `get_reward` may score the
-    answer."""
+    answer. `Tools` gives each answer one."""
 
     def reset(self, **row: object) -> str | None:
         """Called before an answer is sampled: it sets the environment to its initial state for that answer. row: the
@@ -55,7 +56,7 @@ class Environment(Protocol):
 
 @dataclasses.dataclass
 class Answered:
-    """What the tools answered to the calls of one turn."""
+    """What the tools answered to the calls of one turn of the model; `Tools.answer` returns it."""
 
     messages: list[Message]
     """A message of role "tool" for each call, in their order."""
@@ -284,9 +285,13 @@ def _reward_of(kind: type) -> RewardFunction:
     None where the environment is of another class. It is async if `get_reward` is, and has the name of the class."""
 
     async def later(environments, **_):
+        """The reward of each answer: what the async `get_reward` of its environment (in `environments`) returns, or
+        None where that is of another class. Other arguments are ignored."""
         return [await one.get_reward() if type(one) is kind else None for one in environments]
 
     def at_once(environments, **_):
+        """The reward of each answer: what `get_reward` of its environment (in `environments`) returns, or None where
+        that is of another class. Other arguments are ignored."""
         return [one.get_reward() if type(one) is kind else None for one in environments]
 
     found = later if is_async(kind.get_reward) else at_once

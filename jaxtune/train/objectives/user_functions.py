@@ -1,5 +1,6 @@
-"""Functions of the user's code, such as rewards and tools: loading one that a recipe names as file.py:name, and calling
-it, whether it is async or not, in another thread, so that the run can stop waiting for it."""
+"""Functions of the user's code, such as rewards and tools: loading one that a recipe names as file.py:name
+(`load_from_file`), choosing its `arguments`, and calling it, whether it is async or not, in another thread, so that the
+run can stop waiting for it (`EventLoop`, `in_thread`)."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def called(function: Callable) -> Callable:
 
 
 def is_async(function: Callable) -> bool:
-    """Whether a function or callable object is `async def`, so that calling it returns a coroutine."""
+    """Whether a function or callable object is `async def`, so that calling it returns a coroutine, which an event loop
+    must run."""
     return inspect.iscoroutinefunction(called(function))
 
 
@@ -74,7 +76,7 @@ class EventLoop:
     run's own thread waits for the results, so that a call can time out."""
 
     def __enter__(self) -> EventLoop:
-        """Starts the event loop in its thread."""
+        """Starts the event loop in its thread, and returns this object."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="user's functions", daemon=True)
         self._thread.start()
@@ -104,6 +106,7 @@ def in_thread(function: Callable, given: Mapping[str, object]) -> Future:
     result.set_running_or_notify_cancel()  # from here on nobody can cancel it, and the result can always be set
 
     def run() -> None:
+        """Calls the user's function in the thread, and gives what it returns or raises to the future."""
         try:
             result.set_result(function(**given))
         except BaseException as error:

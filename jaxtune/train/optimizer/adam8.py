@@ -1,10 +1,10 @@
-"""Adam with 8-bit states (arXiv 2110.02861), with the maths of bitsandbytes' AdamW8bit.
+"""Adam with 8-bit states (arXiv 2110.02861), with the maths of bitsandbytes' AdamW8bit: `scale_by_adam_8bit` makes the
+optax transformation, and `Adam8State` is its state.
 
 Each moment is stored as one byte per element and one float32 per block of 256 elements (blockwise8.py), or in float32
 for a tensor of less than 4096 elements. A step decodes the moments, updates them, computes Adam's direction from them
 before they are rounded, and encodes them. One kernel does this where there is one (pallas/adam8), else XLA. The
-direction is float32 and without the learning rate, by which the caller multiplies it.
-"""
+direction is float32 and without the learning rate, by which the caller multiplies it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,19 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
     """
 
     def init(params):
+        """The first state for the tensors `params`: an Adam8State whose moments are all zero, in 8 bits or float32 by
+        the size of each tensor."""
+
         def moment(p, zero_code):
+            """A moment of zeros for the tensor `p`: uint8[blocks, 256], or float32 of its shape if it has less than
+            4096 elements. zero_code: the byte that encodes 0."""
             if p.size < MIN_SIZE:
                 return jnp.zeros(p.shape, jnp.float32)
             return jnp.full((-(-p.size // BLOCK), BLOCK), zero_code, jnp.uint8)
 
         def absmax(p):
+            """The scales of a moment of zeros for the tensor `p`: float32[blocks], zeros; float32[0] if `p` has less
+            than 4096 elements."""
             return jnp.zeros(0 if p.size < MIN_SIZE else -(-p.size // BLOCK), jnp.float32)
 
         return Adam8State(
@@ -67,6 +74,10 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
         )
 
     def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **others):
+        """(directions, new Adam8State) for the gradients `updates` and the Adam8State `state`. The directions are a
+        tree like the gradients, in float32, without the learning rate. scale: a factor of the gradients. finite: a
+        bool; if it is false, the new state equals the old one. divided: a bool for each gradient, whether it is divided
+        over devices; None: none is. params, others: not used."""
         del params, others
         count = jnp.asarray(optax.safe_increment(state.count))
         # 1 - beta^t by expm1, because a power near 1 loses digits in float32.
@@ -75,7 +86,8 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
         )
 
         def one(in_parts, g, m, m_absmax, v, v_absmax):
-            """(direction, and the new m, m_absmax, v, v_absmax) of one tensor."""
+            """(direction, and the new m, m_absmax, v, v_absmax) of one tensor with the gradient `g`, by the kernel
+            where there is one. in_parts: whether the tensor is divided over devices."""
             if m.dtype == jnp.uint8:
                 table: dispatch.Table = {"mosaic": lambda: kernel.refusal(g, m), "reference": lambda: None}
                 by_kernel = dispatch.choose("adamw_8bit", table, None) == "mosaic"

@@ -1,5 +1,7 @@
-"""The optimizers, all of them optax transformations, which `make_optimizer` makes; the dtypes in which trained weights
-are stored; and a bound on what one update can change (`UpdateBound`)."""
+"""The optimizers, all of them optax transformations, which `make_optimizer` makes; what a step asks of them
+(`StepOptimizer`); which tensors weight decay and an own learning rate apply to (`decayed_tensors`,
+`embedding_tensors`); the dtypes in which trained weights are stored (`weight_storage`); and a bound on what one update
+can change (`UpdateBound`)."""
 
 from __future__ import annotations
 
@@ -36,11 +38,12 @@ def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, param
 @dataclasses.dataclass(frozen=True)
 class UpdateBound:
     """A bound on one update of weights: no element w changes by more than rate * (direction + decay * |w|), where rate
-    is the learning rate. A step uses it to decide before the update whether all new weights will be finite. `direction`
-    bounds the optimizer's direction for an element, and `decay` is the factor of weight decay."""
+    is the learning rate. A step uses it to decide before the update whether all new weights will be finite."""
 
     direction: float
+    """The largest absolute value of the optimizer's direction for an element."""
     decay: float
+    """The factor of weight decay."""
 
 
 def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBound | None:
@@ -84,6 +87,9 @@ def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
     because a list has no names."""
 
     def update(updates, state, params=None, *, embeddings: list[bool] | None = None, **others):
+        """(the updates, with those of embeddings and output head multiplied by `share`; `state`, which is empty).
+        embeddings: a bool for each tensor, True for those; None: they are found by their names in `params`. others: not
+        used."""
         del others
         leaves, structure = jax.tree.flatten(updates)
         which = embedding_tensors(params) if embeddings is None else embeddings
@@ -100,12 +106,18 @@ def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
     parameters are a list without names, and `decayed` must be given."""
 
     def decay(decayed: list[bool] | None = None) -> optax.GradientTransformation:
+        """optax's transformation that adds weight decay to the updates of the tensors that `decayed` marks by a bool
+        each; None: of those that decayed_tensors finds."""
+
         def mask(tree):
+            """A tree like `tree` of bools, True for the tensors that decay, as optax takes it."""
             return jax.tree.unflatten(jax.tree.structure(tree), decayed or decayed_tensors(tree))
 
         return optax.add_decayed_weights(rate, mask)
 
     def update(updates, state, params=None, *, decayed=None, **others):
+        """(the updates with the decay of `params` added; `state`, which is empty). decayed: a bool for each tensor,
+        whether it decays; None: decayed_tensors decides. others: not used."""
         del others
         return decay(decayed).update(updates, state, params)
 
@@ -131,6 +143,10 @@ def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
         return optimizer
 
     def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **own):
+        """(updates, new states) of the wrapped optimizer, for the parameters `params`, its states `state` and the
+        gradients `updates`, which are multiplied by `scale` in float32 before. If `finite` is false, the states are the
+        old ones, and the updates must not be used. divided: not used. own: further arguments of the wrapped optimizer's
+        update."""
         del divided  # XLA divides plain operations in the same way as their operands
         updates = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates)
         updates, new = optimizer.update(updates, state, params, **own)
@@ -181,8 +197,10 @@ def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimiz
         return step_optimizer(optimizer)
 
     def update(updates, state: Any, params=None, *, scale=1.0, finite=True, divided=None, **own):
-        """The update of the chain. The first state is selected where it is computed, as a later selection would keep
-        the old moments in memory."""
+        """The update of the chain, for the gradients `updates`, the parameters `params` and the arguments of a
+        StepOptimizer (scale, finite, divided, and others in `own`): (updates, new states, the old ones if not
+        `finite`). The first entry of `state`, the moments, is selected where it is computed, as a later selection would
+        keep the old moments in memory."""
         new: Any
         updates, new = optimizer.update(updates, state, params, scale=scale, finite=finite, divided=divided, **own)
         return updates, (new[0], *_where(finite, new[1:], state[1:]))

@@ -1,12 +1,13 @@
 """Optimizer states in pinned host memory (optim.offload): each tensor's states are copied to the device for its update,
-and back.
+and back. `first_states` makes the states, `shardings` says where each array is, `hosted_bytes` how much is on the host,
+`states_of` and `joined` take the states of one tensor out of the whole and put them back, and `update_by_tensor` makes
+an update.
 
 Tensors are updated in groups. While a group is updated, the states of the next one are copied to the device and those
 of the previous one to the host; optimization barriers start both copies before the update and end both after it. An
 update takes much less time than its transfers, so the whole takes the time of the host link in both directions: XLA
 (jaxlib 0.11.2) puts all copies of a program into one queue, in which copies to the host and from the host do not
-overlap.
-"""
+overlap."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def is_hosted(leaf: Any) -> bool:
 
 
 def hosted_bytes(opt_state: Any) -> int:
-    """Bytes of those arrays of the optimizer's state `opt_state`, which may be abstract, that are stored on the
-    host."""
+    """The bytes of those arrays of the optimizer's state `opt_state`, which may be abstract, that are stored on the
+    host: those of 64 KiB or more (`is_hosted`)."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state) if is_hosted(leaf))
 
 
@@ -150,9 +151,13 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
     groups = _groups(sizes) if offload else [[tensor] for tensor in range(len(weights))]
 
     def hosted(group: int | None) -> list[list[jax.Array]]:
+        """The large states (64 KiB or more) of each tensor of a group, as they are now, which are copied between host
+        and device; [] if `group` is None."""
         return [[leaves[tensor][place] for place in places[tensor]] for tensor in _members(groups, group)]
 
     def replace(group: int | None, arrays: list[list[jax.Array]]) -> None:
+        """Sets the large states of the tensors of a group to `arrays`, in the form that `hosted` returns: their copies
+        on the other side of the link."""
         for tensor, values in zip(_members(groups, group), arrays, strict=True):
             for place, value in zip(places[tensor], values, strict=True):
                 leaves[tensor][place] = value

@@ -1,7 +1,7 @@
-"""The number of steps of a run, and the learning rate at each step.
+"""The number of steps of a run (`total_steps`), and the learning rate at each step (`learning_rate_schedule`).
 
-A warm-up rises linearly. After it the rate falls linearly or by a cosine, with or without restarts, or stays constant.
-"""
+A warm-up rises linearly. After it the rate falls linearly or by a cosine, with or without restarts, or stays
+constant."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.S
     stays after the last one."""
 
     def rate(step):
+        """The learning rate at `step`, an int or int array, counted from the begin of the first cosine."""
         done = cycles * jnp.minimum(jnp.asarray(step), steps)
         share = jnp.where(done >= cycles * steps, 1.0, done % steps / steps)  # the share of a cosine that has passed
         return peak * (min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + jnp.cos(jnp.pi * share)))

@@ -1,5 +1,6 @@
 """Model FLOPs of a step: what its matrices, its documents' attention and the other work of its layers need, without
-recomputation. The metric `mfu` compares them with the device's peak."""
+recomputation. `flop_counter` makes the function that counts them for a model, by the formula of `model_flops_per_step`.
+The metric `mfu` compares them with the device's peak."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def document_lengths(batch: Batch) -> np.ndarray:
 def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
     """Makes a function from the lengths of a step's documents (int[documents], in tokens) to the step's model FLOPs for
     this model: those of matrices and attention, as model_flops_per_step counts them, and three times those that layers
-    declare for other work in the forward (token_flops). It is the basis of the metric `mfu`."""
+    declare for other work in the forward (token_flops). The metric `mfu`, model FLOP utilisation, is made of it."""
     config = model.config
     matmul = trained = adapters = 0
     head = model.head_variable
@@ -45,7 +46,7 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
                     adapters += whole // experts * segment.experts_per_token if experts else whole
 
     def flops(lengths: np.ndarray) -> float:
-        """Model FLOPs of a step with these documents."""
+        """Model FLOPs of a step whose documents have these lengths, int[documents] in tokens."""
         tokens = int(lengths.sum())
         return beside * tokens + model_flops_per_step(
             tokens=tokens,

@@ -1,4 +1,6 @@
-"""How the gradients of a step are added over devices: in float32, or quantised (`mesh.gradient_sync`).
+"""How the gradients of a step are added over devices: in float32, or quantised (`mesh.gradient_sync`). `GradientSync`
+is a quantised sync, which `gradient_sync_of` makes as the config asks; `as_saved` and `fitted` read its errors from a
+checkpoint of another mesh or format.
 
 A quantised sync sends numbers in a low format (models/placement/low_format.py) in both legs of the sum. With error
 feedback (arXiv 1901.09847) each device keeps what rounding took from the numbers that it sent, and adds it to what it
@@ -13,8 +15,7 @@ on all devices: roots of running means of squares as Adam's own, by which number
 Tensors that are whole on each device are added over all devices, and those that `fsdp` divides over `data`, once a step
 in the update. Small tensors are joined to buffers, so that there are few collectives. The sums over `fsdp` of divided
 tensors are made in the backward of each micro-batch (gathers.scatter), always rounded stochastically, as their errors
-would be a whole gradient on each device.
-"""
+would be a whole gradient on each device."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Buffer:
     tensors: tuple[int, ...]
     """The positions of the tensors among the leaves of the trained tensors."""
     numbers: int
-    """The numbers of all tensors on a device, with the zeros of each."""
+    """How many numbers all tensors have on a device, with the zeros behind each."""
     axes: tuple[str, ...]
     """The mesh axes over which they are added."""
     devices: int
@@ -56,26 +57,30 @@ class Buffer:
 
     @property
     def part(self) -> int:
-        """The numbers that each of the devices adds up: its equal part of the buffer, a multiple of a block."""
+        """How many numbers each of the devices adds up: its equal part of the buffer, a multiple of a block."""
         return -(-self.numbers // (self.devices * low_format.BLOCK)) * low_format.BLOCK
 
     @property
     def size(self) -> int:
-        """The numbers of the buffer with all zeros."""
+        """How many numbers the whole buffer has, the zeros at its end included: `part` for each of the devices."""
         return self.part * self.devices
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientSync:
-    """A quantised sync of gradients: the format in which devices exchange them, and whether errors of rounding are kept
-    and added in the next step (True), or numbers are rounded stochastically (False)."""
+    """A quantised sync of gradients: how the devices exchange their gradients in a low format, so that they are
+    added."""
 
     format: SyncFormat
+    """The format in which devices exchange gradients: "bf16", "int8" or "int4"."""
     feedback: bool
+    """True: the errors of rounding are kept, and added to what is sent in the next step. False: numbers are rounded
+    stochastically."""
 
     def __str__(self) -> str:
-        """What the first screen and the record of a run say: "sent in int8 with error feedback", for example. In the
-        records of older versions, whose int4 had equal steps, "quadratic" is missing."""
+        """The sync in words, as the first screen and the record of a run say it, for example "sent in int8 with error
+        feedback". In the records of older versions, whose int4 had equal steps, "quadratic" is missing before
+        "int4"."""
         format = "quadratic int4" if self.format == "int4" else self.format
         return f"sent in {format} {'with error feedback' if self.feedback else 'with stochastic rounding'}"
 
@@ -104,9 +109,10 @@ class GradientSync:
         return found
 
     def error_sizes(self, trainable, shape: MeshShape) -> dict[str, list[int]]:
-        """The numbers of errors that each device keeps: of the gradients that it sends ("sent") and of the sums that it
-        makes ("summed"), and in int4 of the sums' usual sizes ("usual"), one for each buffer; {} without error feedback
-        or with one device. trainable: the trained tensors, which may be abstract. shape: the mesh's."""
+        """How many errors each device keeps: of the gradients that it sends ("sent") and of the sums that it makes
+        ("summed"), and in int4 of the sums' usual sizes ("usual"), each as a list with one number for each buffer; {}
+        without error feedback or with one device. trainable: the trained tensors, which may be abstract. shape: the
+        mesh's."""
         if not self.feedback or shape.size == 1:
             return {}
         leaves = jax.tree.leaves(partition.divided_into(trainable, shape.parts), is_leaf=_is_shard)
@@ -251,5 +257,5 @@ def fitted(state, like, note: Callable[[list[str]], object]):
 
 
 def _is_shard(leaf) -> bool:
-    """Whether a leaf of a tree is a Shard, a tensor that `fsdp` divides."""
+    """Whether a leaf of a tree is a partition.Shard: the part that this device has of a tensor that `fsdp` divides."""
     return isinstance(leaf, partition.Shard)

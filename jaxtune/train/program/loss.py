@@ -1,4 +1,6 @@
-"""The training loss: a sum and a count, divided once by the count of the whole optimizer step.
+"""The training loss: a sum and a count, divided once by the count of the whole optimizer step. `Forward` runs the model
+for an objective's loss, `AuxLosses` are the losses that layers add (`aux_losses` makes those of a run), and `loss_sums`
+is the supervised loss alone.
 
 Mixers and feed-forwards of layers may have losses of their own (AuxLoss in models/layers/segment.py), such as those of
 experts' routers. These are means over all layers and over the tokens of a micro-batch on all its devices; padding does
@@ -44,7 +46,7 @@ class AuxLosses:
     losses: tuple[tuple[str, AuxLoss, float], ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether any coefficient is not zero."""
+        """Whether any coefficient is not zero; otherwise a step neither measures nor adds these losses."""
         return any(coefficient != 0 for *_, coefficient in self.losses)
 
     @property
@@ -74,13 +76,14 @@ class AuxLosses:
         named, or whose entry is None, keeps its coefficient."""
 
         def one(loss: AuxLoss, old: float) -> float:
+            """The new coefficient of `loss`: the one that is given under its name, or `old` if none is."""
             new = coefficients.get(loss.name)
             return old if new is None else new
 
         return AuxLosses(tuple((name, loss, one(loss, old)) for name, loss, old in self.losses))
 
     def __str__(self) -> str:
-        """As reports say it: "load-balancing loss times 0.01, z-loss times 0"."""
+        """The losses in words, as reports print them: "load-balancing loss times 0.01, z-loss times 0"."""
         return ", ".join(f"{loss.title} times {coefficient:g}" for _, loss, coefficient in self.losses)
 
 
@@ -122,8 +125,9 @@ class Forward:
     layers' gradients and the layers' own losses. One Forward is made for each micro-batch while the step is traced.
 
     Args:
-      max_documents: the largest number of documents in a row, which allows faster attention (see PackedLayout).
-      plan: the placement of residuals.
+      max_documents: the largest number of documents in a row, which allows faster attention (see PackedLayout); None:
+        it is not known.
+      plan: what becomes of the values that the backward reads (residuals); None: all are kept.
       chunk_tokens: the number of tokens whose logits exist at a time; None: chosen by the loss.
       dropout_key: key for the adapters' dropout; None: no dropout.
       noise: (key, alpha) of the noise on the embeddings, whose size alpha sets (NEFTune); None: no noise.

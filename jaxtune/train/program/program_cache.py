@@ -1,4 +1,5 @@
-"""A persistent cache of compiled programs that verifies each program before it runs.
+"""A persistent cache of compiled programs (`ProgramCache`) that verifies each program before it runs; commands turn it
+on with `use_program_cache`, and `in_use` returns the one that is used.
 
 JAX's own cache trusts what it finds in its folder: a flipped bit gives another program, and a torn entry stays torn.
 Here every entry has a checksum of its key and content, so that a damaged or swapped entry is removed, reported, and
@@ -7,8 +8,7 @@ compiled again.
     KEY.zlib.program    8 bytes that name the format, SHA-256 of key and content, content (KEY.zstd.program likewise)
 
 Entries are machine code that will run, so only their owner can read and write them. An entry that belongs to another
-user, or that others may write, is not used.
-"""
+user, or that others may write, is not used."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class ProgramCache(CacheInterface):
 
     def get(self, key: str) -> bytes | None:
         """The content that was stored under a key; None if there is no undamaged entry that belongs to this user. An
-        entry that is damaged, or that another user owns or may write, is reported and removed; one that cannot be read
-        is reported."""
+        entry that is damaged, or that another user owns or may write, is removed, and one that cannot be read is left;
+        a warning in the log reports both."""
         path = self._file(key)
         try:
             entry, problem = _read(path)
@@ -144,7 +144,8 @@ class ProgramCache(CacheInterface):
 
 
 def _entry(key: str, content: bytes) -> bytes:
-    """The bytes of an entry's file: the format, the checksum of key and content, the content."""
+    """The bytes of an entry's file, which `put` writes and `get` compares: the format (8 bytes), the SHA-256 of key and
+    content (32 bytes), the content."""
     digest = hashlib.sha256(key.encode() + b"\0")
     digest.update(content)
     return _FORMAT + digest.digest() + content

@@ -1,5 +1,5 @@
 """The compiled programs of a run (`Programs`), and what compiles and runs them (`Engine`): once for all data, and again
-with other plans until one fits the memory."""
+with other plans until one fits the memory. `compiler_options` are XLA's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
     not change.
 
     Args:
-      platform: the device's, such as "gpu".
+      platform: the device's, such as "gpu"; on others only the rounding of 16-bit values is set.
       deterministic: True: the vendor libraries' first algorithm is taken, so that every process makes the same choice.
         False: the one that is fastest when it is timed.
       divides: whether weights are divided over devices, so that options for collectives are needed.
@@ -98,7 +98,8 @@ def _uncollected():
 
 
 class Engine:
-    """Compiles and runs the programs of a training run on a mesh, under the planner's plan.
+    """Compiles and runs the programs of a training run on a mesh, under the planner's plan: what becomes of the values
+    that the backward reads, and the number of micro-batches.
 
     Args:
       program: the run's step. Its fields that the plan, the mesh and config.neftune_noise_alpha decide are filled in
@@ -146,10 +147,9 @@ class Engine:
         return self.planner
 
     def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
-        """Returns the JSON values that identify this run's programs in KnownFailures, the record of plans that
-        needed too much memory. The values, from `config` and the costs of `planner`, cover all settings that the
-        programs depend on, except three: each record names its plan, and KnownFailures itself adds the device and
-        the versions."""
+        """Returns the JSON values that identify this run's programs in KnownFailures, the record of plans that needed
+        too much memory. From `config` and the costs of `planner` they cover all settings that the programs depend on,
+        except the plan, which each record names, and the device and versions, which KnownFailures adds."""
         asked = config_to_dict(config)
         program, cost = self.program, planner.cost
         sizes = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost) if f.name not in ("segments", "kinds")}
@@ -161,7 +161,7 @@ class Engine:
         ]
 
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
-        """Sets the mesh of devices for the programs that are compiled from now on."""
+        """Sets the mesh, and the shardings on it, for the programs that are compiled from now on."""
         self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
         self._by_rows = NamedSharding(mesh, partition.ROWS)
         self.program = dataclasses.replace(self.program, mesh=mesh)
@@ -200,6 +200,7 @@ class Engine:
         size, lanes = batch.tokens.shape[0] // parts, self.batches.lanes if parts > 1 else 1
 
         def rows(array: np.ndarray) -> np.ndarray:
+            """The rows of micro-batch `part` in `array`, one of the batch: equally many of each lane."""
             return array.reshape(lanes, parts, size // lanes, *array.shape[1:])[:, part].reshape(size, *array.shape[1:])
 
         return partition.put(jax.tree.map(rows, batch), self._by_rows)
@@ -241,9 +242,8 @@ class Engine:
         also leaves a small block of device memory free below them.
 
         The rows of the next step are copied to the device while a step runs. Without a free block below the step's
-        temporary buffer, the allocator puts them above it. The next step then finds no room for its buffer, which must
-        be one block. A resumed 8B run stopped for this reason on a 12 GiB card that had enough bytes free.
-        """
+        temporary buffer, the allocator puts them above it, and the next step then finds no room for its buffer, which
+        must be one block, although enough bytes are free, as was seen on a 12 GiB card."""
         blocks = []
         for device in self.mesh.local_devices:
             if device.platform == "gpu":
@@ -268,8 +268,8 @@ class Engine:
         return dataclasses.replace(programs, seconds=time.perf_counter() - started)
 
     def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
-        """Lowers and compiles the programs of a run for these shapes (state, sums and frozen); `compile` describes
-        how. first_step: the step at which the run starts; before qat.start, the programs without QAT are compiled
+        """Lowers the programs of a run for these shapes (state, sums and frozen) one by one, and compiles them in
+        parallel. first_step: the step at which the run starts; before qat.start, the programs without QAT are compiled
         too."""
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
@@ -406,7 +406,7 @@ class Engine:
         """Runs a first collective, which connects the devices, and prints by print_line how long that took.
 
         Returns:
-          the metric `collectives_seconds`; nothing if the run has one device.
+          the metric `collectives_seconds`; {} if the run has one device.
         """
         if self.mesh.size == 1:
             return {}

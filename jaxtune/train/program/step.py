@@ -1,10 +1,9 @@
-"""The train step as two programs, which are the same for all data.
+"""The train step as two programs of a `StepProgram`, the same for all data, over a `TrainState` and a step's `Sums`.
 
 `accumulate` adds one micro-batch's loss, count and gradients to donated sums. `update` divides once by the step's
 count, clips, updates the weights, and returns zeroed sums. Micro-batches are dispatched from Python, because a loop
 around the stack within one program would keep transfers from overlapping with compute. Nothing here waits for the
-device. Two more programs compute on held-out rows (`evaluate`) and give a value for each row (`of_rows`).
-"""
+device. Two more programs compute on held-out rows (`evaluate`) and give a value for each row (`of_rows`)."""
 
 from __future__ import annotations
 
@@ -78,16 +77,14 @@ class Sums:
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
     """The functions that a run jits (accumulate, update, evaluate and others), with everything in a run that is static,
-    so that a program is compiled for one StepProgram.
-
-    Functions take and return whole arrays, placed as `shardings` and `sums_shardings` say.
-    """
+    so that a program is compiled for one StepProgram. Functions take and return whole arrays, placed as `shardings` and
+    `sums_shardings` say."""
 
     graph: nnx.GraphDef  # graph definition of the model
     optimizer: optax.GradientTransformation  # an optax transformation or an optim.StepOptimizer, over float32 tensors
     schedule: optax.Schedule | None  # learning rate by number of updates, for the metrics; None: unknown
     objective: Objective = SUPERVISED  # defines the loss of a micro-batch and further measurements
-    plan: ResidualPlan | None = None  # the placement of residuals; None: all are kept
+    plan: ResidualPlan | None = None  # what becomes of values that the backward reads (residuals); None: all are kept
     max_documents: int | None = None  # the most documents in a row, which allows faster attention; None: unknown
     max_grad_norm: float | None = 1.0  # global norm to which gradients are clipped; None: no clipping
     dropout: bool = False  # whether any adapter has dropout
@@ -131,17 +128,12 @@ class StepProgram:
         return partition.MeshShape.of(self.mesh)
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
-        """The state with which a run starts, over a copy of `trainable` in the dtypes in which weights are trained: the
-        step donates the copy, and the caller keeps the original.
-
-        Args:
-          trainable: the weights that train.
-          seed: of dropout and stochastic rounding.
-          device: the sharding that the state will have, which is needed for states on the host.
-        """
+        """The state with which a run starts, over a copy of `trainable`, the weights that train, in the dtypes in which
+        they are trained: the step donates the copy, and the caller keeps the original. seed: of dropout and stochastic
+        rounding. device: the sharding that the state will have, needed for states on the host (offload)."""
 
         def kept(a):
-            """A copy of a weight in the dtype in which it is trained."""
+            """A copy of the weight `a`: in bfloat16 if `weights` is "bf16" and it is a matrix, else in float32."""
             rounded = self.weights == "bf16" and a.ndim >= 2
             return jnp.array(a, jnp.bfloat16 if rounded else jnp.float32, copy=True)
 
@@ -153,6 +145,7 @@ class StepProgram:
             states = self.optimizer.init(wide)
 
         def zero():
+            """int32[]: 0, in a new buffer."""
             return jnp.zeros((), jnp.int32)  # separate buffers, because a buffer cannot be donated twice
 
         return TrainState(
@@ -196,7 +189,8 @@ class StepProgram:
         return dataclasses.replace(sums, gradients=partition.divide_like(self._marked(trainable), sums.gradients))
 
     def _marked(self, trainable):
-        """Returns `trainable` with each divided tensor as a partition.Shard, which has the format of its gradient."""
+        """Returns `trainable` with each divided tensor as a partition.Shard, which says by which axis it is divided,
+        and in which format the sums of its gradient are exchanged."""
         return partition.divide(trainable, self.mesh, None if self.sync is None else self.sync.format)
 
     def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
@@ -206,10 +200,12 @@ class StepProgram:
         kept = jnp.float32 if self.micro_batches > 1 else None
 
         def zeros(shape=(), dtype=jnp.float32, devices=self.devices):
+            """Zeros of a shape, behind an axis of `devices` if there are several, placed as the next of `places`."""
             in_front = () if self.devices == 1 else (devices,)
             return jnp.zeros((*in_front, *shape), dtype, device=next(places, None))
 
         def gradient(leaf):
+            """The zero sum of the gradient of `leaf`, an array or a partition.Shard of one, in the same form."""
             if isinstance(leaf, partition.Shard):
                 array, devices = leaf.array, self.devices // leaf.count
                 return dataclasses.replace(leaf, array=zeros(array.shape, kept or array.dtype, devices))
@@ -223,21 +219,17 @@ class StepProgram:
         return Sums(partition.undivided(gradients), loss, count, aux, own)
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
-        """The sums with one micro-batch added; `sums` is donated.
-
-        Args:
-          sums: of the step's earlier micro-batches.
-          state: the run's.
-          frozen: the weights that do not train.
-          batch: the micro-batch.
-          micro_batch: its int32 index within the step, for the dropout key.
-        """
+        """The sums with one micro-batch, `batch`, added to `sums`, those of the step's earlier micro-batches, which are
+        donated. state: the run's. frozen: the weights that do not train. micro_batch: the index of the micro-batch
+        within the step, int32[], for the dropout key."""
         # What is not needed here; the optimizer's states may be on the host.
         state = dataclasses.replace(state, opt_state=None, sync_errors={})
         if self.devices == 1:
             return self._accumulate(sums, state, frozen, batch, micro_batch)
 
         def local(sums, *others):
+            """What each device computes: its own sums, behind an axis of one device, with its rows added; if the step
+            has one micro-batch, they are then added over devices."""
             sums = self._accumulate(jax.tree.map(lambda a: a[0], sums), *others)
             return jax.tree.map(lambda a: a[None], of_all_devices(sums) if self._sums_at_once else sums)
 
@@ -249,8 +241,9 @@ class StepProgram:
         return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
-        """The sums with one micro-batch added, for the rows and the shards of weights that one device has: what
-        `accumulate` does on each device, with the same arguments (sums, state, frozen, batch, micro_batch)."""
+        """What `accumulate` computes on each device, with the same arguments: `sums`, those of the step's earlier
+        micro-batches, with `batch` added, for the rows of the batch and the shards of weights (in `state` and `frozen`)
+        that this device has. micro_batch: the index within the step, int32[]."""
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
         key = noise = None
@@ -260,11 +253,11 @@ class StepProgram:
         if self.noise_alpha is not None:
             own = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _NOISE)
             noise = jax.random.fold_in(jax.random.fold_in(own, state.step), micro_batch), self.noise_alpha
-
         runs = 0
 
         def scaled_loss(trainable, layer_sums):
-            """The scaled loss of the micro-batch, with its sums as auxiliary values."""
+            """(the loss sum times the loss scale, (loss, count, aux, own) as in Sums) of the micro-batch, for jax.grad.
+            layer_sums: those to which the backward adds the layers' gradients."""
             nonlocal runs
             forward = Forward(
                 max_documents=self.max_documents,
@@ -313,6 +306,7 @@ class StepProgram:
         given, result = partition.unsummed_specs(sums), partition.specs(sums)
 
         def local(sums):
+            """The sums of all devices from this device's, without their leading axis; those added already stay."""
             sums = jax.tree.map(lambda a: a[0], sums)
             return sums if self._sums_at_once else of_all_devices(sums)
 
@@ -321,6 +315,8 @@ class StepProgram:
             return partition.undivided(partition.divided(local, self.mesh, (given,), result)(sums)), {}
 
         def quantised(sums, state):
+            """(the sums of all devices, the new errors of this device), with gradients added by the quantised sync.
+            state: has the errors of the last step."""
             sums, errors = jax.tree.map(lambda a: a[0], (sums, state.sync_errors))
             others = of_all_devices(dataclasses.replace(sums, gradients=None))
             unit = jnp.maximum(others.count, 1.0) * state.loss_scale
@@ -348,21 +344,19 @@ class StepProgram:
             given, (sums, errors) = sums, self.total(sums, state)
             count = jnp.maximum(sums.count, 1.0)
             scale = 1.0 / (count * state.loss_scale)
-
             gradients = [g.astype(jnp.float32) * scale for g in jax.tree.leaves(sums.gradients)]
             squares = of_each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
             norm = jnp.sqrt(squares.sum())
-            finite = jnp.isfinite(norm) & jnp.isfinite(
-                sums.loss
-            )  # a layer's loss that is not finite shows in the gradient
+            # A layer's loss that is not finite shows in the gradient.
+            finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
             if self.max_grad_norm is not None:
                 scale *= jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             optimizer = step_optimizer(self.optimizer)
-
             in_parts = partition.which_are_divided(state.trainable, self.mesh)
 
             def moved(parameters, opt_state, gradients, finite, divided=in_parts, **own):
-                """(float32 weights after the update, the optimizer's new state, or its old one if not finite)"""
+                """(float32 weights after the update of `parameters`, the new `opt_state`, or the old one if not
+                `finite`), by `gradients`. divided, own: further arguments of optimizer.update."""
                 wide = jax.tree.map(lambda a: a.astype(jnp.float32), parameters)
                 updates, opt_state = optimizer.update(
                     gradients, opt_state, wide, scale=scale, finite=finite, divided=divided, **own
@@ -382,12 +376,15 @@ class StepProgram:
                 tensors, finite = optimization_barrier((tensors, finite))
 
             def guarded(new, old):
+                """The leaves of the tree `new` if the step is finite, else those of `old`."""
                 return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
             if self.by_tensor:
                 decayed, embeddings = decayed_tensors(state.trainable), embedding_tensors(state.trainable)
 
                 def one(index, parameter, opt_state, gradient):
+                    """(new weight, new optimizer state) of tensor `index`, from its `parameter`, `opt_state` and
+                    `gradient`; optimizer_offload.update_by_tensor calls it."""
                     own = slice(index, index + 1)
                     its = {"decayed": decayed[own], "embeddings": embeddings[own]}
                     wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[own], **its)
@@ -473,11 +470,12 @@ class StepProgram:
 
     def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """(loss sum, count, the objective's own sums, {name: sum}) of one batch on all devices, without dropout and
-        gradients; to be jitted. frozen: the weights that do not train.
-
-        trainable: the weights that train, of a TrainState or as given, because a forward pass needs no optimizer."""
+        gradients; to be jitted. trainable: the weights that train, of a TrainState or as given, because a forward pass
+        needs no optimizer. frozen: the weights that do not train."""
 
         def local(trainable, frozen, batch):
+            """The sums of the loss for a device's rows (`batch`) and shards (trainable, frozen), added over all
+            devices."""
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
             return partition.total(self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward))
 
@@ -492,6 +490,7 @@ class StepProgram:
         the weights that train and the others."""
 
         def local(trainable, frozen, batch):
+            """What `function` returns for a device's rows (`batch`) and shards of weights (trainable, frozen)."""
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
             return function(nnx.merge(self.graph, trainable, frozen), batch, forward)
 

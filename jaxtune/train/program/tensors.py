@@ -1,4 +1,5 @@
-"""Functions over all the tensors of a step: sums over devices, reductions of each tensor, and the tensors' names."""
+"""Functions over all the tensors of a step: sums over devices (`of_all_devices`), reductions of each tensor
+(`of_each`), and the tensors' names (`trainable_names`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of a run: as the caller gave it, as the run computes with it, and as it is returned."""
+"""The model of a run (`TrainedModel`): as the caller gave it, as the run computes with it, and as it is returned."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class TrainedModel:
 
     @property
     def prepared(self) -> Decoder:
-        """The model that the run computes with: in the compute dtype, and with rounded weights under QAT."""
+        """The model that the run computes with: in the compute dtype, with rounded weights under QAT, and with its
+        teacher. Each call makes a new object over the same arrays."""
         return nnx.merge(self.graph, self.trainable, self.frozen)
 
     # ---- the start
