@@ -181,6 +181,8 @@ class Pretrained:
             load_memory.require_room(self.folder, self.device_bytes(), how, nf4)
 
         def where(name: str, tensor):
+            """The sharding of a tensor's arrays on the mesh; None without a mesh, or for a weight that is decoded
+            first."""
             if mesh is None:
                 return None
             _, variable = self._variables[name]
@@ -287,6 +289,7 @@ def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder
     importing transformers for the tokenizer takes seconds."""
 
     def first() -> Any:
+        """The tokenizer of the first of the folders that has one, or None."""
         return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)
 
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # importing transformers takes seconds

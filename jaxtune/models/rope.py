@@ -80,6 +80,7 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
             scale = 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
 
         def turns_to_dim(turns):
+            """The dimension whose pair turns this often within the original context, as a fraction (yarn)."""
             return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
         low, high = turns_to_dim(rope.beta_fast), turns_to_dim(rope.beta_slow)
@@ -167,8 +168,8 @@ def _rotated(interleaved, x, cos, sin):
 
 
 def _rotated_fwd(interleaved, x, cos, sin):
-    """The forward rule of `_rotated`, of which interleaved is static: (x rotated by cos and sin, the residuals (cos,
-    sin) for the backward rule)."""
+    """The forward rule of `_rotated`, with its arguments (interleaved, which is static, x [B, T, heads, D], cos and sin
+    float32[B, T, rotary_dim / 2]): (x rotated by cos and sin, the residuals (cos, sin) for the backward rule)."""
     return _rotated(interleaved, x, cos, sin), (cos, sin)
 
 

@@ -92,8 +92,8 @@ def known_devices() -> tuple[str, ...]:
 
 
 def _name_in(device: str, names) -> str | None:
-    """The longest of `names`, an iterable of cards' names, that occurs in a device's name, in any case of letters; None
-    if none occurs. No letter or digit may precede or follow it, so that "GH200" is not taken for "H200", nor "RTX
-    4090D" for "RTX 4090"."""
+    """The longest of `names`, an iterable of cards' names, that occurs in `device`, a device's name, in any case of
+    letters; None if none occurs. No letter or digit may precede or follow it, so that "GH200" is not taken for "H200",
+    nor "RTX 4090D" for "RTX 4090"."""
     found = [n for n in names if re.search(rf"(?<![A-Z0-9]){re.escape(n)}(?![A-Z0-9])", device, re.IGNORECASE)]
     return max(found, key=len) if found else None

@@ -88,6 +88,7 @@ class Shape:
         return math.ceil(math.prod(self.dims) * self.bits / 8)
 
     def __str__(self) -> str:
+        """The shape as HLO's text has it, such as "bf16[8,64]", or "(f32[8], s32[])" for a tuple."""
         if self.parts is not None:
             return f"({', '.join(map(str, self.parts))})"
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -354,8 +355,7 @@ def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) 
 
 
 def _cublas_contracting(instruction: Instruction) -> tuple[int, ...]:
-    """The dimensions of a cuBLAS call's left operand that are summed over, from the call's config; () if the config
-    does not tell."""
+    """The dimensions of a cuBLAS call's left operand that are summed over, by its config; () if that lacks them."""
     try:
         numbers = json.loads(instruction.config)["gemm_backend_config"]["dot_dimension_numbers"]
         return tuple(int(i) for i in numbers["lhs_contracting_dimensions"])

@@ -251,8 +251,8 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
 
 def _in_order(position: dict[int, int]) -> list[int]:
     """Finds a longest sequence of launches whose positions in the schedule increase, as they do if the launches ran in
-    its order; returns their indices, ascending. The longer it is, the better a guess of the positions. position: {index
-    of a launch: its position in the schedule}."""
+    its order; returns their indices, ascending. The longer it is, the better a guess of the positions, by which `join`
+    chooses among guesses. position: {index of a launch: its position in the schedule}."""
     tails: list[int] = []
     tail_index: list[int] = []
     before: dict[int, int] = {}

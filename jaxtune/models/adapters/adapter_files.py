@@ -346,6 +346,7 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
     """
 
     def matched(key):
+        """The names in `names` that the setting `key` of the config selects, as a set."""
         setting = config.get(key) or ()
         if setting == "all-linear" and key == "target_modules":
             return set(names)

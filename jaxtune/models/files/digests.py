@@ -140,6 +140,7 @@ def _said(config: DecoderConfig) -> bytes:
     """
 
     def plain(value: Any) -> Any:
+        """A value in JSON's types: a dataclass becomes [its class's name, {field: value}], a tuple a list."""
         if dataclasses.is_dataclass(value):
             fields = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
             said = {_FIRST_NAMES.get(name, name): plain(v) for name, (v, default) in fields.items() if v != default}

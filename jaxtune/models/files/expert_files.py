@@ -145,6 +145,7 @@ def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tup
     shape = (rows, value.shape[2])
 
     def tensor(expert: int, at: int) -> FileTensor:
+        """The FileTensor of the rows from `at` on of one expert's matrix, cut from the whole matrix and cast."""
         return FileTensor(shape, np.dtype(dtype), lambda whole: whole[expert, at : at + rows].astype(dtype))
 
     return tuple(Piece({piece.name: tensor(piece.expert, piece.start)}) for piece in pieces)

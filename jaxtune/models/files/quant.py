@@ -115,7 +115,8 @@ def computes_in_fp8(model: Decoder) -> bool:
 
 def stored_in(model: Decoder) -> str | None:
     """The name of the format of the model's quantised weights, such as "nf4" (a value of model.load_in). If they are in
-    several formats, it is the first in alphabetical order; None if no weight is quantised."""
+    several formats, it is the first in alphabetical order; None if no weight is quantised. Exports, configs of runs and
+    the planner ask it."""
     return min((format_of(weight).name for weight in _stored(model).values()), default=None)
 
 

@@ -36,7 +36,8 @@ def dtype_name(dtype) -> str:
 
 def weight_name(module: str) -> str:
     """The tensor name of a matrix's weight, from the name that lora.matrices gives the matrix: a linear's module name
-    gets ".weight", and the name of an expert matrix is its tensor's already."""
+    gets ".weight", and the name of an expert matrix is its tensor's already. The loader finds by it the tensors that
+    can be quantised."""
     return module if ".experts." in module else f"{module}.weight"
 
 

@@ -41,6 +41,7 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
         raise ValueError("this model is prepared for QAT: make its weights the rounded ones first (convert_qat)")
 
     def order(item):
+        """The sort key of a (path, variable) pair: the place of its module in files, then the layer's index."""
         path = item[0]
         return ("embedding", "per_layer", "layers", "norm", "head").index(path[0]), path[1] if path[
             0
@@ -94,6 +95,7 @@ class Weights:
         """
 
         def chosen(name: str) -> bool:
+            """Whether the matrix of this name is to be decoded."""
             return modules is None or any(name_matches(name, each) for each in modules)
 
         decode = functools.partial(dense, dtype=self.model.dtype)

@@ -256,6 +256,8 @@ def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.A
     padding = -len(rows) % chunk
 
     def one(part):
+        """(log p of each target float32[chunk], whether it is the most likely token) of one chunk; part: (hidden
+        states, targets)."""
         hidden, target = part
         logits = model.logits(hidden)
         chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
@@ -267,6 +269,7 @@ def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.A
     ]
 
     def whole(part):
+        """Joins the results of all chunks to [B, T], without the padding."""
         return part.reshape(-1)[: len(rows)].reshape(tokens.shape)
 
     logprobs, greedy = jax.lax.map(one, tuple(parts))

@@ -64,6 +64,7 @@ class Family:
         names = {entry.name for entry in self.keys if isinstance(entry, Key)}
 
         def stays(entry: Entry) -> bool:
+            """Whether a common entry stays: the family sets none of its fields, and has no Key of its name."""
             return not given & {*entry.gives} and not (isinstance(entry, Key) and entry.name in names)
 
         return (*filter(stays, COMMON), *self.keys)

@@ -192,6 +192,7 @@ def _unshared(layer: LayerSpec) -> LayerSpec:
     config = None if shape == AttentionShape() else shape
 
     def one(part: Part) -> Part:
+        """The part with the config without sharing if it is the mixer, else unchanged."""
         return dataclasses.replace(part, config=config) if part.name == "mixer" else part
 
     stages = (dataclasses.replace(stage, parts=tuple(map(one, stage.parts))) for stage in layer.stages)
