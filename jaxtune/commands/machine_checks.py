@@ -223,6 +223,7 @@ def _attention() -> Finding:
     layout = packed_layout((2, 256), jnp.broadcast_to(1 + jnp.arange(256) // 100, (2, 256)))
 
     def out(implementation: str | None, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        """The attention of these arrays by an implementation; None: by the one that is chosen on this device."""
         return attention(query, key, value, layout, scale=0.125, implementation=implementation)
 
     def run(implementation: str | None, *arrays: jax.Array) -> list[jax.Array]:

@@ -104,8 +104,8 @@ class TrainerCallback:
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
-        has `model`, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState and `control` the
-        TrainerControl."""
+        has `model`, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState. It may change
+        `control`, the TrainerControl, or return another one."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an evaluation with `metrics` in `kwargs`, its numbers by name; `kwargs` also has `model`, with

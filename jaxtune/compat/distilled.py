@@ -180,9 +180,13 @@ class DistillationTrainer(DistilledTrainer):
     config_type = DistillationConfig
 
     def _room(self, args: object) -> int:
+        """Returns the tokens of the longest row that a student given by its name is loaded for: 512 for the prompt,
+        plus max_completion_length of `args`, the script's config (512 if it has none)."""
         return _USUAL_PROMPT + getattr(args, "max_completion_length", DistillationConfig.max_completion_length)
 
     def _drawing(self) -> dict[str, float | int]:
+        """Returns the options of the config's section `objective` about sampling, {name: value}: on_policy is 1,
+        because every answer is sampled from the student; the others are the config's arguments."""
         names = ("temperature", "max_completion_length", "top_p", "repetition_penalty")
         options = {name: getattr(self.args, name) for name in names}
         return options | dict(on_policy=1.0, top_k=max(0, self.args.top_k or 0), min_p=self.args.min_p or 0.0)
@@ -249,9 +253,13 @@ class GKDTrainer(DistilledTrainer):
 
     @property
     def _samples(self) -> bool:
+        """Whether the run samples answers from the student: whether lmbda is above 0."""
         return self.args.lmbda > 0
 
     def _drawing(self) -> dict[str, float | int]:
+        """Returns the options of the config's section `objective` about sampling, {name: value}: on_policy, the share
+        of sampled answers, is lmbda, and the loss's temperature is 1, as in TRL. Without sampling (lmbda is 0) they are
+        only these two."""
         if not self._samples:
             return dict(temperature=1.0, on_policy=0.0)
         return dict(

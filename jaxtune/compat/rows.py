@@ -23,9 +23,12 @@ class Tokenised(Sequence):
         self._documents = documents
 
     def __len__(self) -> int:
+        """The number of documents, each of which is one row."""
         return len(self._documents)
 
     def __getitem__(self, index):
+        """Returns the row of this index (it may be negative), {"input_ids": token ids, "labels": the same, -100 where a
+        token is not trained on}, or for a slice a list of rows. Raises IndexError for an index out of range."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         document = self._documents[range(len(self))[index]]
@@ -84,8 +87,10 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
 
 
 def _streamed(dataset: Any, text_field: str, formatting_func: Callable[..., Any] | None) -> tuple[Any, str]:
-    """Does what rows_and_format does, for an IterableDataset: returns (its rows, the name of their format), for the
-    same arguments. It reads at most the first row; the other rows are converted while the run reads them."""
+    """Does what rows_and_format does, for an IterableDataset, `dataset`: returns (its rows, the name of their format).
+    text_field: the name of the column of texts. formatting_func: maps a row to a text; None: there is none. Raises
+    ValueError for columns of no known format. It reads at most the first row; the other rows are converted while the
+    run reads them."""
     columns = columns_of(dataset, "SFTTrainer")
     if formatting_func is not None:
         function = formatting_func

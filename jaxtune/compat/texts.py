@@ -76,6 +76,8 @@ def without_torch(tokenizer: Any) -> Any:
     printed = False
 
     def asked(options: dict[str, Any]) -> bool:
+        """Whether a call with these `options` asks for arrays. If so, changes return_tensors to "np" in place, and
+        prints the line if it was the first "pt"."""
         nonlocal printed
         if options.get("return_tensors") not in ("pt", "np"):
             return False
@@ -86,6 +88,8 @@ def without_torch(tokenizer: Any) -> Any:
         return True
 
     def movable(answer: Any) -> Any:
+        """Makes the arrays of a tokenizer's answer (an array, or a mapping, in place) NumpyTensors, and returns it. A
+        mapping's `to` then returns the mapping itself, because its own needs torch."""
         if isinstance(answer, np.ndarray):
             return answer.view(NumpyTensor)
         for key, value in answer.items():
@@ -95,7 +99,10 @@ def without_torch(tokenizer: Any) -> Any:
         return answer
 
     def wrapped(name: str) -> Any:
+        """Makes the method that replaces the tokenizer's method `name`."""
+
         def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            """Calls the tokenizer's own method, and returns NumpyTensors where arrays are asked for."""
             arrays = asked(options)
             answer = getattr(base, name)(self, *arguments, **options)
             return movable(answer) if arrays else answer
@@ -103,6 +110,7 @@ def without_torch(tokenizer: Any) -> Any:
         return method
 
     def reduced(self: Any, protocol: Any) -> Any:
+        """The __reduce_ex__ of the tokenizer: it is pickled as its plain class and changed again."""
         # A class created here cannot be found by name, so pickling and copying create it again.
         plain = object.__new__(base)
         vars(plain).update(vars(self))
@@ -191,6 +199,7 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
         raise ValueError(f"standardize_sharegpt: {min(others.keys() - idle)} is not an argument that it has")
 
     def standard(row: Mapping[str, Any]) -> dict[str, Any]:
+        """The column `conversations` of a row, with every message as {"role", "content"}."""
         return {"conversations": [_message(message) for message in row["conversations"]]}
 
     if hasattr(dataset, "map"):

@@ -230,6 +230,7 @@ class Engine:
                 error = self._failed(failed)
 
         def report() -> None:
+            """Sets the future's result or exception, in the event loop's thread, unless it was cancelled."""
             if done.cancelled():
                 return
             if error is None:
