@@ -134,7 +134,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts to count anew; raises ValueError if `args`, the SFTConfig, asks for no evaluation, or names no metric
-        to compare."""
+        to compare. The other arguments are not used."""
         if args.metric_for_best_model is None:
             raise ValueError(
                 "EarlyStoppingCallback: metric_for_best_model = None: name what is watched, such as 'eval_loss'"

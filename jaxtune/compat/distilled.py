@@ -227,8 +227,9 @@ class GKDTrainer(DistilledTrainer):
         if that is None too, the teacher is the student with its adapter off, and a student without an adapter raises
         ValueError.
       data_collator: None, or a collator that only pads, which has no effect; any other raises ValueError.
-      others: further arguments of SFTTrainer; the other named ones are those of DistilledTrainer, with a GKDConfig as
-        `args`.
+      model, args, train_dataset, eval_dataset, processing_class: the student, a CompatModel or its name; a GKDConfig;
+        the rows to train on and to evaluate on; and the tokenizer (None: the model's).
+      others: further arguments of SFTTrainer.
     """
 
     config_type = GKDConfig

@@ -38,8 +38,8 @@ class Tokenised(Sequence):
 
 
 def columns_of(dataset: Any, trainer: str) -> list[str]:
-    """Returns the names of a data set's columns; for a list or a stream without such names, those of its first row.
-    trainer: the class of the script's trainer, for the message.
+    """Returns the names of the columns of `dataset`, a data set of datasets, a list or a stream of rows; for a list or
+    a stream without such names, those of its first row. trainer: the class of the script's trainer, for the message.
 
     Raises:
       ValueError: a data set without such names has no rows.
@@ -119,10 +119,10 @@ def _known_form(columns: Sequence[str], text_field: str) -> str:
 
 
 def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the texts that a script's formatting_func makes of the rows, one for each row. The function takes one row
-    and returns its text, or (as Unsloth's do) takes {column: values} and returns a list of texts; a call with the first
-    row shows which. A mapping with such a list under "text" is accepted as well. No rows give []. Raises ValueError if
-    the result is anything else."""
+    """Returns the texts that a script's formatting_func makes of the rows of `dataset`, one for each row. The function
+    takes one row and returns its text, or (as Unsloth's do) takes {column: values} and returns a list of texts; a call
+    with the first row shows which. A mapping with such a list under "text" is accepted as well. No rows give []. Raises
+    ValueError if the result is anything else."""
     if not dataset:
         return []
     try:

@@ -62,7 +62,8 @@ class NumpyTensor(np.ndarray):
 
     def argmax(self, axis: Any = None, *arguments: Any, dim: Any = None, **options: Any) -> Any:
         """Returns the indices of the largest values along `axis`, or along torch's name for it, `dim`, if that is
-        given. The other arguments are those of NumPy's argmax."""
+        given. The other arguments are those of NumPy's argmax; without axis and dim, the index is that in the flattened
+        array."""
         return np.asarray(self).argmax(axis if dim is None else dim, *arguments, **options)
 
 
@@ -110,7 +111,8 @@ def without_torch(tokenizer: Any) -> Any:
         return method
 
     def reduced(self: Any, protocol: Any) -> Any:
-        """The __reduce_ex__ of the tokenizer: it is pickled as its plain class and changed again."""
+        """The __reduce_ex__ of the tokenizer: it is pickled as an object of its plain class, and changed again when it
+        is loaded. `protocol` is not used."""
         # A class created here cannot be found by name, so pickling and copying create it again.
         plain = object.__new__(base)
         vars(plain).update(vars(self))
@@ -160,7 +162,8 @@ def setup_chat_format[Model](
 ) -> tuple[Model, Any]:
     """TRL's function: gives the tokenizer ChatML as its chat template, in place, with ChatML's marks as first, last and
     padding token, and returns (model, tokenizer). The model is not changed: no embeddings are added, so
-    resize_to_multiple_of has no effect. format: must be "chatml".
+    resize_to_multiple_of has no effect. A line is printed if the tokenizer had another template. format: must be
+    "chatml".
 
     Raises:
       ValueError: another format, or the tokenizer has no tokens for ChatML's marks, whose embeddings would be new.

@@ -122,7 +122,7 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
-      group_size: 32, the size of a block; it must divide `in`.
+      group_size: 32, the size of a block; it must divide `in`, and is not None.
       dtype: of the result.
     """
     scales, codes = signed_codes(_blocks(weight, group_size), 8, dtype)
@@ -138,7 +138,7 @@ def q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
-      group_size: 32, the size of a block; it must divide `in`.
+      group_size: 32, the size of a block; it must divide `in`, and is not None.
       dtype: of the result.
     """
     scales, codes = q8_0_codes(_blocks(weight, group_size), dtype)
@@ -247,7 +247,8 @@ def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -8 and 7 times its
     scale, which may be negative. The range ends at 7 scales on the side opposite the block's largest number.
-    group_size: 32, the size of a block. dtype: the name of the dtype that represents scale times code exactly."""
+    group_size: 32, the size of a block, not None. dtype: the name of the dtype that represents scale times code
+    exactly."""
     blocks = _blocks(weight, group_size)
     scales = as_float16(signed_codes(blocks, 8, dtype)[0])
     ends = -8 * scales, 7 * scales
@@ -256,8 +257,8 @@ def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 def _within_q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere except where
-    float16 rounds scales down. group_size: 32, the size of a block. dtype: the name of the dtype that represents scale
-    times code exactly."""
+    float16 rounds scales down. group_size: 32, the size of a block, not None. dtype: the name of the dtype that
+    represents scale times code exactly."""
     blocks = _blocks(weight, group_size)
     largest = 127 * as_float16(q8_0_codes(blocks, dtype)[0])
     return _between(blocks, -largest, largest).reshape(weight.shape)
@@ -272,36 +273,37 @@ def _within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
 
 def _within_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Where a weight [..., out, in] is in the range of a declared format (a key of formats.FORMATS), bool in its shape.
-    group_size, dtype: not used, because the format fixes its blocks and scales; Rounding.within takes them for every
-    format."""
+    group_size (None) and dtype are not used, because the format fixes its blocks and scales; Rounding.within takes them
+    for every format."""
     del group_size, dtype
     return _within_stored(formats.FORMATS[format].encode(weight.astype(jnp.float32)), weight)
 
 
 def _within_int8_by_token(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are between -128 and 127 times the scale of int8_by_token, bool in their shape. The
-    largest magnitude is at 127.5 scales, so a positive one is outside."""
+    """Where the activations x [..., in] are between -128 and 127 times the scale of int8_by_token, bool in their shape.
+    The largest magnitude is at 127.5 scales, so a positive one is outside."""
     wide = x.astype(jnp.float32)
     scale = _token_scales(wide)
     return _between(wide, -128 * scale, 127 * scale)
 
 
 def _within_int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are in the range of int8_by_token_asymmetric, bool in their shape. The rounded zero
-    point moves it by up to half a scale to one side."""
+    """Where the activations x [..., in] are in the range of int8_by_token_asymmetric, bool in their shape. The rounded
+    zero point moves it by up to half a scale to one side."""
     wide = x.astype(jnp.float32)
     scale, zero = _token_zero_points(wide)
     return _between(wide, (-128 - zero) * scale, (127 - zero) * scale)
 
 
 def _within_fp8_by_token(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are in the range of fp8_by_token, bool in their shape: everywhere."""
+    """Where the activations x [..., in] are in the range of fp8_by_token, bool in their shape: everywhere."""
     rows = x.reshape(-1, x.shape[-1])
     return _within_stored(formats.FP8.encode(rows), rows).reshape(x.shape)
 
 
 def _within_mxfp4_activations(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are between -6 and 6 times the scale of their block in MXFP4, bool in their shape."""
+    """Where the activations x [..., in] are between -6 and 6 times the scale of their block in MXFP4, bool in their
+    shape."""
     return _within_stored(formats.MXFP4.encode_activations(x), x)
 
 
@@ -400,8 +402,8 @@ class FakeQuant:
             raise ValueError(f"{where}: {error}") from None
 
     def record(self) -> dict[str, str | int | None]:
-        """What files record of the grid, of which `of_record` makes it again: format, group_size and dtype, without
-        `inputs` and `gradients`, which are no part of it."""
+        """What files record of the grid, of which `of_record` makes it again: format, group_size (None if the format
+        has its own blocks) and dtype, without `inputs` and `gradients`, which are no part of it."""
         return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype}
 
     def __str__(self) -> str:

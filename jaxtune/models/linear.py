@@ -167,13 +167,12 @@ def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
 def merged_and_rounded(
     spec: FakeQuant, weight: jax.Array | Stored, lora: LoraWeights | None, x: jax.Array
 ) -> jax.Array:
-    """The weight [out, in] with the adapter `lora` merged in, if there is one, rounded to the grid `spec`, in the
+    """The weight [out, in] with the adapter `lora` merged in unless it is None, rounded to the grid `spec`, in the
     grid's dtype. In the backward, the adapter gets the gradient of the rounded weight where the merged weight is in the
     grid's range; weight and x get none.
 
     x: the activations that the rounded weight will multiply; an optimization barrier makes the rounding depend on them,
-    so that forward and backward each round and no rounded weight is kept in between.
-    """
+    so that forward and backward each round and no rounded weight is kept in between."""
     weight, lora, _ = optimization_barrier((weight, lora, x))
     weight = dense(weight, spec.dtype)
     return spec.round(weight if lora is None else merged_weight(weight, lora))

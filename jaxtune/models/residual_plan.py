@@ -18,9 +18,9 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
 class LayerPlan(Mapping[str, Placement]):
-    """The placement of each residual of a layer by name, for example LayerPlan(gate="offload", up="offload"). A
-    placement is "keep" (in device memory), "offload" (copied to the host and back), "recompute" (dropped and computed
-    again) or "fp8" (kept, rounded to e4m3).
+    """The placement of each residual of a layer by name (`placements`), for example LayerPlan(gate="offload",
+    up="offload"). A placement is "keep" (in device memory), "offload" (copied to the host and back), "recompute"
+    (dropped and computed again) or "fp8" (kept, rounded to e4m3).
 
     Residuals that are not named have the placement `rest`. If that is recompute, residuals that cannot be recomputed
     are kept; if it is fp8, residuals that may not be rounded are kept. As a mapping {name: placement} it contains only

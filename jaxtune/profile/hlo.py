@@ -281,7 +281,7 @@ def _computation(proto: Any, order: Any, module: Module) -> Computation:
 
 
 def _instruction(proto: Any) -> Instruction:
-    """Makes an Instruction from its HloInstructionProto; its field `computation` is set later."""
+    """Makes an Instruction from its HloInstructionProto, `proto`; its field `computation` is set later."""
     return Instruction(
         name=proto.name,
         opcode=proto.opcode,
@@ -298,7 +298,7 @@ def _instruction(proto: Any) -> Instruction:
 
 
 def _shape(proto: Any) -> Shape:
-    """Makes a Shape from its ShapeProto; an unknown element type gets the dtype "?" and no bits."""
+    """Makes a Shape from its ShapeProto, `proto`; an unknown element type gets the dtype "?" and no bits."""
     number = proto.element_type
     if number == 13:
         return Shape("tuple", parts=tuple(map(_shape, proto.tuple_shapes)))

@@ -101,8 +101,8 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 async def _left(_: Request, error: Exception) -> Response:
-    """The exception handler for starlette's ClientDisconnect: the client closed the connection before its request had
-    arrived whole. It returns an empty response with status 499, which nobody reads."""
+    """The exception handler for starlette's ClientDisconnect (`error`, not used): the client closed the connection
+    before its request had arrived whole. It returns an empty response with status 499, which nobody reads."""
     return Response(status_code=_CLIENT_LEFT)  # nobody reads it
 
 
@@ -113,8 +113,8 @@ async def _fault(_: Request, error: Exception) -> Response:
 
 
 def _reported(error: Exception) -> ApiError:
-    """Prints the traceback of an unexpected error, and returns the ApiError (500) for the client, which has only the
-    name of its type."""
+    """Prints the traceback of an unexpected error on stderr, and returns the ApiError (500) for the client, which has
+    only the name of its type."""
     say("jaxtune: a request failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
     return ApiError(500, f"the server failed: {type(error).__name__}")
 
@@ -185,8 +185,8 @@ class _Api:
         return Json({"object": "list", "data": [self._card(served) for served in self._models.values()]})
 
     async def one_model(self, request: Request) -> Response:
-        """GET /v1/models/NAME: OpenAI's JSON object of one model. Raises ApiError (404) if none has the name, which may
-        contain slashes."""
+        """GET /v1/models/NAME: OpenAI's JSON object of one model, whose NAME is in the path of `request`. Raises
+        ApiError (404) if none has the name, which may contain slashes."""
         name = request.path_params["name"]
         if name not in self._models:
             raise ApiError(404, f"model {name!r}: there are {', '.join(self._models)}", "model", "model_not_found")

@@ -184,8 +184,8 @@ def _dropout(key: str, value: Any) -> None:
 
 def _patterns(of: Callable[[str, Any], None], key: str, value: Any) -> None:
     """Raises ValueError unless `value` is a mapping whose every value passes the check `of`, as in rank_pattern,
-    {pattern of names: rank}. of: a check called with (text for the error, value). key: the file and setting, for the
-    error."""
+    {pattern of names: rank}. of: a check that is called with (text for the error, value) and raises ValueError. key:
+    the file and setting, for the error."""
     values.mapping(key, value)
     for pattern, setting in value.items():
         of(f"{key}: {pattern!r}", setting)

@@ -111,7 +111,8 @@ class JaxtuneLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The tokenizer's chat template; "" if `chat_template` is False, that is, if lm-eval uses none."""
+        """The tokenizer's chat template, None if it has none; "" if `chat_template` is False, that is, if lm-eval uses
+        none."""
         return self.tokenizer.chat_template if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -310,8 +310,7 @@ def _insert(states, staged, rows, slots) -> States:
 
 @functools.partial(jax.jit, static_argnums=1)
 def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`state`, one array of the slots' states, padded with zeros to `shape`, by which the sampler gets room for more
-    tokens."""
+    """`state`, one array of the slots' states, padded with zeros to `shape`, for more tokens."""
     return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
 
 

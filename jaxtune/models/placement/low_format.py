@@ -88,8 +88,8 @@ def _encode_int4(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Ar
 
 
 def _rounded(x: jax.Array, draws: jax.Array | None) -> jax.Array:
-    """The float32 numbers `x` rounded to integers: to the nearest, or stochastically by `draws`, numbers of the same
-    shape that are uniform from 0 to 1."""
+    """The float32 numbers `x` rounded to integers: stochastically by `draws`, numbers of the same shape that are
+    uniform from 0 to 1; to the nearest if it is None."""
     return jnp.round(x) if draws is None else jnp.floor(x + draws)
 
 

@@ -117,7 +117,7 @@ def mesh_shape(*sizes: int, devices: int | None = None) -> MeshShape:
 
 
 def make_mesh(*sizes: int) -> Mesh:
-    """Makes a mesh with these numbers of devices along AXES, of which one may be -1 and the last may be left out
+    """Makes a mesh with `sizes`, numbers of devices along AXES, of which one may be -1 and the last may be left out
     (mesh_shape). It has the first devices of the run; in one process others may be left over.
 
     Raises:
@@ -170,8 +170,8 @@ def put(tree: Any, where: Any) -> Any:
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Places one array as `put` does in a run of several processes. If every process has it whole, each places the
-    parts on its own devices; if it is on the mesh already, it is copied between the devices."""
+    """Places one array by `sharding`, as `put` does in a run of several processes. If every process has it whole, each
+    places the parts on its own devices; if it is on the mesh already, it is copied between the devices."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
     if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # does not copy on a device that has it
@@ -329,12 +329,12 @@ def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
 
 
 def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
-    """For each array of a tree of variables, in order of its leaves, whether devices divide it or all have it whole."""
+    """For each array of a tree of variables, in order, whether devices divide it; none without a mesh (None)."""
     return [_is_shard(leaf) for leaf in jax.tree.leaves(divide(tree, mesh), is_leaf=_is_shard)]
 
 
 def bytes_per_device(tree: Any, parts: int) -> float:
-    """Bytes of a tree of variables on each device if `parts` devices divide tensors; the arrays may be abstract."""
+    """Bytes of a tree of variables on a device if `parts` devices divide tensors, for plans; arrays may be abstract."""
 
     def one(leaf):
         """Bytes of a leaf, an array or a Shard, on each device."""
@@ -354,7 +354,8 @@ def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
 
 def divided_into(tree: Any, count: int, sync: SyncFormat | None = None) -> Any:
     """Marks the arrays of a tree of nnx variables as `divide` does, for a number of parts (the size of the mesh axis
-    fsdp) instead of a mesh, for plans that are made without one. For count 1 it returns the tree unchanged."""
+    fsdp) instead of a mesh, for plans that are made without one. For count 1 the tree is unchanged. sync: of the
+    Shards."""
     if count == 1:
         return tree
 
