@@ -88,10 +88,14 @@ def load(options: argparse.Namespace):
       options: parsed options. `model`, `dtype` and `load_in` are read; the last two are the options --dtype and
         --load-in. If `dtype` is None, the dtype is the one that jaxtune recorded in the folder when it trained the
         adapter or the model, else bfloat16; the dtype in a checkpoint's config.json is not used.
+
     Returns:
       (model, tokenizer); the tokenizer is None if the folder has none. For an adapter, the tokenizer's EOS and the
         token that ends a turn in its chat template are added to the model's own end tokens; for any other model a
         command that generates does so itself (with_end_tokens).
+
+    Raises:
+      ValueError: there is no such model, or it cannot be loaded so (jaxtune.from_pretrained).
     """
     import jaxtune
     from jaxtune.models.adapters import trained_over

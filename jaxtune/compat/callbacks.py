@@ -333,7 +333,8 @@ class Events(Callback):
     def between(self, moment: Between) -> None:
         """Called by jaxtune's trainer after each step was dispatched: calls the callbacks' methods in the order of
         transformers' loop (on_step_end, on_epoch_end, ...), and logs, evaluates, saves or stops if that is due or
-        requested. moment: the run between two steps, whose methods evaluate, save and stop it."""
+        requested. moment: the run between two steps, whose methods evaluate, save and stop it. Raises ValueError if a
+        callback requests an end of the epoch, or an evaluation without eval_dataset."""
         control = self.control
         self._at(moment.step, moment.model)
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
@@ -407,7 +408,8 @@ class Events(Callback):
         """Called by jaxtune's trainer after an evaluation, with its numbers: adds the epoch and the numbers of
         compute_metrics to `metrics`, in place, and calls on_log and on_evaluate with them. If metric_for_best_model is
         set and its number is the best so far, the state records it, and with load_best_model_at_end `best` becomes a
-        copy of the trained weights. step: the number of steps done."""
+        copy of the trained weights. step: the number of steps done. Raises ValueError if the evaluation lacks that
+        number."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
         self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too

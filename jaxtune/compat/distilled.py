@@ -129,7 +129,7 @@ class DistilledTrainer(PreferenceTrainer):
     def _to_train(self) -> Decoder:
         """Returns the module that the run trains: the student, or with disable_dropout=True another module over the
         same arrays whose adapters have no dropout; with its teacher attached, unless the teacher is the student with
-        its adapter off."""
+        its adapter off. Raises ValueError if the teacher's vocabulary differs."""
         return with_teacher(super()._to_train(), None if self._teacher is None else self._teacher.module)
 
     def _objective(self) -> ObjectiveConfig:

@@ -201,7 +201,7 @@ class CompatModel(ModelMethods):
         (jaxtune.save_adapter if self.has_adapter else jaxtune.save_pretrained)(self.module, save_directory)
 
     def save_lora(self, save_directory: str | os.PathLike) -> None:
-        """Saves the adapter as a PEFT folder; without an adapter it saves the whole model."""
+        """Saves the adapter as a PEFT folder in save_directory (new or empty); without an adapter, the whole model."""
         self.save_pretrained(save_directory)
 
     def load_lora(self, *_: object, **__: object) -> None:

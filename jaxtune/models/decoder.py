@@ -287,9 +287,13 @@ class Decoder(nnx.Module):
           aux: names of values that layers compute beside their outputs and that are returned too, such as
             "router_sums", the sums for the experts' load-balancing loss.
           noise: (key, alpha) of NEFTune's noise on the embeddings in training (noised); None: no noise.
+
         Returns:
           ([B, T, hidden] after the final norm, in the compute dtype; {name: sum over the layers} of the values `aux`
             names)
+
+        Raises:
+          ValueError: a plan that does not fit the layers or the rows, or a name in `aux` that no layer has (run_stack).
         """
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)

@@ -317,7 +317,9 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     """Describes the adapters of a model as the arguments of get_peft_model (without the seed) that would give them:
     {name: value}; None if the model has no adapters.
 
-    adapter_config.json is written from them, and gives_adapter compares them with a config.
+    The most common rank and alpha are `r` and `lora_alpha`, and the others are in the patterns. A target is the last
+    part of names if all matrices with that part are adapted, else a whole name. adapter_config.json is written from
+    them, and gives_adapter compares them with a config.
 
     Raises:
       ValueError: a setting that differs between modules although PEFT has one value for all.

@@ -147,8 +147,8 @@ def scaled_by_position(query: jax.Array, table) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(interleaved, x, cos, sin):
     """Rotates x [B, T, heads, D] by cos and sin, float32[B, T, rotary_dim / 2]: computed in float32, returned in x's
-    dtype, with dimensions beyond rotary_dim unchanged. It has a derivative of its own (_rotated_bwd says why); cos and
-    sin get no gradient.
+    dtype, with dimensions beyond rotary_dim unchanged. It has a derivative of its own, one pass over memory, where
+    jax.vjp would pad and add the gradients of slices; cos and sin get no gradient.
 
     interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2."""
     half = cos.shape[-1]

@@ -34,7 +34,7 @@ class DataSheet:
 
 def _data_sheets() -> dict[str, DataSheet]:
     """Reads data_sheets.csv and returns {name of a device: its data sheet}, for data-centre, workstation and GeForce
-    cards. In it a link of 63 GB/s is PCIe 5, one of 31.5 PCIe 4."""
+    cards. In it a link of 63 GB/s is PCIe 5, one of 31.5 PCIe 4. It is called once, for DATA_SHEETS."""
     text = Path(__file__).with_name("data_sheets.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines())
     return {row.pop("device"): DataSheet(**{k: json.loads(v or "null") for k, v in row.items()}) for row in rows}

@@ -344,8 +344,7 @@ def _first(shape: Shape) -> Shape:
 
 def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) -> int:
     """FLOPs of a matrix product: 2 x elements of the result x elements that are summed for each. out: the result's
-    shape. operands: the operands' shapes. contracting: the dimensions of the left one that are summed over; if empty,
-    0."""
+    shape. operands: the operands' shapes. contracting: the left one's dimensions that are summed over; () gives 0."""
     if not operands:
         return 0
     lhs = operands[0].dims
@@ -383,7 +382,8 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
 
 def moved_bytes(instruction: Instruction) -> int:
     """Bytes that an instruction reads and writes in memory, each operand and result once, cuBLAS's workspace not. Of an
-    operand that a fusion only slices, the slice counts; of one that it updates in place, the update."""
+    operand that a fusion only slices, the slice counts; of one that it updates in place, the update. Of an asynchronous
+    start (copy-start, all-gather-start, ...) the result counts, which includes its operands."""
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0

@@ -144,7 +144,9 @@ def _satellite(name: str) -> bool | None:
 
 
 def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> Hashable | None:
-    """Finds the class (_Classes) of the instructions that may have launched a kernel or copy; None if it is unknown.
+    """Finds the class of the instructions that may have launched a kernel or copy, a key that is equal for instructions
+    of which one kernel may come from any (_Classes); None if it is unknown. `join` matches launches with instructions
+    within a class.
 
     If the trace names an instruction of the program, it is the class of that one. Otherwise it is "copy" for a copy,
     the class of the instruction that XLA named the kernel after, or what a kernel's name says of its kind: "mosaic",

@@ -193,8 +193,8 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
 
 def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
     """Makes a row for copies to the device, one for copies to the host and one for collectives, of those that occur:
-    their time, how much of it other work hid, and their bytes, per step, and the five for which the step waited
-    longest. events: those of all `num_steps` steps."""
+    their time, how much of it other work hid, and their bytes, per step, and the at most five for which the step waited
+    longest ({"ms", "op", "scope", "step"}). events: those of all `num_steps` steps."""
     rows = []
     busy = union([(e.start_ns, e.end_ns) for e in events if e.kind not in TRANSFERS])
     names = {"to_device": "copies to device", "to_host": "copies to host", "collective": "collectives"}

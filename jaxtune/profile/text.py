@@ -89,7 +89,8 @@ def headline(report: ReportData) -> list[str]:
 
 
 def report_text(report: ReportData, width: int) -> str:
-    """The report on one profile as text for a terminal of `width` columns: headline, notes, losses, tables."""
+    """The report as text for a terminal of `width` columns: headline, notes, three largest losses, tables of 15
+    rows."""
     console = _console(width)
     for line in headline(report):
         console.print(line)

@@ -34,7 +34,8 @@ def charge(events: Sequence[Event]) -> None:
 
 
 def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merges (start, end) intervals, which may overlap: returns disjoint ones in order that cover the same moments."""
+    """Merges (start, end) intervals, which may overlap: returns disjoint ones in order that cover the same moments,
+    without those of length 0."""
     out: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if out and start <= out[-1][1]:

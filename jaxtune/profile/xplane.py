@@ -300,14 +300,15 @@ class _WorkCache:
 
     def linear(self, instruction: Instruction) -> str:
         """The name of the linear layer whose weight a product multiplies by (weights.linear_of), such as "up_proj"; ""
-        for any other instruction, and if no operand is known to be a weight."""
+        for any other instruction, and if no operand is known to be a weight. It is found at the first call and kept."""
         if id(instruction) not in self._linears:
             product = instruction.is_gemm or (instruction.opcode == "fusion" and self.of(instruction)[0] > 0)
             self._linears[id(instruction)] = linear_of(instruction) if product else ""
         return self._linears[id(instruction)]
 
     def of(self, instruction: Instruction) -> tuple[float, float, str, str]:
-        """(FLOPs, bytes moved, operands and result in words, dtype of the operands) of an instruction."""
+        """(FLOPs, bytes moved, the first four operands and the result in words, dtype of the first operand) of an
+        instruction, as a kernel's Event has them. It is computed at the first call for an instruction and kept."""
         if id(instruction) not in self._work:
             shapes = instruction.operand_shapes
             result = instruction.shape

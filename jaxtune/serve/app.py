@@ -107,7 +107,7 @@ async def _left(_: Request, error: Exception) -> Response:
 
 
 async def _fault(_: Request, error: Exception) -> Response:
-    """The exception handler for an exception (`error`) that has no other handler: prints the traceback on the server's
+    """The exception handler for an exception (`error`) that has no other handler: prints its traceback on the server's
     stderr, and returns a response with status 500 that has only the exception's type."""
     return _error(_reported(error))
 

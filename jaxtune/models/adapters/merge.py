@@ -353,8 +353,9 @@ class _Merged(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """The matrix with its adapter merged, in `dtype` (None: dtype_name). It is rounded first to the dtype in which
-        the merged weight will be stored, so that the values are those of the merged model."""
+        """The matrix in `dtype` (None: dtype_name), with its adapter merged and rounded to the grid of QAT, if it has
+        these. It is rounded first to the dtype in which the merged weight will be stored, so that the values are those
+        of the merged model."""
         weight = dense(self.base, self.dtype_name)
         if self.a is not None and self.b is not None:
             if weight.ndim == 3:

@@ -93,7 +93,7 @@ def gather_experts(
 
 def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
     """The bytes of a stacked tensor (`entry`), counted over all its parts, from `start` to before `stop`: uint8[stop -
-    start]."""
+    start]. The loader reads and digests an expert matrix by it. Raises ValueError if a file ends early."""
     data, at = np.empty(stop - start, np.uint8), 0
     for part in entry.parts:
         first, last = max(start, at), min(stop, at + part.size_bytes)

@@ -45,8 +45,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
     """Writes a JSON object (`value`) to a file, which always has its old content or the new one, never a part of it. It
-    does not wait until the disk has the file; `new_folder`, in which models are written, does so for the whole
-    folder."""
+    does not wait until the disk has the file; `new_folder`, in which models are written, does so for the whole folder.
+    Raises OSError if the file cannot be written."""
     atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
 
 

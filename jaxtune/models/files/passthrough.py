@@ -60,7 +60,8 @@ def divide(
 
 def stored_in(beside: Passthrough | None) -> set[str]:
     """Names of the formats, such as "fp8", in which the quantised ones of the passthrough tensors `beside` are stored;
-    an empty set if none is quantised, or for None, a model without such tensors."""
+    an empty set if none is quantised, or for None, a model without such tensors. A quantization_config may name these
+    formats although no weight of the model is in them (quant.check_stored)."""
     return {
         entry.format_name for entry in _gathered(beside.tensors if beside else ()) if isinstance(entry, StoredEntry)
     }

@@ -155,7 +155,8 @@ def prepare_qat(
 def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
     """A new model over the same arrays whose linears and experts round to the grid `spec` when they compute, as
     prepare_qat makes one. The grid's dtype may differ from the model's here, because an adapter that is loaded again
-    must compute on the grid on which it was trained, which its file records.
+    must compute on the grid on which it was trained, which its file records. Routers, and matrices whose input size is
+    no multiple of the numbers that share a scale, are not rounded.
 
     Raises:
       ValueError: a size that divides no matrix's input.

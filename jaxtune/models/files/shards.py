@@ -77,8 +77,8 @@ def over_devices(
     Other processes' parts are not read, so that no process needs memory for the whole tensor. Where other axes are
     divided too, whole rows are read and cut.
 
-    read: (start, stop) -> the tensor's bytes from start to before stop, uint8.
-    """
+    The loader calls it for tensors that are divided. read: (start, stop) -> the tensor's bytes from start to before
+    stop, uint8; its errors are raised, such as ValueError for a file that ends early."""
     parts: dict[tuple[int, int], np.ndarray] = {}
     row = entry.size_bytes // entry.shape[0]
 

@@ -55,8 +55,8 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bool:
-    """Whether the tensors of two entries of files, `first` and `second`, have the same shape, dtype and bytes; both
-    are read whole."""
+    """Whether the tensors of two entries of files, `first` and `second`, have the same shape, dtype and bytes; both are
+    read whole; ValueError if a file ends early. `match` compares a tied head with the embedding by it."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     return np.array_equal(shards.read_tensor(first).view(np.uint8), shards.read_tensor(second).view(np.uint8))

@@ -77,6 +77,9 @@ class Weights:
           changes: {name of a matrix, as lora.matrices gives it: a function that takes the old weight and returns the
             new one}. The function is called when the matrix is needed; until then it is only traced (jax.eval_shape)
             for its result's shape. Names that the model does not have are ignored.
+
+        Raises:
+          ValueError: the model has adapters, or is prepared for QAT (tensors_of).
         """
         model, made = copy_structure(self.model), dict(self.made)
         names = {id(variable): name for name, variable in tensors_of(model).items()}

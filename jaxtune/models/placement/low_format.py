@@ -124,7 +124,9 @@ def weights_in_blocks(usual: jax.Array) -> jax.Array:
 
 
 def decode(encoded: dict[str, jax.Array], format: SyncFormat) -> jax.Array:
-    """Decodes `encoded`, what `encode` returned for a format (codes, and scales of blocks), to float32[..., n]."""
+    """Decodes `encoded`, what `encode` returned for `format`, to float32[..., n]: bfloat16 numbers from their bits; in
+    int8 each code times the scale of its block; in int4 k |k| / 49 times that scale for each code k. Receiving devices
+    do so before they add the numbers."""
     codes = encoded["codes"]
     if format == "bf16":
         return jax.lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)

@@ -404,7 +404,7 @@ def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
 
 
 def divide_like(divided_tree: Any, tree: Any) -> Any:
-    """Marks the arrays of `tree`, such as gradients, as Shards where the same leaves of `divided_tree` are Shards."""
+    """A copy of `tree`, such as gradients, with arrays in Shards where the leaves of `divided_tree` are Shards."""
 
     def one(leaf, array):
         return dataclasses.replace(leaf, array=array) if isinstance(leaf, Shard) else array
