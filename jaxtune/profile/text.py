@@ -89,8 +89,7 @@ def headline(report: ReportData) -> list[str]:
 
 
 def report_text(report: ReportData, width: int) -> str:
-    """The report as text for a terminal of `width` columns: headline, notes, three largest losses, tables of 15
-    rows."""
+    """The report as text, `width` columns wide: headline, notes, 3 largest losses, tables of 15 rows, idle time."""
     console = _console(width)
     for line in headline(report):
         console.print(line)

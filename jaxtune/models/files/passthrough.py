@@ -148,7 +148,8 @@ def whole_config(
 
 def _module(name: str) -> str:
     """The module, in the whole model, that contains the passthrough tensor of this name: mtp, model.visual,
-    model.vision_tower, ..."""
+    model.vision_tower, ... `_with_skipped` writes it into quantization_config's lists of modules that are not
+    quantised."""
     first, _, rest = name.partition(".")
     return first if first == "mtp" else f"model.{rest.partition('.')[0] if first == 'model' else first}"
 
