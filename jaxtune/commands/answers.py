@@ -38,13 +38,13 @@ def answer_file(
     slots: int | None,
     settings: Row,
 ) -> None:
-    """Answers a file of prompts. For each answer it writes a line, which is the prompt's row with `answer` (its text)
-    and `finish_reason`; the lines are in the order of the prompts.
+    """Answers a file of prompts. For each answer it writes a line to `output`, which is the prompt's row with `answer`
+    (its text) and `finish_reason`; the lines are in the order of the prompts.
 
     A line is written whole, as soon as its answer and all those before it have ended. If the output has answers to
     these prompts already, because the command was stopped, only the others are made. With the same settings, which are
     not compared, they are the same as without the stop: what an answer draws depends only on the seed and on its index
-    among all answers.
+    among all answers. Progress, the answers that are kept, and the time are printed on stderr.
 
     Args:
       model: the model.
@@ -58,6 +58,7 @@ def answer_file(
       num_answers: the number of answers to each prompt, which are written one below the other.
       slots: the number of answers that decode at once; None: as many as there is memory for.
       settings: keyword arguments of Sampler.submit by name, such as {"seed": 0, "temperature": 0.7}.
+
     Raises:
       ValueError: a row that cannot be asked, or whose prompt and `max_new_tokens` are more than the model's context,
         with its line; an output that answers other prompts, or that another process is writing.

@@ -24,8 +24,9 @@ def wide_console() -> Any:
 
 
 def print_columns(rows: Sequence[tuple[str, str]]) -> None:
-    """Prints (name, meaning) pairs in two columns, for help texts. The first column is as wide as the longest name; the
-    second is wrapped at the console's width. No line ends with spaces. There must be at least one pair."""
+    """Prints `rows`, (name, meaning) pairs, in two columns on stdout, for help texts. The first column is as wide as
+    the longest name; the second is wrapped at the console's width. No line ends with spaces. There must be at least one
+    pair."""
     names, width = max(len(name) for name, _ in rows), wide_console().width
     for name, meaning in rows:
         begin = f"  {name:<{names}}  "
@@ -45,9 +46,9 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options --coordinator, --processes and --process, which make a command one of several processes of one
-    run. They are the address of the first process (HOST:PORT), the number of processes and this one's index; None if
-    they are not given, as where SLURM or Open MPI started the processes."""
+    """Adds to `parser` the options --coordinator, --processes and --process, which make a command one of several
+    processes of one run. They are the address of the first process (HOST:PORT), the number of processes and this one's
+    index; None if they are not given, as where SLURM or Open MPI started the processes."""
     several = "one of several processes that SLURM and Open MPI did not start: all three"
     parser.add_argument("--coordinator", metavar="HOST:PORT", help=several)
     parser.add_argument("--processes", type=int, metavar="N", help=argparse.SUPPRESS)
@@ -55,10 +56,11 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_numbers(parser: argparse.ArgumentParser) -> None:
-    """Adds --dtype and --load-in to a command that loads a model: the dtype of its weights, such as "bfloat16", and the
-    quantised format in which its layers' weights are loaded, such as "nf4". `load` reads both. Each is None if it is
-    not given: `load` then takes the dtype that the run recorded, else bfloat16, never a checkpoint's own; and loads an
-    adapter's base as it was in training, and any other model as its files store it, which may be quantised."""
+    """Adds --dtype and --load-in to `parser`, that of a command that loads a model: the dtype of its weights, such as
+    "bfloat16", and the quantised format in which its layers' weights are loaded, such as "nf4". `load` reads both. Each
+    is None if it is not given: `load` then takes the dtype that the run recorded, else bfloat16, never a checkpoint's
+    own; and loads an adapter's base as it was in training, and any other model as its files store it, which may be
+    quantised."""
     parser.add_argument(
         "--dtype", help="dtype of the weights: bfloat16, float16 or float32 (default: that of the run; else bfloat16)"
     )
@@ -66,10 +68,10 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> None:
-    """Adds --load-in, the format in which the layers' weights are loaded, such as "nf4" or "stored" (as the files have
-    them). It is None if it is not given; then the command loads an adapter's base as in its training, and any other
-    model as `otherwise` says. These words are only for the help: "stored" is what `load` does, and `jaxtune evaluate`,
-    which loads models by itself, gives "as the recipe says"."""
+    """Adds --load-in to `parser`, the format in which the layers' weights are loaded, such as "nf4" or "stored" (as the
+    files have them). It is None if it is not given; then the command loads an adapter's base as in its training, and
+    any other model as `otherwise` says. These words are only for the help: "stored" is what `load` does, and `jaxtune
+    evaluate`, which loads models by itself, gives "as the recipe says"."""
     parser.add_argument(
         "--load-in",
         choices=(*LOADED, "stored"),
@@ -86,10 +88,14 @@ def load(options: argparse.Namespace):
       options: parsed options. `model`, `dtype` and `load_in` are read; the last two are the options --dtype and
         --load-in. If `dtype` is None, the dtype is the one that jaxtune recorded in the folder when it trained the
         adapter or the model, else bfloat16; the dtype in a checkpoint's config.json is not used.
+
     Returns:
       (model, tokenizer); the tokenizer is None if the folder has none. For an adapter, the tokenizer's EOS and the
         token that ends a turn in its chat template are added to the model's own end tokens; for any other model a
         command that generates does so itself (with_end_tokens).
+
+    Raises:
+      ValueError: there is no such model, or it cannot be loaded so (jaxtune.from_pretrained).
     """
     import jaxtune
     from jaxtune.models.adapters import trained_over

@@ -129,10 +129,12 @@ class _Processes:
 
     def _wait(self, running: dict[int, subprocess.Popen]) -> int:
         """Waits until no process is running, and passes signals on to them. After a failure the others have 20 seconds
-        to report and end (none if a signal ended the failed one), and are then killed.
+        to report and end (none if a signal ended the failed one), and are then killed. A line on stderr names the
+        process that failed, if others still run.
 
         Args:
           running: {index: process}; a process is removed when it has ended.
+
         Returns:
           the exit code of the first process that failed, as a shell reports it, or 0.
         """

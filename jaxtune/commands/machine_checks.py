@@ -223,10 +223,12 @@ def _attention() -> Finding:
     layout = packed_layout((2, 256), jnp.broadcast_to(1 + jnp.arange(256) // 100, (2, 256)))
 
     def out(implementation: str | None, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        """The attention of these arrays by an implementation; None: by the one that is chosen on this device."""
         return attention(query, key, value, layout, scale=0.125, implementation=implementation)
 
     def run(implementation: str | None, *arrays: jax.Array) -> list[jax.Array]:
-        """The result, and the gradients of the sum of its squares."""
+        """The result of attention by an implementation (None: the one that is chosen), and the gradients of the sum of
+        its squares by query, key and value, the three arrays."""
         forward = functools.partial(out, implementation)
         backward = jax.grad(lambda *arrays: (forward(*arrays).astype(jnp.float32) ** 2).sum(), argnums=(0, 1, 2))
         return [jax.jit(forward)(*arrays), *jax.jit(backward)(*arrays)]

@@ -53,6 +53,7 @@ def run(arguments: Sequence[str]) -> None:
     tell = functools.partial(say, end="", flush=True)
 
     def fastest(what, entry):
+        """Prints the block sizes and the time of `entry`, the fastest that was measured for `what`."""
         blocks = ", ".join(f"{name} {value}" for name, value in entry["blocks"].items())
         say(f"{what}: fastest {blocks}: {entry['milliseconds']:.4f} ms")
 

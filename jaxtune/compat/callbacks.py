@@ -104,8 +104,8 @@ class TrainerCallback:
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
-        has `model`, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState and `control` the
-        TrainerControl."""
+        has `model`, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState. It may change
+        `control`, the TrainerControl, or return another one."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an evaluation with `metrics` in `kwargs`, its numbers by name; `kwargs` also has `model`, with
@@ -134,7 +134,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts to count anew; raises ValueError if `args`, the SFTConfig, asks for no evaluation, or names no metric
-        to compare."""
+        to compare. The other arguments are not used."""
         if args.metric_for_best_model is None:
             raise ValueError(
                 "EarlyStoppingCallback: metric_for_best_model = None: name what is watched, such as 'eval_loss'"
@@ -333,7 +333,8 @@ class Events(Callback):
     def between(self, moment: Between) -> None:
         """Called by jaxtune's trainer after each step was dispatched: calls the callbacks' methods in the order of
         transformers' loop (on_step_end, on_epoch_end, ...), and logs, evaluates, saves or stops if that is due or
-        requested. moment: the run between two steps, whose methods evaluate, save and stop it."""
+        requested. moment: the run between two steps, whose methods evaluate, save and stop it. Raises ValueError if a
+        callback requests an end of the epoch, or an evaluation without eval_dataset."""
         control = self.control
         self._at(moment.step, moment.model)
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
@@ -407,7 +408,8 @@ class Events(Callback):
         """Called by jaxtune's trainer after an evaluation, with its numbers: adds the epoch and the numbers of
         compute_metrics to `metrics`, in place, and calls on_log and on_evaluate with them. If metric_for_best_model is
         set and its number is the best so far, the state records it, and with load_best_model_at_end `best` becomes a
-        copy of the trained weights. step: the number of steps done."""
+        copy of the trained weights. step: the number of steps done. Raises ValueError if the evaluation lacks that
+        number."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
         self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too

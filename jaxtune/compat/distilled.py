@@ -129,7 +129,7 @@ class DistilledTrainer(PreferenceTrainer):
     def _to_train(self) -> Decoder:
         """Returns the module that the run trains: the student, or with disable_dropout=True another module over the
         same arrays whose adapters have no dropout; with its teacher attached, unless the teacher is the student with
-        its adapter off."""
+        its adapter off. Raises ValueError if the teacher's vocabulary differs."""
         return with_teacher(super()._to_train(), None if self._teacher is None else self._teacher.module)
 
     def _objective(self) -> ObjectiveConfig:
@@ -180,9 +180,13 @@ class DistillationTrainer(DistilledTrainer):
     config_type = DistillationConfig
 
     def _room(self, args: object) -> int:
+        """Returns the tokens of the longest row that a student given by its name is loaded for: 512 for the prompt,
+        plus max_completion_length of `args`, the script's config (512 if it has none)."""
         return _USUAL_PROMPT + getattr(args, "max_completion_length", DistillationConfig.max_completion_length)
 
     def _drawing(self) -> dict[str, float | int]:
+        """Returns the options of the config's section `objective` about sampling, {name: value}: on_policy is 1,
+        because every answer is sampled from the student; the others are the config's arguments."""
         names = ("temperature", "max_completion_length", "top_p", "repetition_penalty")
         options = {name: getattr(self.args, name) for name in names}
         return options | dict(on_policy=1.0, top_k=max(0, self.args.top_k or 0), min_p=self.args.min_p or 0.0)
@@ -223,8 +227,9 @@ class GKDTrainer(DistilledTrainer):
         if that is None too, the teacher is the student with its adapter off, and a student without an adapter raises
         ValueError.
       data_collator: None, or a collator that only pads, which has no effect; any other raises ValueError.
-      others: further arguments of SFTTrainer; the other named ones are those of DistilledTrainer, with a GKDConfig as
-        `args`.
+      model, args, train_dataset, eval_dataset, processing_class: the student, a CompatModel or its name; a GKDConfig;
+        the rows to train on and to evaluate on; and the tokenizer (None: the model's).
+      others: further arguments of SFTTrainer.
     """
 
     config_type = GKDConfig
@@ -249,9 +254,13 @@ class GKDTrainer(DistilledTrainer):
 
     @property
     def _samples(self) -> bool:
+        """Whether the run samples answers from the student: whether lmbda is above 0."""
         return self.args.lmbda > 0
 
     def _drawing(self) -> dict[str, float | int]:
+        """Returns the options of the config's section `objective` about sampling, {name: value}: on_policy, the share
+        of sampled answers, is lmbda, and the loss's temperature is 1, as in TRL. Without sampling (lmbda is 0) they are
+        only these two."""
         if not self._samples:
             return dict(temperature=1.0, on_policy=0.0)
         return dict(

@@ -45,14 +45,15 @@ def is_own(folder: Path) -> bool:
 
 
 def checkpoints(output: Path) -> dict[int, Path]:
-    """{step: folder} of output_dir's checkpoint-N folders, by ascending step, those of other programs included; {} if
-    there are none."""
+    """{step: folder} of the checkpoint-N folders in `output`, output_dir, by ascending step, those of other programs
+    included; {} if there are none."""
     found = {int(name[1]): path for path in output.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
 def require_own(output: Path) -> None:
-    """Raises ValueError if output_dir has a checkpoint-N folder of another program, which would be replaced."""
+    """Raises ValueError if `output`, output_dir, has a checkpoint-N folder of another program (not is_own), which a run
+    would replace."""
     for path in checkpoints(output).values():
         if not is_own(path):
             raise ValueError(
@@ -104,8 +105,9 @@ def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> N
 
 
 def save_beside(module: Decoder, folder: Path, tokenizer: Any = None) -> None:
-    """Saves what `save` does into a folder that may have other files, as output_dir has checkpoint-N folders. Files
-    with the names of the new ones are replaced, and others stay."""
+    """Saves the adapter of `module`, or the whole model if it has none, into a folder that may have other files, as
+    output_dir has checkpoint-N folders. Files with the names of the new ones are replaced, and others stay. tokenizer:
+    is saved too; None: none is."""
     whole = temporary_path(folder / "model")
     save(module, whole, tokenizer)
     for file in sorted(whole.iterdir()):

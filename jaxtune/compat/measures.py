@@ -34,7 +34,7 @@ Preprocess = Callable[[Any, Any], Any]
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(graph, state, tokens, segment_ids, positions):
     """The logits of one batch, float32[rows, length, vocab]. `graph` and `state` are the model, split by nnx.split;
-    the others are int32[rows, length], as in Batch."""
+    tokens, segment_ids (0: padding) and positions are int32[rows, length]."""
     return nnx.merge(graph, state)(tokens, segment_ids, positions)
 
 

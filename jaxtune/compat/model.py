@@ -43,7 +43,7 @@ def is_bfloat16_supported() -> bool:
 
 class ModelSettings(SimpleNamespace):
     """The values of the model's config.json as attributes, for scripts that read `model.config`. Setting one has no
-    effect, because training reads the module."""
+    effect."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the values as a dict, by their names in config.json."""
@@ -94,8 +94,8 @@ class CompatModel(ModelMethods):
 
     @property
     def module(self) -> Decoder:
-        """The current module, a jaxtune.Decoder. During a run, callbacks get a module with the weights of the last
-        step, which is assembled when they access it."""
+        """The current module, a jaxtune.Decoder. In a run, callbacks get a module with the weights of the last step,
+        assembled on access."""
         if not isinstance(self._module, Decoder):
             self._module = self._module()
         return self._module
@@ -195,13 +195,13 @@ class CompatModel(ModelMethods):
         return np.concatenate([ids.astype(np.int32), tail], axis=1)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
-        """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer. The folder
-        must be new or empty. others: have no effect, which is printed, or raise ValueError."""
+        """Saves the adapter as a PEFT folder, or without one the whole model for transformers; no tokenizer. The
+        folder, save_directory, must be new or empty. others: have no effect, which is printed, or raise ValueError."""
         settle("save_pretrained", others, SAVE)
         (jaxtune.save_adapter if self.has_adapter else jaxtune.save_pretrained)(self.module, save_directory)
 
     def save_lora(self, save_directory: str | os.PathLike) -> None:
-        """Saves the adapter as a PEFT folder; without an adapter it saves the whole model."""
+        """Saves the adapter as a PEFT folder in save_directory (new or empty); without an adapter, the whole model."""
         self.save_pretrained(save_directory)
 
     def load_lora(self, *_: object, **__: object) -> None:
@@ -276,7 +276,8 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_merged saves to a hub repository; token and private are those of push_to_hub."""
+        """Saves what save_pretrained_merged saves into a repository of the hub, which is created if it is missing,
+        private if `private` is True. token: of the hub; None: this machine's login."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -291,7 +292,8 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_gguf saves to a hub repository; token and private are those of push_to_hub."""
+        """Saves what save_pretrained_gguf saves into a repository of the hub, which is created if it is missing,
+        private if `private` is True. token: of the hub; None: this machine's login."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)
@@ -326,8 +328,7 @@ class FastLanguageModel:
         num_labels: int | None = None,
         **others: Any,
     ) -> tuple[CompatModel, Any]:
-        """Returns (model, tokenizer) of `model_name`: a model folder, a hub name, or an adapter folder that names its
-        base.
+        """Returns (model, tokenizer) of `model_name`: a model folder, a hub name, or an adapter's folder.
 
         dtype None is bfloat16; torch's dtypes are accepted by name. load_in_4bit (None: True) is NF4 with double
         quantisation; full_finetuning=True (all weights train) and load_in_fp8 turn the default off, and load_in_16bit
@@ -336,8 +337,7 @@ class FastLanguageModel:
         them by default. use_gradient_checkpointing=False keeps all residuals on the device. random_state: the seed of
         sampling. packing: SFTConfig's packing if unset. num_labels=1 adds a head that scores texts. max_seq_length: the
         most tokens of a row; None: the trainer's max_length. others: load_in_8bit=True (int8), or what has no effect,
-        which a line names. Raises ValueError for contradictions and for what is not supported.
-        """
+        which a line names. Raises ValueError for contradictions and for what is not supported."""
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
         flags |= {each.flag: others.pop(each.flag) for each in FORMATS.values() if each.flag in others}
@@ -461,8 +461,8 @@ class FastLanguageModel:
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
     """Returns load_in of jaxtune.from_pretrained, the name of a format or "stored", for these arguments of Unsloth's
     from_pretrained: load_in_4bit (None: not given), load_in_16bit, `flags` ({name of an argument such as load_in_fp8:
-    its value}) and full_finetuning. `where`, the called function, is for messages. Raises ValueError if two of them
-    contradict each other."""
+    its value}) and full_finetuning. `where`, the called function, is for messages. Raises ValueError if two
+    contradict."""
     for flag, value in flags.items():
         if not value:
             continue

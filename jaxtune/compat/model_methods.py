@@ -22,7 +22,8 @@ class ModelMethods:
 
     @property
     def module(self) -> Decoder:
-        """The current module, a jaxtune.Decoder. This class only declares it: CompatModel defines it."""
+        """The current module, a jaxtune.Decoder. This class only declares it (NotImplementedError): CompatModel defines
+        it."""
         raise NotImplementedError
 
     @property
@@ -79,7 +80,8 @@ class ModelMethods:
         return parameter_counts(self.module)
 
     def print_trainable_parameters(self) -> None:
-        """Prints the number of trainable parameters, of all parameters, and the percentage, in PEFT's words."""
+        """Prints the number of trainable parameters, of all parameters, and the percentage, in PEFT's words, as one
+        line on stdout."""
         trainable, everything = parameter_counts(self.module)
         say(
             f"trainable params: {trainable:,} || all params: {everything:,} || trainable%: "

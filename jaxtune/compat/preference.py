@@ -96,9 +96,9 @@ def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
 class PreferenceTrainer(SFTTrainer):
     """The base class of the trainers whose rows have other columns than SFTTrainer's, such as pairs of answers. It
     checks the columns, trains on responses without packing, and turns the adapter's dropout off unless disable_dropout
-    is False. Its arguments are those of SFTTrainer, but a formatting_func and packing=True raise ValueError. A subclass
-    sets `config_type`, the class of its config, and the attributes below where they differ, and defines
-    `_objective`."""
+    is False. If the adapter has dropout that is turned off, a line says so. Its arguments are those of SFTTrainer, but
+    a formatting_func and packing=True raise ValueError. A subclass sets `config_type`, the class of its config, and the
+    attributes below where they differ, and defines `_objective`."""
 
     table = TRAINER | REFERENCE_MODEL  # the arguments that are not parameters: without effect here, or refused
     # the config's arguments that older versions of TRL accepted as arguments of the trainer
@@ -240,9 +240,9 @@ class KTOTrainer(ReferencedTrainer):
     columns = ("completion", "label")
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """Returns the tokenised rows, each with the answer of another row as a mismatched one, as in TRL: KTO's loss
-        estimates its KL term from such answers. The other row is one of the same per_device_train_batch_size rows. Rows
-        whose answer is cut off completely are left out."""
+        """Returns the tokenised rows `data`, each with the answer of another row as a mismatched one, as in TRL: KTO's
+        loss estimates its KL term from such answers. The other row is one of the same per_device_train_batch_size rows.
+        Rows whose answer is cut off completely are left out."""
         assert isinstance(data, PairDataset)
         return mismatched_in_groups(data, self.args.per_device_train_batch_size)
 

@@ -66,7 +66,8 @@ class Reports:
         return Path(self.args.output_dir).expanduser()
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Prints the metrics, a line each, sorted by name, under a heading with the name `split`, such as "train"."""
+        """Prints the metrics on stdout, a line each, sorted by name, under a heading with the name `split`, such as
+        "train"."""
         say(f"***** {split} metrics *****")
         for name in sorted(metrics):
             value = metrics[name]
@@ -98,5 +99,6 @@ class Reports:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes values to a file as JSON; what JSON lacks, such as a NumPy number, is written as a float."""
+    """Writes `values` to the file `path` as JSON, in place of what is there; what JSON lacks, such as a NumPy number,
+    is written as a float."""
     path.write_text(json.dumps(values, indent=4, sort_keys=True, default=float) + "\n", encoding="utf-8")

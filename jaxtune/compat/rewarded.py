@@ -285,7 +285,7 @@ class RewardedTrainer(PreferenceTrainer):
 
     def _objective(self) -> ObjectiveConfig:
         """Returns the section `objective` of the run's config: "grpo" or "rloo", by the class of the script's config,
-        with its options."""
+        with its options; ValueError if one is not supported."""
         args, rewards = self.args, self._rewards()
         options = {name: getattr(args, name) for name in _SHARED}
         options |= dict(

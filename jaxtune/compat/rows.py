@@ -23,9 +23,12 @@ class Tokenised(Sequence):
         self._documents = documents
 
     def __len__(self) -> int:
+        """The number of documents, each of which is one row."""
         return len(self._documents)
 
     def __getitem__(self, index):
+        """Returns the row of this index (it may be negative), {"input_ids": token ids, "labels": the same, -100 where a
+        token is not trained on}, or for a slice a list of rows. Raises IndexError for an index out of range."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         document = self._documents[range(len(self))[index]]
@@ -35,8 +38,8 @@ class Tokenised(Sequence):
 
 
 def columns_of(dataset: Any, trainer: str) -> list[str]:
-    """Returns the names of a data set's columns; for a list or a stream without such names, those of its first row.
-    trainer: the class of the script's trainer, for the message.
+    """Returns the names of the columns of `dataset`, a data set of datasets, a list or a stream of rows; for a list or
+    a stream without such names, those of its first row. trainer: the class of the script's trainer, for the message.
 
     Raises:
       ValueError: a data set without such names has no rows.
@@ -84,8 +87,10 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
 
 
 def _streamed(dataset: Any, text_field: str, formatting_func: Callable[..., Any] | None) -> tuple[Any, str]:
-    """Does what rows_and_format does, for an IterableDataset: returns (its rows, the name of their format), for the
-    same arguments. It reads at most the first row; the other rows are converted while the run reads them."""
+    """Does what rows_and_format does, for an IterableDataset, `dataset`: returns (its rows, the name of their format).
+    text_field: the name of the column of texts. formatting_func: maps a row to a text; None: there is none. Raises
+    ValueError for columns of no known format. It reads at most the first row; the other rows are converted while the
+    run reads them."""
     columns = columns_of(dataset, "SFTTrainer")
     if formatting_func is not None:
         function = formatting_func
@@ -114,10 +119,10 @@ def _known_form(columns: Sequence[str], text_field: str) -> str:
 
 
 def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the texts that a script's formatting_func makes of the rows, one for each row. The function takes one row
-    and returns its text, or (as Unsloth's do) takes {column: values} and returns a list of texts; a call with the first
-    row shows which. A mapping with such a list under "text" is accepted as well. No rows give []. Raises ValueError if
-    the result is anything else."""
+    """Returns the texts that a script's formatting_func makes of the rows of `dataset`, one for each row. The function
+    takes one row and returns its text, or (as Unsloth's do) takes {column: values} and returns a list of texts; a call
+    with the first row shows which. A mapping with such a list under "text" is accepted as well. No rows give []. Raises
+    ValueError if the result is anything else."""
     if not dataset:
         return []
     try:

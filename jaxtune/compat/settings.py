@@ -17,16 +17,15 @@ from jaxtune.train.config import MetricsConfig, ScheduleConfig
 
 @dataclasses.dataclass(init=False)
 class SFTConfig:
-    """TRL's SFTConfig with Unsloth's defaults: the arguments of a run, which a script makes and passes to SFTTrainer.
-    An update is an optimizer step. Intervals below 1 (save_steps and the like) are shares of all updates. An argument
-    that is not a field is accepted if it has no effect here, or has a value that changes nothing, such as its default;
-    any other raises a ValueError.
+    """TRL's SFTConfig with Unsloth's defaults: the arguments of a run, which a script makes, with fields by name
+    (output_dir also first), and passes to SFTTrainer. An update is an optimizer step. Intervals below 1 (save_steps and
+    the like) are shares of all updates. An argument that is not a field is accepted if it has no effect here, or has a
+    value that changes nothing, such as its default; any other raises a ValueError.
 
     With load_best_model_at_end a copy of the best trained weights of this call of train() is kept in host memory, and
     the model has these weights when train() returns. metric_for_best_model (then "loss" by default, which is eval_loss)
     names the number of an evaluation that is compared, and greater_is_better says whether the best is the greatest
-    (True) or the least (False).
-    """
+    (True) or the least (False)."""
 
     table = SFT  # the arguments that are not fields: which have no effect here, and which are refused (Argument)
     orders = ORDERS  # {value of train_sampling_strategy: TokenDataset's name for that order of the rows}
@@ -153,8 +152,8 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
 
 
 def plain_value(setting: Any) -> Any:
-    """The value of a member of one of transformers' enumerations, such as "steps"; any other value is returned
-    unchanged. Scripts may pass either for an argument."""
+    """The value of `setting` if it is a member of one of transformers' enumerations, such as "steps"; any other setting
+    is returned unchanged. Scripts may pass either for an argument."""
     return getattr(setting, "value", setting)
 
 
@@ -188,9 +187,9 @@ DEFAULT_LENGTH = 1024  # TRL's max_length
 
 
 def row_length(args: SFTConfig, model: Any) -> int:
-    """Returns the most tokens of a row: the least of the arguments max_length and max_seq_length and the CompatModel's
-    max_seq_length, as far as they are not None. If all three are None, it is TRL's default of 1,024, or the model's
-    context length if that is less."""
+    """Returns the most tokens of a row: the least of max_length and max_seq_length of `args`, the script's config, and
+    the max_seq_length of `model`, a CompatModel, as far as they are not None. If all three are None, it is TRL's
+    default of 1,024, or the model's context length if that is less."""
     wanted = (args.max_length, args.max_seq_length, model.max_seq_length)
     least = min((length for length in wanted if length is not None), default=None)
     return min(DEFAULT_LENGTH, model.module.config.context_length) if least is None else least
@@ -251,8 +250,8 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
 
 
 def precision(args: SFTConfig, module: Decoder) -> Any:
-    """Returns the `precision` of a run's config: "bf16" or "fp16" if the argument of that name is True, else "bf16",
-    "fp16" or "fp32" by the module's dtype. Raises ValueError if both arguments are True."""
+    """Returns the `precision` of a run's config: "bf16" or "fp16" if the field of `args`, the script's config, of that
+    name is True, else "bf16", "fp16" or "fp32" by the module's dtype. Raises ValueError if both are True."""
     if args.bf16 and args.fp16:
         raise ValueError("SFTConfig: bf16 and fp16 are both True: keep one")
     if args.bf16 or args.fp16:
@@ -261,9 +260,9 @@ def precision(args: SFTConfig, module: Decoder) -> Any:
 
 
 def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -> int | None:
-    """The value of the argument `name`, such as save_steps, as a number of steps. As in transformers, a value below 1
-    is a share of all steps, whose number `total()` returns. None if the argument is None, or if `total()` does not know
-    it yet.
+    """The value of the field `name` of `args`, the script's config, such as save_steps, as a number of steps. As in
+    transformers, a value below 1 is a share of all steps, whose number `total()` returns. None if the value is None, or
+    if `total()` does not know it yet.
 
     Raises:
       ValueError: the value is neither whole nor below 1.
@@ -278,10 +277,10 @@ def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -
 
 
 def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
-    """Returns the section `metrics` of a run's config: which loggers are used, by the argument report_to ("none",
-    "tensorboard", "wandb", "trackio" or a list), and `log_every`, the number of steps between two logged lines. The
-    projects of wandb and trackio are those of the environment variables WANDB_PROJECT and TRACKIO_PROJECT, if they are
-    set. Raises ValueError for a logger that is not supported."""
+    """Returns the section `metrics` of a run's config: which loggers are used, by report_to of `args`, the script's
+    config ("none", "tensorboard", "wandb", "trackio" or a list), and `log_every`, the number of steps between two
+    logged lines. The projects of wandb and trackio are those of the environment variables WANDB_PROJECT and
+    TRACKIO_PROJECT, if they are set. Raises ValueError for a logger that is not supported."""
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
         choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))

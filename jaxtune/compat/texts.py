@@ -62,7 +62,8 @@ class NumpyTensor(np.ndarray):
 
     def argmax(self, axis: Any = None, *arguments: Any, dim: Any = None, **options: Any) -> Any:
         """Returns the indices of the largest values along `axis`, or along torch's name for it, `dim`, if that is
-        given. The other arguments are those of NumPy's argmax."""
+        given. The other arguments are those of NumPy's argmax; without axis and dim, the index is that in the flattened
+        array."""
         return np.asarray(self).argmax(axis if dim is None else dim, *arguments, **options)
 
 
@@ -76,6 +77,8 @@ def without_torch(tokenizer: Any) -> Any:
     printed = False
 
     def asked(options: dict[str, Any]) -> bool:
+        """Whether a call with these `options` asks for arrays. If so, changes return_tensors to "np" in place, and
+        prints the line if it was the first "pt"."""
         nonlocal printed
         if options.get("return_tensors") not in ("pt", "np"):
             return False
@@ -86,6 +89,8 @@ def without_torch(tokenizer: Any) -> Any:
         return True
 
     def movable(answer: Any) -> Any:
+        """Makes the arrays of a tokenizer's answer (an array, or a mapping, in place) NumpyTensors, and returns it. A
+        mapping's `to` then returns the mapping itself, because its own needs torch."""
         if isinstance(answer, np.ndarray):
             return answer.view(NumpyTensor)
         for key, value in answer.items():
@@ -95,7 +100,10 @@ def without_torch(tokenizer: Any) -> Any:
         return answer
 
     def wrapped(name: str) -> Any:
+        """Makes the method that replaces the tokenizer's method `name`."""
+
         def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            """Calls the tokenizer's own method, and returns NumpyTensors where arrays are asked for."""
             arrays = asked(options)
             answer = getattr(base, name)(self, *arguments, **options)
             return movable(answer) if arrays else answer
@@ -103,6 +111,8 @@ def without_torch(tokenizer: Any) -> Any:
         return method
 
     def reduced(self: Any, protocol: Any) -> Any:
+        """The __reduce_ex__ of the tokenizer: it is pickled as an object of its plain class, and changed again when it
+        is loaded. `protocol` is not used."""
         # A class created here cannot be found by name, so pickling and copying create it again.
         plain = object.__new__(base)
         vars(plain).update(vars(self))
@@ -152,7 +162,8 @@ def setup_chat_format[Model](
 ) -> tuple[Model, Any]:
     """TRL's function: gives the tokenizer ChatML as its chat template, in place, with ChatML's marks as first, last and
     padding token, and returns (model, tokenizer). The model is not changed: no embeddings are added, so
-    resize_to_multiple_of has no effect. format: must be "chatml".
+    resize_to_multiple_of has no effect. A line is printed if the tokenizer had another template. format: must be
+    "chatml".
 
     Raises:
       ValueError: another format, or the tokenizer has no tokens for ChatML's marks, whose embeddings would be new.
@@ -191,6 +202,7 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
         raise ValueError(f"standardize_sharegpt: {min(others.keys() - idle)} is not an argument that it has")
 
     def standard(row: Mapping[str, Any]) -> dict[str, Any]:
+        """The column `conversations` of a row, with every message as {"role", "content"}."""
         return {"conversations": [_message(message) for message in row["conversations"]]}
 
     if hasattr(dataset, "map"):

@@ -21,10 +21,11 @@ class BitsAndBytesConfig:
     Args:
       load_in_8bit, load_in_4bit: which of the two formats; both False: the weights stay in 16 bits. Four bits are
         always NF4 with double quantisation here, which is printed if the arguments say otherwise.
-      bnb_4bit_compute_dtype: the dtype in which a model in four bits computes.
+      bnb_4bit_compute_dtype: the dtype in which a model in four bits computes; None: bfloat16.
       bnb_4bit_quant_type: "nf4" or None.
       bnb_4bit_use_double_quant: has no effect.
       others: transformers' other arguments. A printed line reports each one that has no effect here.
+
     Raises:
       ValueError: both formats are asked for, or an argument is not supported.
     """
@@ -161,8 +162,10 @@ class AutoTokenizer:
           pretrained_model_name_or_path: the folder or the hub name.
           arguments: padding_side and truncation_side are set on the tokenizer. A printed line reports each other
             argument that has no effect here.
+
         Raises:
-          ValueError: there are no tokenizer files; one of `arguments` would change the result, or is unknown.
+          ValueError: there is no such folder or hub model, or it has no tokenizer files; one of `arguments` would
+            change the result, or is unknown.
         """
         where, name = "AutoTokenizer.from_pretrained", os.fspath(pretrained_model_name_or_path)
         side = {one: arguments.pop(one) for one in ("padding_side", "truncation_side") if one in arguments}

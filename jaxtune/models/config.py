@@ -43,6 +43,8 @@ class RopeConfig:
     llama_4_scaling_beta: float = 0.0
 
     def __post_init__(self):
+        """Raises ValueError for a value out of its range, such as a theta of at most 1 or a partial_rotary_factor above
+        1, for llama3's frequency factors in the wrong order, or for longrope with an original context of 1."""
         values.number("rope_theta", self.theta, above=1)
         for key in ("partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             values.positive(key, getattr(self, key))
@@ -107,6 +109,7 @@ class Stage:
     post_norm: bool = False
 
     def __post_init__(self):
+        """Raises ValueError if a part's `norm` names another than an earlier part of the stage."""
         names = [part.name for part in self.parts]
         for index, part in enumerate(self.parts):
             if isinstance(part.norm, str) and part.norm not in names[:index]:
@@ -144,6 +147,8 @@ class LayerSpec:
     output_scale: bool = False
 
     def __post_init__(self):
+        """Raises ValueError for a window below 1, no parts, two parts of one name, or a part without a config that is
+        neither "mixer" nor "mlp"."""
         if self.window is not None:
             values.whole("sliding_window", self.window)
         names = [part.name for part in self.parts]
@@ -175,6 +180,7 @@ class LayerSpec:
         None leaves a part's config as it is, and a name that no part has is ignored."""
 
         def one(part: Part) -> Part:
+            """The part with its new config, if one was given for it."""
             return dataclasses.replace(part, config=configs.get(part.name) or part.config)
 
         stages = (dataclasses.replace(stage, parts=tuple(map(one, stage.parts))) for stage in self.stages)
@@ -209,6 +215,9 @@ class MoEConfig:
     scaled_router: bool = False
 
     def __post_init__(self):
+        """Raises ValueError for sizes that are not positive integers, more experts for a token than there are, a
+        swiglu_limit that is not positive, or a scaled router with a bias, a shared expert or weights that are not
+        renormalised."""
         for key in ("num_experts", "experts_per_token", "expert_size"):
             values.whole(key, getattr(self, key))
         if self.swiglu_limit is not None:
@@ -278,6 +287,8 @@ class DecoderConfig:
     initializer_range: float = 0.02  # standard deviation of random initial weights
 
     def __post_init__(self):
+        """Raises ValueError for a value out of its range, features that exclude each other, num_heads that num_kv_heads
+        does not divide, or a layer that names a rotary base that does not exist."""
         counts = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
         for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"):
             counts[key] = getattr(self, key)

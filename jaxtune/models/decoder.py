@@ -34,6 +34,7 @@ class Embedding(nnx.Module):
       config: of the decoder; gives the sizes and the range of initial weights.
       key: draws the initial weight.
       dtype: of the weight.
+
     Attributes:
       original: the weight before training if the embedding is trained beside adapters (modules_to_save); else None.
       compute: the dtype's name in which a tied head computes logits, where a precision map names one
@@ -103,10 +104,12 @@ def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
 
     @on_any_mesh
     def run(array, model, *arguments, **options):
+        """The method with its array before the model, because on_any_mesh goes by the first array."""
         return computed(model, array, *arguments, **options)
 
     @functools.wraps(method)
     def called(self, array, *arguments, **options):
+        """The decorated method, with `self` first."""
         return run(array, self, *arguments, **options)
 
     return called
@@ -201,7 +204,8 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """tokens int32[B, T] -> their embeddings [B, T, hidden] in the compute dtype, multiplied by
-        config.embedding_scale. Ids outside the vocabulary raise no error here."""
+        config.embedding_scale. Ids outside the vocabulary raise no error here; they are refused where data is
+        prepared."""
         with jax.named_scope("embed"):
             # Ids outside the vocabulary are refused where data is prepared; XLA would clamp them without an error.
             x = gathers.rows_of(self.embedding.weight, tokens, _rows).astype(self.dtype)
@@ -283,9 +287,13 @@ class Decoder(nnx.Module):
           aux: names of values that layers compute beside their outputs and that are returned too, such as
             "router_sums", the sums for the experts' load-balancing loss.
           noise: (key, alpha) of NEFTune's noise on the embeddings in training (noised); None: no noise.
+
         Returns:
           ([B, T, hidden] after the final norm, in the compute dtype; {name: sum over the layers} of the values `aux`
             names)
+
+        Raises:
+          ValueError: a plan that does not fit the layers or the rows, or a name in `aux` that no layer has (run_stack).
         """
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)

@@ -37,7 +37,8 @@ def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     compressed-tensors, symmetric; torchao's SYMMETRIC_NO_CLIPPING_ERR): a kernel that multiplies code and scale in
     `dtype` computes with exactly them.
 
-    It has no straight-through gradient; callers add it, such as `straight_through`.
+    Quantisation-aware training rounds weights by it. It has no straight-through gradient; callers add it, such as
+    `straight_through`.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
@@ -74,8 +75,9 @@ def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     shape.
 
     Without groups, these are the values of the declared format int8, which has a scale for each row. With groups, the
-    scale is the group's largest magnitude / 127, rounded to `dtype`, and codes are rounded to nearest even. It has no
-    straight-through gradient; callers add it, such as `straight_through`.
+    scale is the group's largest magnitude / 127, rounded to `dtype`, and codes are rounded to nearest even.
+    Quantisation-aware training rounds weights by it. It has no straight-through gradient; callers add it, such as
+    `straight_through`.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
@@ -115,11 +117,12 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to what blocks of GGUF's type Q4_0 contain: a scale, which is a float16 number,
     times whole numbers from -8 to 7. In float32 it equals the gguf package's quantize and dequantize; in 16 bits scales
     have five significant bits, with which every product is exact in `dtype`, so that a file contains the same numbers.
-    It has no straight-through gradient; callers add it, such as `straight_through`.
+    Quantisation-aware training rounds by it. It has no straight-through gradient; callers add it, such as
+    `straight_through`.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
-      group_size: 32, the size of a block; it must divide `in`.
+      group_size: 32, the size of a block; it must divide `in`, and is not None.
       dtype: of the result.
     """
     scales, codes = signed_codes(_blocks(weight, group_size), 8, dtype)
@@ -129,12 +132,13 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 def q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Rounds a weight [..., out, in] to what blocks of GGUF's type Q8_0 contain: a scale, which is a float16 number,
     times whole numbers from -127 to 127. In float32 it equals the gguf package's quantize and dequantize; in 16 bits
-    scales are powers of two, with which every product is exact in `dtype`, so that a file contains the same numbers. It
-    has no straight-through gradient; callers add it, such as `straight_through`.
+    scales are powers of two, with which every product is exact in `dtype`, so that a file contains the same numbers.
+    Quantisation-aware training rounds by it. It has no straight-through gradient; callers add it, such as
+    `straight_through`.
 
     Args:
       weight: [..., out, in], of any floating-point dtype.
-      group_size: 32, the size of a block; it must divide `in`.
+      group_size: 32, the size of a block; it must divide `in`, and is not None.
       dtype: of the result.
     """
     scales, codes = q8_0_codes(_blocks(weight, group_size), dtype)
@@ -162,7 +166,9 @@ def int8_by_token(x: jax.Array) -> jax.Array:
 
 
 def _token_scales(wide: jax.Array) -> jax.Array:
-    """The scales of int8_by_token, float32[..., 1]. wide: float32[..., in], the activations."""
+    """The scales by which int8_by_token rounds activations, float32[..., 1], one for each token (each vector of the
+    last axis): its largest magnitude / 127.5, or float32's eps for a token of zeros. wide: float32[..., in], the
+    activations."""
     largest = jnp.abs(wide).max(-1, keepdims=True)
     scale = divide(largest, jnp.full_like(largest, 127.5))
     return jnp.where(scale == 0, jnp.finfo(jnp.float32).eps, scale)
@@ -182,8 +188,10 @@ def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
 
 
 def _token_zero_points(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The scales and zero points of int8_by_token_asymmetric, both float32[..., 1]. wide: float32[..., in], the
-    activations."""
+    """The scales and zero points by which int8_by_token_asymmetric rounds activations, both float32[..., 1], one for
+    each token (each vector of the last axis). With min at most 0 and max at least 0, a scale is (max - min) / 255, at
+    least float32's eps, and a zero point -128 - round(min / scale), a whole number from -128 to 127. wide: float32[...,
+    in], the activations."""
     low = jnp.minimum(wide.min(-1, keepdims=True), 0)
     high = jnp.maximum(wide.max(-1, keepdims=True), 0)
     scale = jnp.maximum(divide(high - low, jnp.full_like(low, 255)), jnp.finfo(jnp.float32).eps)
@@ -208,17 +216,18 @@ def mxfp4_activations(x: jax.Array) -> jax.Array:
 
 
 def _between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """Where numbers are between the least and the largest number of their grid, bool in their shape. What the rounding
-    of a float32 scale may add, 2^-22 of the bound, does not count. numbers: float32[...]. low, high: the bounds, whose
-    shapes broadcast to that of `numbers`."""
+    """Where numbers are between the least and the largest number of their grid, bool in their shape. A number beyond a
+    bound by no more than 2^-22 of it counts as between, because the rounding of a float32 scale may add that. The
+    functions `_within_...` compare with it. numbers: float32[...]. low, high: the bounds, whose shapes broadcast to
+    that of `numbers`."""
     slack = np.float32(2**-22)
     return (numbers >= low - slack * jnp.abs(low)) & (numbers <= high + slack * jnp.abs(high))
 
 
 def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -8 and 7 times
-    its scale. Only a scale that was rounded down to 16 bits leaves numbers outside. The arguments are those of
-    int4."""
+    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -8 and 7 times its
+    scale. Only a scale that was rounded down to 16 bits leaves numbers outside. group_size: how many consecutive
+    weights of a row share a scale, not None. dtype: the name of the scales' dtype."""
     groups = _blocks(weight, group_size)
     scale = int4_scales(groups, dtype).astype(jnp.float32)
     return _between(groups, -8 * scale, 7 * scale).reshape(weight.shape)
@@ -226,8 +235,8 @@ def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -127 and 127 times
-    its scale. Only a scale that was rounded down to 16 bits leaves numbers outside. The arguments are those of
-    int8."""
+    its scale. Only a scale that was rounded down to 16 bits leaves numbers outside. group_size: how many consecutive
+    weights of a row share a scale; None: all of the row. dtype: the name of the dtype of groups' scales."""
     if group_size is None:
         return _within_declared("int8", weight, None, dtype)
     groups = _blocks(weight, group_size)
@@ -237,8 +246,9 @@ def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -8 and 7 times its
-    scale, which may be negative. The range ends at 7 scales on the side opposite the block's largest number. The
-    arguments are those of q4_0."""
+    scale, which may be negative. The range ends at 7 scales on the side opposite the block's largest number.
+    group_size: 32, the size of a block, not None. dtype: the name of the dtype that represents scale times code
+    exactly."""
     blocks = _blocks(weight, group_size)
     scales = as_float16(signed_codes(blocks, 8, dtype)[0])
     ends = -8 * scales, 7 * scales
@@ -246,8 +256,9 @@ def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere except
-    where float16 rounds scales down. The arguments are those of q8_0."""
+    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere except where
+    float16 rounds scales down. group_size: 32, the size of a block, not None. dtype: the name of the dtype that
+    represents scale times code exactly."""
     blocks = _blocks(weight, group_size)
     largest = 127 * as_float16(q8_0_codes(blocks, dtype)[0])
     return _between(blocks, -largest, largest).reshape(weight.shape)
@@ -261,36 +272,38 @@ def _within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
 
 
 def _within_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] is in the range of a declared format (a key of formats.FORMATS), bool in its
-    shape. group_size, dtype: those of `_as_declared`; scales do not depend on them."""
+    """Where a weight [..., out, in] is in the range of a declared format (a key of formats.FORMATS), bool in its shape.
+    group_size (None) and dtype are not used, because the format fixes its blocks and scales; Rounding.within takes them
+    for every format."""
     del group_size, dtype
     return _within_stored(formats.FORMATS[format].encode(weight.astype(jnp.float32)), weight)
 
 
 def _within_int8_by_token(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are between -128 and 127 times the scale of int8_by_token, bool in their shape. The
-    largest magnitude is at 127.5 scales, so a positive one is outside."""
+    """Where the activations x [..., in] are between -128 and 127 times the scale of int8_by_token, bool in their shape.
+    The largest magnitude is at 127.5 scales, so a positive one is outside."""
     wide = x.astype(jnp.float32)
     scale = _token_scales(wide)
     return _between(wide, -128 * scale, 127 * scale)
 
 
 def _within_int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are in the range of int8_by_token_asymmetric, bool in their shape. The rounded zero
-    point moves it by up to half a scale to one side."""
+    """Where the activations x [..., in] are in the range of int8_by_token_asymmetric, bool in their shape. The rounded
+    zero point moves it by up to half a scale to one side."""
     wide = x.astype(jnp.float32)
     scale, zero = _token_zero_points(wide)
     return _between(wide, (-128 - zero) * scale, (127 - zero) * scale)
 
 
 def _within_fp8_by_token(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are in the range of fp8_by_token, bool in their shape: everywhere."""
+    """Where the activations x [..., in] are in the range of fp8_by_token, bool in their shape: everywhere."""
     rows = x.reshape(-1, x.shape[-1])
     return _within_stored(formats.FP8.encode(rows), rows).reshape(x.shape)
 
 
 def _within_mxfp4_activations(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are between -6 and 6 times the scale of their block in MXFP4, bool in their shape."""
+    """Where the activations x [..., in] are between -6 and 6 times the scale of their block in MXFP4, bool in their
+    shape."""
     return _within_stored(formats.MXFP4.encode_activations(x), x)
 
 
@@ -361,6 +374,7 @@ class FakeQuant:
     gradients: str = STRAIGHT_THROUGH
 
     def __post_init__(self):
+        """Raises ValueError for a format that is not in ROUNDINGS, or a group size that the format does not have."""
         if self.format not in ROUNDINGS:
             raise ValueError(f"qat format {self.format!r} is not supported; supported: {', '.join(ROUNDINGS)}")
         if problem := qat_group_size(self.format, self.group_size):
@@ -388,11 +402,12 @@ class FakeQuant:
             raise ValueError(f"{where}: {error}") from None
 
     def record(self) -> dict[str, str | int | None]:
-        """What files record of the grid, of which `of_record` makes it again: format, group_size and dtype, without
-        `inputs` and `gradients`, which are no part of it."""
+        """What files record of the grid, of which `of_record` makes it again: format, group_size (None if the format
+        has its own blocks) and dtype, without `inputs` and `gradients`, which are no part of it."""
         return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype}
 
     def __str__(self) -> str:
+        """The grid in words for messages, such as "int4 in groups of 32, bfloat16"."""
         groups = "" if self.group_size is None else f" in groups of {self.group_size}"
         return f"{self.format}{groups}, {self.dtype}"
 
@@ -466,8 +481,8 @@ def _rounded_inputs(spec: FakeQuant, x: jax.Array) -> jax.Array:
 
 
 def _rounded_inputs_fwd(spec: FakeQuant, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The forward rule of `_rounded_inputs`: (its result, where x is in the range, bool in its shape; None if
-    gradients are not clipped)."""
+    """The forward rule of `_rounded_inputs`, whose arguments are the grid `spec` and the activations x: (its result,
+    where x is in the range, bool in its shape; None if gradients are not clipped)."""
     within = ROUNDINGS[spec.format].inputs_within if spec.clips else None
     return _rounded_inputs(spec, x), None if within is None else within(x)
 

@@ -24,8 +24,9 @@ def inverse(scales: jax.Array) -> jax.Array:
 
 
 def _shortened(scales: jax.Array, kept: int, up: bool) -> jax.Array:
-    """Rounds float32 scales to 1 + `kept` significant bits; `kept` is 0 to 22. up: True: to the next number of no
-    smaller magnitude; False: to the nearest, and to that of larger magnitude from the middle between two."""
+    """Rounds float32 scales to 1 + `kept` significant bits; `kept` is 0 to 22. A shortened scale has exact products
+    with codes in 16 bits. up: True: to the next number of no smaller magnitude; False: to the nearest, and to that of
+    larger magnitude from the middle between two."""
     dropped = 23 - kept
     more = (1 << dropped) - 1 if up else 1 << (dropped - 1)
     bits = lax.bitcast_convert_type(scales, jnp.int32)
@@ -33,12 +34,14 @@ def _shortened(scales: jax.Array, kept: int, up: bool) -> jax.Array:
 
 
 def q8_0_codes(blocks: jax.Array, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
-    """Quantises blocks float32[..., 32] for Q8_0.
+    """Quantises blocks float32[..., 32] for GGUF's type Q8_0: export writes these scales and codes, and
+    quantisation-aware training rounds to their products.
 
     Args:
       blocks: the numbers.
       dtype: in which the products of scales and codes must be exact. In float32 all are, and a scale is the largest
         magnitude / 127; in 16 bits it is the smallest power of two that is not below that.
+
     Returns:
       (scales float32[..., 1], which files round to float16; codes float32[..., 32], whole numbers from -127 to 127). A
       number is scale * code.
@@ -54,14 +57,16 @@ def q8_0_codes(blocks: jax.Array, dtype: str = "float32") -> tuple[jax.Array, ja
 
 
 def signed_codes(blocks: jax.Array, middle: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
-    """Quantises blocks float32[..., 32] for Q4_0 and Q5_0. The number of the largest magnitude gets the code 0, so a
-    scale has the opposite sign of that number.
+    """Quantises blocks float32[..., 32] for GGUF's types Q4_0 and Q5_0, which export writes; quantisation-aware
+    training rounds to the numbers of Q4_0. The number of the largest magnitude gets the code 0, so a scale has the
+    opposite sign of that number.
 
     Args:
       blocks: the numbers.
       middle: the code of zero, 8 for Q4_0 and 16 for Q5_0.
       dtype: in which the products of scales and codes of Q4_0 must be exact. In float32 all are; in 16 bits a scale is
         rounded to five significant bits.
+
     Returns:
       (scales float32[..., 1], which files round to float16; codes float32[..., 32], whole numbers from 0 to 2 * middle
       - 1). A number is scale * (code - middle).

@@ -181,6 +181,8 @@ class Pretrained:
             load_memory.require_room(self.folder, self.device_bytes(), how, nf4)
 
         def where(name: str, tensor):
+            """The sharding of a tensor's arrays on the mesh; None without a mesh, or for a weight that is decoded
+            first."""
             if mesh is None:
                 return None
             _, variable = self._variables[name]
@@ -284,9 +286,11 @@ def _format(load_in: str | None) -> str | None:
 def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
     """Loads the model of the checkpoint `pretrained` and its tokenizer: (model, tokenizer). The tokenizer is that of
     the first of the folders `tokenizers` that has one, or None if none has. Both are loaded at the same time, because
-    importing transformers for the tokenizer takes seconds."""
+    importing transformers for the tokenizer takes seconds. Raises ValueError as Pretrained.load and load_tokenizer
+    do."""
 
     def first() -> Any:
+        """The tokenizer of the first of the folders that has one, or None."""
         return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)
 
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # importing transformers takes seconds
@@ -326,7 +330,9 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     if the model's config was changed since. dtype, quantisation and the grid of quantisation-aware training (QAT) are
     always those of the model now. With a vision tower that is saved too, it is the whole model's config.
 
-    tokenizer: gives the ids of special tokens that the config lacks; None: they stay missing."""
+    tokenizer: gives the ids of special tokens that the config lacks; None: they stay missing. Raises ValueError for
+    what config.json cannot say, such as weights in several quantised formats, or a QAT grid that model.dtype cannot
+    represent."""
     own = family(model.config.family).to_hf(model.config)
     source = json.loads(model.source.config) if model.source is not None else {}
     if source and config_from_hf(source) == model.config:
@@ -487,5 +493,5 @@ def write_checkpoint(
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
     """Writes the other files of a checkpoint, beside weights and config.json, into a folder: generation_config.json and
     image processor configs as the folder had them that the model was loaded from (model.source), and the files of the
-    tokenizer, if it is not None."""
+    tokenizer, if it is not None. Raises OSError if a file cannot be written."""
     save_companions(folder, model.source.companions if model.source is not None else (), tokenizer)

@@ -167,19 +167,21 @@ def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
 def merged_and_rounded(
     spec: FakeQuant, weight: jax.Array | Stored, lora: LoraWeights | None, x: jax.Array
 ) -> jax.Array:
-    """The weight [out, in] with the adapter `lora` merged in, if there is one, rounded to the grid `spec`, in the
-    grid's dtype. In the backward, the adapter gets the gradient of the rounded weight where the merged weight is in
-    the grid's range; weight and x get none.
+    """The weight [out, in] with the adapter `lora` merged in unless it is None, rounded to the grid `spec`, in the
+    grid's dtype. In the backward, the adapter gets the gradient of the rounded weight where the merged weight is in the
+    grid's range; weight and x get none.
 
-    x: the activations that the rounded weight will multiply; as in `straight_through`, the rounding is tied to them."""
+    x: the activations that the rounded weight will multiply; an optimization barrier makes the rounding depend on them,
+    so that forward and backward each round and no rounded weight is kept in between."""
     weight, lora, _ = optimization_barrier((weight, lora, x))
     weight = dense(weight, spec.dtype)
     return spec.round(weight if lora is None else merged_weight(weight, lora))
 
 
 def _merged_and_rounded_bwd(spec: FakeQuant, residuals, dmerged: jax.Array):
-    """The backward rule of `merged_and_rounded`: (None, the gradient of the adapter, None). residuals: (weight, lora).
-    Merging and rounding are computed again, from the weight as it is stored."""
+    """The backward rule of `merged_and_rounded`: (None, the gradient of the adapter, None). spec: the grid. residuals:
+    (weight, lora) of the forward. dmerged: [out, in], the gradient of the rounded weight. Merging and rounding are
+    computed again, from the weight as it is stored."""
     weight, lora, dmerged = optimization_barrier((*residuals, dmerged))
     weight = dense(weight, spec.dtype)
     return None, unclipped_gradients(spec, lambda lora: merged_weight(weight, lora), lora, dmerged), None
@@ -321,8 +323,8 @@ def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> 
 
 
 def _bias_follows(linear: Linear) -> bool:
-    """Whether a linear's bias is added after its product, by _with_adapter: in quantisation-aware training with DoRA,
-    because the magnitude's gradient is computed from the product without it."""
+    """Whether the bias of `linear` is added after its product, by _with_adapter: in quantisation-aware training with
+    DoRA, because the magnitude's gradient is computed from the product without it."""
     return linear.fake_quant is not None and linear.lora is not None and linear.lora.magnitude is not None
 
 

@@ -235,17 +235,20 @@ def get_peft_model(
       target_modules: linears: "all-linear", every linear in the layers; a regular expression over whole names; or a
         list of names or last parts of names. It may be empty if target_parameters is given.
       target_parameters: expert matrices, such as ["experts.gate_up_proj", "experts.down_proj"]; each expert gets rank
-        r. Without dropout or DoRA, as in PEFT.
+        r. Without dropout or DoRA, as in PEFT. None: no experts.
       lora_dropout: rate of dropout on the adapters' input, at least 0 and below 1; linears with the same input share
         one mask.
       use_rslora: True: the scale is alpha / sqrt(r) (arXiv 2312.03732); False: alpha / r.
       use_dora: True: weight-decomposed adapters, which also train the norms of the rows (arXiv 2402.09353).
-      modules_to_save: "embed_tokens" and "lm_head" are trained whole in float32 if named; tied heads stay tied. A head
-        that is not a language model's, such as "score", is always trained.
-      rank_pattern, alpha_pattern: {regular expression over the end of a module's name: value} for modules that differ.
+      modules_to_save: "embed_tokens" and "lm_head" are trained whole in float32 if named; tied heads stay tied. None:
+        neither is. A head that is not a language model's, such as "score", is always trained.
+      rank_pattern, alpha_pattern: {regular expression over the end of a module's name: value} for modules that differ;
+        None: none does.
       seed: draws the initial A; B starts at zero.
+
     Returns:
       a new model that shares every array of the base with `model`. Only adapters and modules_to_save are trained in it.
+
     Raises:
       ValueError: a target, pattern or module that matches nothing; a rank or rate out of range; a model with adapters.
     """
@@ -314,7 +317,9 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     """Describes the adapters of a model as the arguments of get_peft_model (without the seed) that would give them:
     {name: value}; None if the model has no adapters.
 
-    adapter_config.json is written from them, and gives_adapter compares them with a config.
+    The most common rank and alpha are `r` and `lora_alpha`, and the others are in the patterns. A target is the last
+    part of names if all matrices with that part are adapted, else a whole name. adapter_config.json is written from
+    them, and gives_adapter compares them with a config.
 
     Raises:
       ValueError: a setting that differs between modules although PEFT has one value for all.
@@ -325,7 +330,8 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
         return None
 
     def common(setting, values):
-        """The one value that all adapters have for this setting."""
+        """The one value of `values`, which all adapters have for this setting; raises ValueError if there are
+        several."""
         if len(set(values)) > 1:
             raise ValueError(f"{setting} differs between adapters ({set(values)}); PEFT has one for all")
         return next(iter(values))

@@ -43,7 +43,8 @@ class RMSNorm(nnx.Module):
         return self._float32 or self.compute == "float32"
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [..., size] -> [..., size] in the same dtype."""
+        """Norms x [..., size] over its last axis, with the mean square in float32, and multiplies it by the weight
+        (plus the offset): [..., size] in x's dtype."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...]
@@ -75,7 +76,8 @@ class LayerNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [..., size] -> [..., size] in the same dtype."""
+        """Norms x [..., size] over its last axis and multiplies it by the weight, all in float32: [..., size] in x's
+        dtype."""
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)

@@ -32,13 +32,15 @@ def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Ar
 
 
 def _straight_through_fwd(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The forward rule of `straight_through`: (its result, the weight, from which the backward computes again what was
-    clipped; None if gradients are not clipped)."""
+    """The forward rule of `straight_through`: (its result, the residual: the weight, from which the backward computes
+    again what was clipped; None if gradients are not clipped)."""
     return straight_through(spec, weight, x), weight if spec.clips else None
 
 
 def _straight_through_bwd(spec: FakeQuant, weight: jax.Array | None, dweight: jax.Array):
-    """The backward rule of `straight_through`: (the gradient of the weight, None for x)."""
+    """The backward rule of `straight_through`: (the gradient of the weight, None for x). spec: the grid. weight: what
+    the forward saved, the weight if gradients are clipped, else None. dweight: [..., out, in], the gradient of the
+    rounded weight."""
     if weight is None:
         return dweight, None
     tied, dweight = optimization_barrier((weight, dweight))
@@ -74,12 +76,14 @@ def adapter_gradients(out: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, 
 
 def _adapter_gradients_bwd(scale, residuals, dout):
     """The backward rule of `adapter_gradients`: (dout itself for out, None for x, the gradients of a and b that the sum
-    `scale b a x` would give). residuals: (x, a, b)."""
+    `scale b a x` would give). scale: the adapter's scale. residuals: (x, a, b) of the forward. dout: [..., out], the
+    gradient of `out`."""
     x, a, b = residuals
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dy, x = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])
 
     def product(left, right, dtype=x.dtype):
+        """The matrix product left @ right, with `dtype` as the dtype of its sums and of the result."""
         return jnp.matmul(left, right, precision=precision, preferred_element_type=dtype)
 
     inner = product(x, a.astype(x.dtype).T)
@@ -113,8 +117,8 @@ def magnitude_gradients(out: jax.Array, magnitude: jax.Array) -> jax.Array:
 
 
 def _magnitude_gradients_bwd(residuals, dout):
-    """The backward rule of `magnitude_gradients`: (dout, the sum of dout * out over tokens divided by the magnitude).
-    residuals: (out, magnitude)."""
+    """The backward rule of `magnitude_gradients`: (dout, the sum of dout * out over tokens divided by the magnitude). A
+    magnitude of 0 gets 0. residuals: (out, magnitude) of the forward. dout: [..., out], the gradient of `out`."""
     out, magnitude = residuals
     sums = (dout.astype(jnp.float32) * out.astype(jnp.float32)).reshape(-1, out.shape[-1]).sum(0)
     return dout, jnp.where(magnitude == 0, 0, sums / jnp.where(magnitude == 0, 1, magnitude)).astype(magnitude.dtype)
@@ -141,6 +145,7 @@ def adapter_noise(
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
     def term(x, a, b):
+        """The adapter's term, scale * b (a x), [..., out] in x's dtype."""
         inner = jnp.matmul(x, a.astype(x.dtype).T, precision=precision)
         return scale * jnp.matmul(inner, b.astype(x.dtype).T, precision=precision)
 

@@ -18,9 +18,9 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
 class LayerPlan(Mapping[str, Placement]):
-    """The placement of each residual of a layer by name, for example LayerPlan(gate="offload", up="offload"). A
-    placement is "keep" (in device memory), "offload" (copied to the host and back), "recompute" (dropped and computed
-    again) or "fp8" (kept, rounded to e4m3).
+    """The placement of each residual of a layer by name (`placements`), for example LayerPlan(gate="offload",
+    up="offload"). A placement is "keep" (in device memory), "offload" (copied to the host and back), "recompute"
+    (dropped and computed again) or "fp8" (kept, rounded to e4m3).
 
     Residuals that are not named have the placement `rest`. If that is recompute, residuals that cannot be recomputed
     are kept; if it is fp8, residuals that may not be rounded are kept. As a mapping {name: placement} it contains only
@@ -43,21 +43,27 @@ class LayerPlan(Mapping[str, Placement]):
         }
 
     def __getitem__(self, name: str) -> Placement:
+        """The placement of the residual `name`; raises KeyError if it has the placement `rest`."""
         return self._named[name]
 
     def __iter__(self) -> Iterator[str]:
+        """Iterates over the names of the residuals whose placement differs from `rest`."""
         return iter(self._named)
 
     def __len__(self) -> int:
+        """The number of residuals whose placement differs from `rest`."""
         return len(self._named)
 
     def __eq__(self, other: object) -> bool:
+        """Whether `other` is a LayerPlan with the same `rest` and the same named placements."""
         return isinstance(other, LayerPlan) and (self.rest, self._named) == (other.rest, other._named)
 
     def __hash__(self) -> int:
+        """A hash of `rest` and the named placements, because programs are compiled for each plan."""
         return hash((self.rest, frozenset(self._named.items())))
 
     def __repr__(self) -> str:
+        """The plan as the call that makes it, such as "LayerPlan('recompute', gate='offload')"."""
         words = [repr(self.rest)] if self.rest != "keep" else []
         return f"LayerPlan({', '.join([*words, *(f'{name}={value!r}' for name, value in self._named.items())])})"
 
@@ -83,14 +89,16 @@ class LayerPlan(Mapping[str, Placement]):
     def named(self, placement: Placement, residuals: Iterable[Residual]) -> tuple[str, ...]:
         """Returns the names of the residuals to which the plan gives this placement, in the order of `residuals`. The
         stack keeps, offloads or recomputes the residuals that have these names. residuals: all residuals of the layer.
-        Raises ValueError as `of` does."""
+        Raises ValueError if the plan names a residual for recompute or fp8 that cannot be so."""
         return tuple(residual.name for residual in residuals if self.of(residual) == placement)
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:
         """The plan with the fewest named residuals that gives these residuals the same placements. So plans with equal
         placements become equal values, for which a program is compiled only once.
 
-        residuals: all residuals of the layer. Raises ValueError as `of` does."""
+        residuals: all residuals of the layer. Raises ValueError if the plan names one for recompute or fp8 that cannot
+        be so.
+        """
         forms = []
         for word in (KEEP, IN_FP8, RECOMPUTE):
             other: dict[str, Placement] = {r.name: self.of(r) for r in residuals if self.of(r) != word.of(r)}

@@ -80,6 +80,7 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
             scale = 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
 
         def turns_to_dim(turns):
+            """The dimension whose pair turns this often within the original context, as a fraction (yarn)."""
             return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
         low, high = turns_to_dim(rope.beta_fast), turns_to_dim(rope.beta_slow)
@@ -146,8 +147,8 @@ def scaled_by_position(query: jax.Array, table) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(interleaved, x, cos, sin):
     """Rotates x [B, T, heads, D] by cos and sin, float32[B, T, rotary_dim / 2]: computed in float32, returned in x's
-    dtype, with dimensions beyond rotary_dim unchanged. It has a derivative of its own (_rotated_bwd says why); cos and
-    sin get no gradient.
+    dtype, with dimensions beyond rotary_dim unchanged. It has a derivative of its own, one pass over memory, where
+    jax.vjp would pad and add the gradients of slices; cos and sin get no gradient.
 
     interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2."""
     half = cos.shape[-1]
@@ -167,8 +168,8 @@ def _rotated(interleaved, x, cos, sin):
 
 
 def _rotated_fwd(interleaved, x, cos, sin):
-    """The forward rule of `_rotated`, of which interleaved is static: (x rotated by cos and sin, the residuals (cos,
-    sin) for the backward rule)."""
+    """The forward rule of `_rotated`, with its arguments (interleaved, which is static, x [B, T, heads, D], cos and sin
+    float32[B, T, rotary_dim / 2]): (x rotated by cos and sin, the residuals (cos, sin) for the backward rule)."""
     return _rotated(interleaved, x, cos, sin), (cos, sin)
 
 

@@ -62,6 +62,7 @@ def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -
     """
 
     def run(trainable, *values):
+        """The segment as a function of the trainable tensors and its inputs."""
         return tuple(_run(segment, block_of(trainable), context, values))
 
     return jax.vjp(run, trainable, *inputs)
@@ -115,6 +116,7 @@ def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Calla
     keys = {} if key is None else dict(zip(names, jax.random.split(key, len(names)), strict=True))
 
     def context_of(segment: Segment, values):
+        """(the segment's Context, `values`), where the dropout key, if there is one, is tied to the values."""
         if segment.name not in keys:
             return Context(spec, layout), values
         key, values = optimization_barrier((keys[segment.name], values))

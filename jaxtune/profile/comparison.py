@@ -39,7 +39,7 @@ class Comparison(ComparisonData):
 
     def to_text(self, width: int = 120) -> str:
         """The comparison as plain text for a terminal: sentences on what changed, then the tables of categories, scopes
-        and kernels. width: columns of the terminal."""
+        and kernels. width: columns of the terminal, to which the tables are fitted."""
         return comparison_text(self, width)
 
     def to_html(self) -> str:
@@ -47,15 +47,18 @@ class Comparison(ComparisonData):
         return comparison_page(self)
 
     def __str__(self) -> str:
+        """The comparison as `to_text` gives it, for a terminal of 120 columns."""
         return self.to_text()
 
 
 def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
     """Compares two profiles, of which A is the base: which parts of the step became faster or slower in B. If the steps
-    of both have known, but different numbers of tokens, B's times are multiplied by A's number over B's.
+    of both have known, but different numbers of tokens, B's times are multiplied by A's number over B's. Its notes say
+    so if this was done, if only one of them knows its tokens, if the devices differ, or if a profile has a single step.
 
     Args:
       a, b: a report that `show` returned, or the folder or file of a profile.
+
     Raises:
       TraceError: one of them cannot be read.
       ValueError: the file with a device's measured ceilings is damaged.
@@ -168,6 +171,8 @@ def _scopes(a: ReportData, b: ReportData, scale: float, by_scope: bool) -> list[
     scale: the factor on B's times."""
 
     def grouped(report: ReportData, factor: float) -> dict[tuple[str, str], list[float]]:
+        """Returns {(scope or region, phase): its ms in each step of `report`, times `factor`}; the scopes of one region
+        are added up."""
         out: dict[tuple[str, str], list[float]] = {}
         for row in report.scopes:
             key = (row.name if by_scope else region(row.name), row.phase)
@@ -182,7 +187,8 @@ def _scopes(a: ReportData, b: ReportData, scale: float, by_scope: bool) -> list[
 
 def _add(total: list[float] | None, values: list[float]) -> list[float]:
     """Adds up, step by step, the times of rows of one profile that are compared as one. values: the ms of a row in each
-    step. total: the sums so far, or None before the first row, and then `values` is returned."""
+    step. total: the sums so far, with as many steps; None before the first row, and then `values` itself is
+    returned."""
     return values if total is None else [x + y for x, y in zip(total, values, strict=True)]
 
 
@@ -196,6 +202,8 @@ def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
     """
 
     def grouped(report: ReportData, factor: float):
+        """Returns two dicts by the key that pairs kernels (their name without number, or "", category, scope, phase and
+        shape): {key: the ms in each step of `report`, times `factor`} and {key: the kernels' names}."""
         times: dict[tuple, list[float]] = {}
         names: dict[tuple, set[str]] = collections.defaultdict(set)
         for row in report.kernels:
@@ -235,8 +243,9 @@ def _identity(row: KernelRow) -> str:
 
 
 def _sentences(comparison: ComparisonData) -> list[str]:
-    """Sums up a comparison in sentences: on the change of the step's time, then on a recompute that only one of the
-    profiles has, then on each category that changed beyond noise, the largest difference first."""
+    """Sums up a comparison in sentences, a list of plain text for `Comparison.sentences`: on the change of the step's
+    time, then on a recompute that only one of the profiles has, then on each category that changed beyond noise, the
+    largest difference first."""
     a, b, step = comparison.a, comparison.b, comparison.step
     if step.verdict == "same":
         out = [f"No change of the step beyond noise: {step.a_ms:.2f} and {step.b_ms:.2f} ms (± {step.noise_ms:.2f})."]

@@ -34,7 +34,7 @@ class DataSheet:
 
 def _data_sheets() -> dict[str, DataSheet]:
     """Reads data_sheets.csv and returns {name of a device: its data sheet}, for data-centre, workstation and GeForce
-    cards. In it a link of 63 GB/s is PCIe 5, one of 31.5 PCIe 4."""
+    cards. In it a link of 63 GB/s is PCIe 5, one of 31.5 PCIe 4. It is called once, for DATA_SHEETS."""
     text = Path(__file__).with_name("data_sheets.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines())
     return {row.pop("device"): DataSheet(**{k: json.loads(v or "null") for k, v in row.items()}) for row in rows}
@@ -92,8 +92,8 @@ def known_devices() -> tuple[str, ...]:
 
 
 def _name_in(device: str, names) -> str | None:
-    """The longest of `names`, an iterable of cards' names, that occurs in a device's name, in any case of letters; None
-    if none occurs. No letter or digit may precede or follow it, so that "GH200" is not taken for "H200", nor "RTX
-    4090D" for "RTX 4090"."""
+    """The longest of `names`, an iterable of cards' names, that occurs in `device`, a device's name, in any case of
+    letters; None if none occurs. No letter or digit may precede or follow it, so that "GH200" is not taken for "H200",
+    nor "RTX 4090D" for "RTX 4090"."""
     found = [n for n in names if re.search(rf"(?<![A-Z0-9]){re.escape(n)}(?![A-Z0-9])", device, re.IGNORECASE)]
     return max(found, key=len) if found else None

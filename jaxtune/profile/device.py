@@ -218,6 +218,7 @@ def _launch_us(device) -> float:
         add = jax.jit(lambda x: x + 1.0).lower(x).compile()
 
         def run():
+            """Launches the 500 programs, each on the result of the one before, and returns the last result."""
             y = x
             for _ in range(count):
                 y = add(y)
@@ -228,8 +229,8 @@ def _launch_us(device) -> float:
 
 def _power_state() -> dict[str, str]:
     """nvidia-smi's readings of the first GPU, {field of its query: value with unit}: power, clocks, temperature and
-    performance state. {} where nvidia-smi is missing or fails. They are stored beside measured rates to explain slow
-    ones."""
+    performance state. {} where nvidia-smi is missing or fails. It is asked while the device is busy. They are stored
+    beside measured rates to explain slow ones."""
     keys = ("power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "pstate")
     found = nvidia_smi(*keys)
     return {} if found is None or "error" in found else found

@@ -88,6 +88,7 @@ class Shape:
         return math.ceil(math.prod(self.dims) * self.bits / 8)
 
     def __str__(self) -> str:
+        """The shape as HLO's text has it, such as "bf16[8,64]", or "(f32[8], s32[])" for a tuple."""
         if self.parts is not None:
             return f"({', '.join(map(str, self.parts))})"
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -280,7 +281,7 @@ def _computation(proto: Any, order: Any, module: Module) -> Computation:
 
 
 def _instruction(proto: Any) -> Instruction:
-    """Makes an Instruction from its HloInstructionProto; its field `computation` is set later."""
+    """Makes an Instruction from its HloInstructionProto, `proto`; its field `computation` is set later."""
     return Instruction(
         name=proto.name,
         opcode=proto.opcode,
@@ -297,7 +298,7 @@ def _instruction(proto: Any) -> Instruction:
 
 
 def _shape(proto: Any) -> Shape:
-    """Makes a Shape from its ShapeProto; an unknown element type gets the dtype "?" and no bits."""
+    """Makes a Shape from its ShapeProto, `proto`; an unknown element type gets the dtype "?" and no bits."""
     number = proto.element_type
     if number == 13:
         return Shape("tuple", parts=tuple(map(_shape, proto.tuple_shapes)))
@@ -343,8 +344,7 @@ def _first(shape: Shape) -> Shape:
 
 def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) -> int:
     """FLOPs of a matrix product: 2 x elements of the result x elements that are summed for each. out: the result's
-    shape. operands: the operands' shapes. contracting: the dimensions of the left one that are summed over; if empty,
-    0."""
+    shape. operands: the operands' shapes. contracting: the left one's dimensions that are summed over; () gives 0."""
     if not operands:
         return 0
     lhs = operands[0].dims
@@ -354,8 +354,7 @@ def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) 
 
 
 def _cublas_contracting(instruction: Instruction) -> tuple[int, ...]:
-    """The dimensions of a cuBLAS call's left operand that are summed over, from the call's config; () if the config
-    does not tell."""
+    """The dimensions of a cuBLAS call's left operand that are summed over, by its config; () if that lacks them."""
     try:
         numbers = json.loads(instruction.config)["gemm_backend_config"]["dot_dimension_numbers"]
         return tuple(int(i) for i in numbers["lhs_contracting_dimensions"])
@@ -383,7 +382,8 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
 
 def moved_bytes(instruction: Instruction) -> int:
     """Bytes that an instruction reads and writes in memory, each operand and result once, cuBLAS's workspace not. Of an
-    operand that a fusion only slices, the slice counts; of one that it updates in place, the update."""
+    operand that a fusion only slices, the slice counts; of one that it updates in place, the update. Of an asynchronous
+    start (copy-start, all-gather-start, ...) the result counts, which includes its operands."""
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0

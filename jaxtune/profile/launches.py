@@ -144,7 +144,9 @@ def _satellite(name: str) -> bool | None:
 
 
 def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> Hashable | None:
-    """Finds the class (_Classes) of the instructions that may have launched a kernel or copy; None if it is unknown.
+    """Finds the class of the instructions that may have launched a kernel or copy, a key that is equal for instructions
+    of which one kernel may come from any (_Classes); None if it is unknown. `join` matches launches with instructions
+    within a class.
 
     If the trace names an instruction of the program, it is the class of that one. Otherwise it is "copy" for a copy,
     the class of the instruction that XLA named the kernel after, or what a kernel's name says of its kind: "mosaic",
@@ -251,8 +253,8 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
 
 def _in_order(position: dict[int, int]) -> list[int]:
     """Finds a longest sequence of launches whose positions in the schedule increase, as they do if the launches ran in
-    its order; returns their indices, ascending. The longer it is, the better a guess of the positions. position: {index
-    of a launch: its position in the schedule}."""
+    its order; returns their indices, ascending. The longer it is, the better a guess of the positions, by which `join`
+    chooses among guesses. position: {index of a launch: its position in the schedule}."""
     tails: list[int] = []
     tail_index: list[int] = []
     before: dict[int, int] = {}

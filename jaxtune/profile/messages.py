@@ -78,7 +78,7 @@ _MESSAGES = {
 
 def _pool() -> descriptor_pool.DescriptorPool:
     """Makes the protobuf pool with the descriptors of all messages of _MESSAGES, from which message classes are made.
-    It takes the place of code that protoc would generate."""
+    It takes the place of code that protoc would generate, and is called once, when this module is imported."""
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="jaxtune/profile.proto", package="jaxtune")
     for message, fields in _MESSAGES.items():

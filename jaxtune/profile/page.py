@@ -97,7 +97,8 @@ def comparison_page(comparison: ComparisonData) -> str:
 
 
 def _column(key: str, title: str, digits: int | None = None) -> dict[str, Any]:
-    """Describes a column of the kernel table for page.js, as a dict of JSON values.
+    """Describes a column of the kernel table for page.js, as a dict of JSON values: {"key", "title", "number": whether
+    it has numbers, "digits"}.
 
     Args:
       key: its identifier, by which the table is sorted and summed.

@@ -48,7 +48,8 @@ def read(path: str | Path) -> Trace:
 
 def _parse(file: Path, data: bytes) -> Trace:
     """Reads a trace from `data`, the unpacked bytes of `file`, as a Chrome trace or as an XPlane file; the file's name
-    and first byte tell which. Raises TraceError if it is neither."""
+    and first byte tell which. Returns the Trace. Raises TraceError if it is neither, or if its reader (read_chrome,
+    read_xplane) refuses it; a damaged file may raise other errors too."""
     name = file.name.removesuffix(".gz")
     if name.endswith(".json") or data[:1] in (b"{", b"["):
         from jaxtune.profile.chrome import read_chrome

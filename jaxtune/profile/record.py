@@ -131,8 +131,8 @@ def _environment() -> dict[str, Any]:
 
 def _write_program(folder: Path, name: str, program: Any) -> dict[str, int]:
     """Writes the HLO text of a compiled program (jax.stages.Compiled) to hlo/NAME.txt.gz in the folder, where NAME is
-    `name`; returns the compiler's memory analysis, {"argument_bytes", "output_bytes", "temp_bytes", "alias_bytes",
-    "host_temp_bytes": bytes}."""
+    `name`, the program's name in `capture`; returns the compiler's memory analysis, {"argument_bytes", "output_bytes",
+    "temp_bytes", "alias_bytes", "host_temp_bytes": bytes}."""
     (folder / HLO_FOLDER).mkdir(exist_ok=True)
     with gzip.open(folder / HLO_FOLDER / f"{name}.txt.gz", "wt", encoding="utf-8", compresslevel=6) as sink:
         sink.write(program.as_text())

@@ -41,6 +41,7 @@ class Report(ReportData):
         return report_page(self)
 
     def __str__(self) -> str:
+        """The report as `to_text` gives it, for a terminal of 120 columns."""
         return self.to_text()
 
 
@@ -97,8 +98,9 @@ def make_report(trace: Trace) -> Report:
 
 
 def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
-    """Remarks that the report adds to those of the trace: that more than 2 % of the kernel time was not found in the
-    HLO, and that no ceilings are known for the device (`ceilings` is None), unless it is the CPU."""
+    """A list of the remarks, sentences for the reader, that the report adds to those of the trace: that more than 2 %
+    of the kernel time was not found in the HLO, and that no ceilings are known for the device (`ceilings` is None),
+    unless it is the CPU."""
     notes = []
     busy = sum(e.duration_ns for e in trace.events) or 1.0
     if trace.unmatched_ns > 0.02 * busy:
@@ -123,8 +125,9 @@ def _share(name: str, per_step: list[float], step_ms: float, phase: str = "") ->
 
 
 def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]]:
-    """Sums the time that is booked on events, by any key and by step: {key: [ms in each of the num_steps steps]}. key:
-    the function from an event to its key, such as its category."""
+    """Sums the time that is booked on events, by any key and by step: {key: [ms in each of the num_steps steps]}.
+    events: with `self_ns` set, of these steps only. key: the function from an event to its key, such as its
+    category."""
     out: dict[Any, list[float]] = collections.defaultdict(lambda: [0.0] * num_steps)
     for event in events:
         out[key(event)][event.step] += event.self_ns * _MS
@@ -190,8 +193,8 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
 
 def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
     """Makes a row for copies to the device, one for copies to the host and one for collectives, of those that occur:
-    their time, how much of it other work hid, and their bytes, per step, and the five for which the step waited
-    longest. events: those of all `num_steps` steps."""
+    their time, how much of it other work hid, and their bytes, per step, and the at most five for which the step waited
+    longest ({"ms", "op", "scope", "step"}). events: those of all `num_steps` steps."""
     rows = []
     busy = union([(e.start_ns, e.end_ns) for e in events if e.kind not in TRANSFERS])
     names = {"to_device": "copies to device", "to_host": "copies to host", "collective": "collectives"}
@@ -223,8 +226,8 @@ def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
 
 def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle:
     """Sums the time of the steps in which nothing ran on the device: launch gaps, shorter than 20 us, and longer waits,
-    as means per step, and lists the five longest waits with what ran before and after. events: those of all steps.
-    steps: (start_ns, end_ns) of each."""
+    as means per step, and lists the five longest waits with what ran before and after. The result is an Idle, a part of
+    the report. events: those of all steps. steps: (start_ns, end_ns) of each."""
     short = long = 0.0
     count = 0
     waits = []

@@ -70,8 +70,8 @@ def scope_of(op_name: str) -> tuple[str, str]:
 
 
 def _split(path: str) -> list[str]:
-    """The names between the slashes of a path, an op_name; slashes within parentheses and brackets do not separate
-    names."""
+    """The names between the slashes of `path`, an HLO instruction's op_name, in order (`scope_of` reads them); slashes
+    within parentheses and brackets do not separate names."""
     parts, depth, current = [], 0, ""
     for char in path:
         depth += (char in "([") - (char in ")]")

@@ -50,8 +50,8 @@ class Transfer:
     hidden_ms: float  # part of it in which kernels, memsets or copies within the device ran too
     exposed_ms: float  # the other part, in which none of these ran
     gb: float  # GB moved; 0 where unknown
-    gb_per_s: float  # while at least one of them ran
-    # the longest exposed ones: {"ms": exposed time, "op": its instruction or kernel, "scope", "step"}
+    gb_per_s: float  # GB/s while at least one of them ran; 0 where the bytes are unknown
+    # the at most five longest exposed ones: {"ms": exposed time, "op": its instruction or kernel, "scope", "step"}
     waits: list[dict[str, Any]]
 
     @property
@@ -76,7 +76,7 @@ class Idle:
     launch_gaps: float  # number of short gaps between launches
     launch_gap_ms: float  # sum of the short gaps
     wait_ms: float  # sum of the longer gaps, in which the device waited for the host
-    # the longest waits: {"ms", "step", "before": the kernel after the wait, "after": the kernel before it}
+    # the at most five longest waits: {"ms", "step", "before": the kernel after the wait, "after": the kernel before it}
     longest: list[dict[str, Any]]
 
 

@@ -40,7 +40,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _text(console: Console) -> str:
-    """What was printed to a console that `_console` made, without spaces at the ends of lines."""
+    """What was printed to a console that `_console` made, as text without spaces at the ends of lines, and with a
+    newline at its end."""
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -59,7 +60,7 @@ def bar(share: float, width: int = 24) -> str:
 
 def _short(shape: str) -> str:
     """A kernel's shape, "operands -> results" in words, cut to two operands and the first result, which identify a
-    product and fit a terminal."""
+    product and fit a terminal; "" for a shape without arrays."""
     operands, _, result = shape.partition(" -> ")
     parts = re.findall(r"[a-z]\w*\[[\d,]*\]", operands)[:2]
     results = re.findall(r"[a-z]\w*\[[\d,]*\]", result)[:1]
@@ -88,7 +89,7 @@ def headline(report: ReportData) -> list[str]:
 
 
 def report_text(report: ReportData, width: int) -> str:
-    """The report on one profile as text for a terminal of `width` columns: headline, notes, losses, tables."""
+    """The report as text, `width` columns wide: headline, notes, 3 largest losses, tables of 15 rows, idle time."""
     console = _console(width)
     for line in headline(report):
         console.print(line)
@@ -171,7 +172,8 @@ def report_text(report: ReportData, width: int) -> str:
 
 def comparison_text(comparison: ComparisonData, width: int) -> str:
     """The comparison of two profiles as plain text for a terminal of `width` columns: both headlines, notes, sentences
-    on what changed, and tables."""
+    on what changed, and tables of categories, of scopes or regions, and of the kernels that changed. Comparison.to_text
+    calls it."""
     console = _console(width)
     for name, report in (("A", comparison.a), ("B", comparison.b)):
         console.print(f"{name}: " + "\n   ".join(headline(report)))

@@ -34,7 +34,8 @@ def charge(events: Sequence[Event]) -> None:
 
 
 def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merges (start, end) intervals, which may overlap: returns disjoint ones in order that cover the same moments."""
+    """Merges (start, end) intervals, which may overlap: returns disjoint ones in order that cover the same moments,
+    without those of length 0."""
     out: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if out and start <= out[-1][1]:
@@ -53,7 +54,8 @@ def length(intervals: Sequence[tuple[float, float]]) -> float:
 
 def _overlap(start: float, end: float, busy: list[tuple[float, float]], starts: list[float]) -> float:
     """How many ns of the interval from `start` to `end` are covered by the intervals `busy`, (start, end) each,
-    disjoint and in order; `starts` are their starts, for a binary search."""
+    disjoint and in order; `starts` are their starts, for a binary search. `charge` takes from a transfer the time in
+    which kernels ran by it."""
     total, index = 0.0, max(0, bisect.bisect_right(starts, start) - 1)
     while index < len(busy) and busy[index][0] < end:
         total += max(0.0, min(end, busy[index][1]) - max(start, busy[index][0]))

@@ -27,7 +27,7 @@ class Event:
     category: str = ""  # what it is for: one of scopes.CATEGORIES, such as "GEMM" or "loss"
     scope: str = ""  # the named scope, such as "layer/mix"
     phase: str = ""  # "forward", "recompute" or "backward"; "" where unknown
-    module: str = ""  # the program, by its number or name
+    module: str = ""  # the program, by its number or name; "" in traces of PyTorch
     op: str = ""  # the HLO instruction or framework operator that launched it
     shape: str = ""  # operands and result in words
     dtype: str = ""  # of the operands

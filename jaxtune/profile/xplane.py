@@ -129,7 +129,7 @@ def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]
 
 def _device_events(plane) -> list[_Raw]:
     """All events of one device's plane, an XPlane of jax.profiler.ProfileData: those of a GPU's streams, or of a TPU's
-    operations."""
+    operations, in no order; [] if nothing ran on it."""
     lines = list(plane.lines)
     if any(line.name == "XLA Ops" for line in lines):  # a TPU, whose other lines repeat the same time
         lines = [line for line in lines if line.name == "XLA Ops"]
@@ -161,8 +161,8 @@ def _cpu_events(plane) -> list[_Raw]:
 
 
 def _step_marks(plane) -> list[tuple[float, int]]:
-    """(start in ns, step_num) of each jax.profiler.StepTraceAnnotation in the host's plane, by ascending start; [] if
-    the program marked no steps."""
+    """(start in ns on the profile's clock, step_num) of each jax.profiler.StepTraceAnnotation in the host's plane, by
+    ascending start; [] if the program marked no steps."""
     out = []
     for line in plane.lines:
         for event in line.events:
@@ -300,14 +300,15 @@ class _WorkCache:
 
     def linear(self, instruction: Instruction) -> str:
         """The name of the linear layer whose weight a product multiplies by (weights.linear_of), such as "up_proj"; ""
-        for any other instruction, and if no operand is known to be a weight."""
+        for any other instruction, and if no operand is known to be a weight. It is found at the first call and kept."""
         if id(instruction) not in self._linears:
             product = instruction.is_gemm or (instruction.opcode == "fusion" and self.of(instruction)[0] > 0)
             self._linears[id(instruction)] = linear_of(instruction) if product else ""
         return self._linears[id(instruction)]
 
     def of(self, instruction: Instruction) -> tuple[float, float, str, str]:
-        """(FLOPs, bytes moved, operands and result in words, dtype of the operands) of an instruction."""
+        """(FLOPs, bytes moved, the first four operands and the result in words, dtype of the first operand) of an
+        instruction, as a kernel's Event has them. It is computed at the first call for an instruction and kept."""
         if id(instruction) not in self._work:
             shapes = instruction.operand_shapes
             result = instruction.shape
@@ -346,7 +347,7 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
 
     Args:
       events: of the trace; their field `step` is set.
-      runs: the programs' runs, as `_events` returns them.
+      runs: (start_ns, program id or name, name of its HLO module) of each run of a program.
       marks: (start in ns, number) of each step that the program annotated.
       notes: a list to which remarks on how steps were found are appended.
     """
@@ -415,7 +416,7 @@ def _whole(
 
 def _buffers(modules: list[Module]) -> list[Buffer]:
     """The buffers that are live at the memory peak of that one of the programs (`modules`) which needs the most memory;
-    an empty list without programs."""
+    an empty list without programs. Parts of no bytes are left out."""
     best: list[Buffer] = []
     for module in modules:
         peak = module.peak_buffers()

@@ -101,20 +101,20 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 async def _left(_: Request, error: Exception) -> Response:
-    """The exception handler for starlette's ClientDisconnect: the client closed the connection before its request had
-    arrived whole. It returns an empty response with status 499, which nobody reads."""
+    """The exception handler for starlette's ClientDisconnect (`error`, not used): the client closed the connection
+    before its request had arrived whole. It returns an empty response with status 499, which nobody reads."""
     return Response(status_code=_CLIENT_LEFT)  # nobody reads it
 
 
 async def _fault(_: Request, error: Exception) -> Response:
-    """The exception handler for an exception (`error`) that has no other handler: prints the traceback on the server's
+    """The exception handler for an exception (`error`) that has no other handler: prints its traceback on the server's
     stderr, and returns a response with status 500 that has only the exception's type."""
     return _error(_reported(error))
 
 
 def _reported(error: Exception) -> ApiError:
-    """Prints the traceback of an unexpected error, and returns the ApiError (500) for the client, which has only the
-    name of its type."""
+    """Prints the traceback of an unexpected error on stderr, and returns the ApiError (500) for the client, which has
+    only the name of its type."""
     say("jaxtune: a request failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
     return ApiError(500, f"the server failed: {type(error).__name__}")
 
@@ -134,6 +134,8 @@ class _Guard:
         self._app, self._key, self._local = app, key, local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers an HTTP request that `_refused` refuses with its error; passes everything else to the application.
+        The arguments are those of ASGI: what is asked, and the functions that receive from and send to the client."""
         if scope["type"] == "http":
             error = self._refused(Request(scope))
             if error is not None:
@@ -183,8 +185,8 @@ class _Api:
         return Json({"object": "list", "data": [self._card(served) for served in self._models.values()]})
 
     async def one_model(self, request: Request) -> Response:
-        """GET /v1/models/NAME: OpenAI's JSON object of one model. Raises ApiError (404) if none has the name, which may
-        contain slashes."""
+        """GET /v1/models/NAME: OpenAI's JSON object of one model, whose NAME is in the path of `request`. Raises
+        ApiError (404) if none has the name, which may contain slashes."""
         name = request.path_params["name"]
         if name not in self._models:
             raise ApiError(404, f"model {name!r}: there are {', '.join(self._models)}", "model", "model_not_found")
@@ -198,11 +200,15 @@ class _Api:
         return card | {"parent": served.base, "max_model_len": self._engine.plans[served.name].length}
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions: answers a conversation (messages), whole or as a stream, as `_answer` says."""
+        """POST /v1/chat/completions: answers a conversation (messages), whole or as a stream, as the body asks. Returns
+        a JSON response, or a stream of events; an empty response (499) if the client left before. Raises ApiError for a
+        wrong body, rows that the engine refuses, an engine that fails, or an answer that takes too long."""
         return await self._answer(request, read_chat)
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions: continues a prompt, or several, whole or as a stream, as `_answer` says."""
+        """POST /v1/completions: continues a prompt, or several, whole or as a stream, as the body asks. Returns a JSON
+        response, or a stream of events; an empty response (499) if the client left before. Raises ApiError for a wrong
+        body, rows that the engine refuses, an engine that fails, or an answer that takes too long."""
         return await self._answer(request, read_completion)
 
     async def _answer(self, request: Request, read: Reader) -> Response:
@@ -303,6 +309,7 @@ async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) 
     """
 
     async def gone() -> None:
+        """Ends when the client has closed its connection; what else it sends is dropped."""
         while (await receive())["type"] != "http.disconnect":
             pass
 
@@ -337,6 +344,8 @@ class _Stream(Response):
         self._events, self._answers, self._deadline, self._too_late = events, answers, deadline, too_late
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream, as ASGI calls a response. It ends early if the client closes the connection. In any case
+        the answers are closed afterwards. `scope` is not used."""
         with contextlib.closing(self._answers):
             await _unless_gone(receive, self._send(send))
 
@@ -346,6 +355,7 @@ class _Stream(Response):
         incomplete, and the server closes the connection."""
 
         async def say_event(data: bytes) -> None:
+            """Sends `data`, a JSON text in UTF-8 or [DONE], as one server-sent event."""
             await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
         try:

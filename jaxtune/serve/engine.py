@@ -230,6 +230,7 @@ class Engine:
                 error = self._failed(failed)
 
         def report() -> None:
+            """Sets the future's result or exception, in the event loop's thread, unless it was cancelled."""
             if done.cancelled():
                 return
             if error is None:
@@ -315,10 +316,10 @@ class Engine:
         self._of_request.clear()
 
     def _failed(self, error: Exception) -> ApiError:
-        """Prints the traceback of an unexpected error, such as one of the device, and returns the ApiError (500), with
-        the error's type and the first line of its message, for those whose work failed: the request that could not be
-        submitted, or all requests with rows in the sampler whose round failed. It also stores these words in `failure`,
-        which /health reports until a round succeeds. The engine continues."""
+        """Prints the traceback of an unexpected error on stderr, such as one of the device, and returns the ApiError
+        (500), with the error's type and the first line of its message, for those whose work failed: the request that
+        could not be submitted, or all requests with rows in the sampler whose round failed. It also stores these words
+        in `failure`, which /health reports until a round succeeds. The engine continues."""
         say("jaxtune: the engine failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
         self.failure = f"{type(error).__name__}: {error}".split("\n")[0]
         return ApiError(500, f"the engine failed: {self.failure}")

@@ -117,6 +117,7 @@ def _chat_logprobs(tokens: list[str], logprobs: list[float], ranked: _Ranked) ->
     """
 
     def entry(token: str, logprob: float) -> dict[str, object]:
+        """The entry of one token: its text, log-probability and UTF-8 bytes (None for a part of a character)."""
         whole = "\ufffd" not in token  # a part of a character has no text of its own
         own = list(token.encode("utf-8", "replace")) if whole else None
         return {"token": token, "logprob": logprob, "bytes": own}
@@ -186,6 +187,8 @@ class Answer:
         text, found = choice.add(piece, stream=True), []
 
         def chunk(delta: dict[str, object], reason: str | None) -> None:
+            """Adds a chunk with `delta`, the new content, and `reason`, why the row ended (None: it has not), to
+            `found`."""
             form: dict[str, object] = {"index": index, "finish_reason": reason}
             form |= {"delta": delta} if self._asked.chat else {"text": delta.get("content", "")}
             found.append(self._chunk(form | {"logprobs": choice.logprobs()}))

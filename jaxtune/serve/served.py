@@ -45,4 +45,5 @@ class Served:
     decoder: Tokenizer = dataclasses.field(init=False)
 
     def __post_init__(self):
+        """Sets `decoder` to a copy of the tokenizer."""
         object.__setattr__(self, "decoder", copy.deepcopy(self.tokenizer))

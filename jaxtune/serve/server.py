@@ -116,14 +116,16 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to accept connections and prints the server's address on stdout. uvicorn calls it after it has
-        installed its signal handlers. sockets: the open sockets to accept connections from."""
+        installed its signal handlers. sockets: the open sockets to accept connections from, here always that of
+        `listen`; with None uvicorn would open its own."""
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1  (Ctrl-C ends it)", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits for the answers and closes the connections; after `grace` seconds the answers that have not ended get
-        an error. uvicorn calls it after a signal. sockets: the open sockets, which it closes first."""
+        an error. A line on stderr says so. uvicorn calls it after a signal. sockets: the open sockets, which it closes
+        first; None: there are none."""
         say(f"jaxtune: stopping; answers have {self._grace:g} s to end", file=sys.stderr)
         ends = asyncio.ensure_future(self._end_of_grace())
         try:

@@ -139,9 +139,12 @@ def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
 
     def as_experts(name: str) -> bool:
+        """Whether the last part of a linear's name is gate_proj, up_proj or down_proj."""
         return name.rsplit(".", 1)[-1] in _EXPERTS_NAMES
 
     def patterns(key):  # keeps the old names too, because a last part may also be that of expert matrices
+        """The setting `key`, {pattern: value}, with an entry for `NAME.weight` for each pattern NAME of such a
+        linear."""
         wanted = settings[key]
         return wanted | {f"{name}.weight": value for name, value in wanted.items() if as_experts(name)}
 
@@ -181,8 +184,8 @@ def _dropout(key: str, value: Any) -> None:
 
 def _patterns(of: Callable[[str, Any], None], key: str, value: Any) -> None:
     """Raises ValueError unless `value` is a mapping whose every value passes the check `of`, as in rank_pattern,
-    {pattern of names: rank}. of: a check called with (text for the error, value). key: the file and setting, for the
-    error."""
+    {pattern of names: rank}. of: a check that is called with (text for the error, value) and raises ValueError. key:
+    the file and setting, for the error."""
     values.mapping(key, value)
     for pattern, setting in value.items():
         of(f"{key}: {pattern!r}", setting)
@@ -237,9 +240,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     entries left out. folder: the folder that contains the file.
 
     Raises:
-      ValueError: no such folder or file; an adapter that is not LoRA; no rank (r), or neither target_modules nor
-        target_parameters; a setting that has a wrong value or is not supported, or an initialisation that changed the
-        base's weights (such as "pissa"). The message has the file, and the key and value if there are any.
+      ValueError: no such folder or file, or one that is not a JSON object; an adapter that is not LoRA; no rank (r), or
+        neither target_modules nor target_parameters; a setting that has a wrong value or is not supported, or an
+        initialisation that changed the base's weights (such as "pissa"). The message has the file, and the key and
+        value if there are any.
     """
     if not folder.is_dir():
         raise ValueError(f"load_adapter: {folder} is not a folder; it must contain {CONFIG_NAME} and {WEIGHTS_NAME}")

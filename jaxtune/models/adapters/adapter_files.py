@@ -106,7 +106,8 @@ class ExpertTensor:
 
 def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
     """{PEFT's key, such as base_model.model.model.layers.0.mlp.experts.lora_A.weight: tensor} of all adapters of expert
-    matrices in the model; {} if it has none. Each has two entries, lora_A and lora_B."""
+    matrices in the model; {} if it has none. Each has two entries, lora_A and lora_B. If both matrices of a module have
+    adapters, the keys of gate_up_proj have `.base_layer` in them, as PEFT nests the two."""
     adapted = [(name, matrix.lora, matrix.transposed) for name, matrix in experts(model)]
     adapted = [(name, lora, transposed) for name, lora, transposed in adapted if lora is not None]
     names = {name for name, *_ in adapted}
@@ -165,7 +166,8 @@ def write_adapter(
 ) -> None:
     """Writes an adapter's two files, adapter_config.json and adapter_model.safetensors, into `folder`, which exists.
     config, arrays and metadata are the fields of AdapterContent. The files are not flushed to the disk, because the
-    caller does that for the whole folder before it is renamed to its place (new_folder)."""
+    caller does that for the whole folder before it is renamed to its place (new_folder). Raises OSError if a write
+    fails."""
     tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
     shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)
     atomic_write(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True) + "\n", durable=False)
@@ -181,8 +183,9 @@ class AdapterContent(NamedTuple):
 
 
 def adapter_content(model: Decoder) -> AdapterContent:
-    """Collects the content of the files of a model's adapter in host memory, for `write_adapter`. In a run of several
-    processes whose weights are divided over their devices, all of them must call it.
+    """Collects the content of the files of a model's adapter in host memory, for `write_adapter`: the config, the
+    arrays in float32 by PEFT's keys, and the metadata. In a run of several processes whose weights are divided over
+    their devices, all of them must call it.
 
     Raises:
       ValueError: the model has no adapter; other tensors are trainable too; a value is not finite.
@@ -346,6 +349,7 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
     """
 
     def matched(key):
+        """The names in `names` that the setting `key` of the config selects, as a set."""
         setting = config.get(key) or ()
         if setting == "all-linear" and key == "target_modules":
             return set(names)

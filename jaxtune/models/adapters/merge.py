@@ -76,6 +76,7 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
     got = quant_matmul(probe, [wide])[0]
 
     def size(w):  # [.., in] x [out, in] of magnitudes
+        """The products of the magnitudes of probe [rows, in] and w [out, in], float32[rows, out]."""
         return jnp.einsum("bi,oi->bo", jnp.abs(probe), jnp.abs(w), precision=jax.lax.Precision.HIGHEST)
 
     inner = jnp.einsum("bi,ri->br", jnp.abs(probe), jnp.abs(lora.a), precision=jax.lax.Precision.HIGHEST)
@@ -105,6 +106,8 @@ def _merge_experts(
     """
 
     def one(expert):
+        """_merge_and_check for one expert: (merged weight in the layout of the stored one, finite, error). expert:
+        (weight, a, b)."""
         weight, a, b = expert
         weight = weight.T if transposed else weight
         lora_of = LoraWeights(a, b, None, lora.scale)
@@ -350,8 +353,9 @@ class _Merged(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """The matrix with its adapter merged, in `dtype` (None: dtype_name). It is rounded first to the dtype in which
-        the merged weight will be stored, so that the values are those of the merged model."""
+        """The matrix in `dtype` (None: dtype_name), with its adapter merged and rounded to the grid of QAT, if it has
+        these. It is rounded first to the dtype in which the merged weight will be stored, so that the values are those
+        of the merged model."""
         weight = dense(self.base, self.dtype_name)
         if self.a is not None and self.b is not None:
             if weight.ndim == 3:
@@ -439,7 +443,8 @@ def _logits(model: Decoder) -> np.ndarray:
     of a random batch, which is the same for every model of this vocabulary. They are computed in float32, with some
     rows of the head at a time.
 
-    The model's dtype is set to float32, and no module keeps one of its own, so the caller passes a copy.
+    The model's dtype is set to float32, and the dtypes that a precision map gave single modules are cleared, so the
+    caller passes a copy.
     """
     model.dtype = "float32"
     set_compute(model, {})

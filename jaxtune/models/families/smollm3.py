@@ -32,7 +32,8 @@ def _rotates(hf: Config) -> list[int]:
 
 def _default_types(hf: Config) -> list[str]:
     """The type of each layer where, with use_sliding_window, those without rotary positions slide, by the config.json
-    `hf`. It is the LayerTypes.default of FAMILY, for a file without layer_types."""
+    `hf`. Raises ValueError for another number of entries in no_rope_layers than layers. It is the LayerTypes.default of
+    FAMILY, for a file without layer_types."""
     slides = hf["use_sliding_window"] and hf["sliding_window"] is not None
     return [SLIDING if slides and not rotates else FULL for rotates in _rotates(hf)]
 
@@ -42,7 +43,8 @@ class _Layers(LayerTypes):
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": LayerSpecs by the types of the config.json `hf`, without a rotary base where no_rope_layers has a
-        0}. fields: those set so far."""
+        0}. fields: those set so far. Raises ValueError for unknown types, a missing window, or lists of another length
+        than there are layers."""
         layers = zip(super().read(hf, fields)["layers"], _rotates(hf), strict=True)
         return {"layers": tuple(dataclasses.replace(one, rotary=0 if rotates else None) for one, rotates in layers)}
 

@@ -58,9 +58,12 @@ class Writer:
         self.size_bytes = 0
 
     def __enter__(self) -> Writer:
+        """Returns this writer."""
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        """Waits for the writes, ends the threads and closes the file. The first error of a write is raised if the block
+        succeeded (`kind` is None); otherwise the block's own error continues, and chunks that wait are not written."""
         if kind is not None:
             self._failed.set()
         try:
@@ -142,7 +145,8 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
 
 
 def all_of[Item, Result](check: Callable[[Item], Result], items: list[Item]) -> list[Result]:
-    """[check(item) for item in items], computed by at most eight threads at a time; an error of a check is raised. With
-    it the tensors of a written folder or file are read back and verified."""
+    """[check(item) for item in items], computed by at most eight threads at a time; the first error of a check is
+    raised, and checks that have not started by then are left out. With it the tensors of a written folder or file are
+    read back and verified."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-read") as pool:
         return list(pool.map(check, items))

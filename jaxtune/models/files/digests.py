@@ -104,8 +104,8 @@ class Digest:
 def _sampled(what: str, size: int, read: Callable[[int, int], np.ndarray]) -> bytes:
     """SHA-256 of `what` and of up to 64 evenly spaced blocks of 4 KiB of a tensor.
 
-    what: its name, dtype and shape as text. size: its bytes. read: (start, stop) -> its bytes, as in Digest.read.
-    """
+    what: its name, dtype and shape as text. size: its bytes. read: (start, stop) -> its bytes from start to stop,
+    uint8[stop - start]. Adapters of older versions recorded this digest."""
     last = max(0, size - _SAMPLE_BYTES)
     starts = sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
     # All blocks in one call: hashlib releases Python's lock for each larger piece, and taking it again can be slow.
@@ -140,6 +140,7 @@ def _said(config: DecoderConfig) -> bytes:
     """
 
     def plain(value: Any) -> Any:
+        """A value in JSON's types: a dataclass becomes [its class's name, {field: value}], a tuple a list."""
         if dataclasses.is_dataclass(value):
             fields = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
             said = {_FIRST_NAMES.get(name, name): plain(v) for name, (v, default) in fields.items() if v != default}

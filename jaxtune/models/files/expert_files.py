@@ -93,7 +93,7 @@ def gather_experts(
 
 def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
     """The bytes of a stacked tensor (`entry`), counted over all its parts, from `start` to before `stop`: uint8[stop -
-    start]."""
+    start]. The loader reads and digests an expert matrix by it. Raises ValueError if a file ends early."""
     data, at = np.empty(stop - start, np.uint8), 0
     for part in entry.parts:
         first, last = max(start, at), min(stop, at + part.size_bytes)
@@ -145,6 +145,7 @@ def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tup
     shape = (rows, value.shape[2])
 
     def tensor(expert: int, at: int) -> FileTensor:
+        """The FileTensor of the rows from `at` on of one expert's matrix, cut from the whole matrix and cast."""
         return FileTensor(shape, np.dtype(dtype), lambda whole: whole[expert, at : at + rows].astype(dtype))
 
     return tuple(Piece({piece.name: tensor(piece.expert, piece.start)}) for piece in pieces)

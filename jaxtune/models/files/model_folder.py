@@ -45,8 +45,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
     """Writes a JSON object (`value`) to a file, which always has its old content or the new one, never a part of it. It
-    does not wait until the disk has the file; `new_folder`, in which models are written, does so for the whole
-    folder."""
+    does not wait until the disk has the file; `new_folder`, in which models are written, does so for the whole folder.
+    Raises OSError if the file cannot be written."""
     atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
 
 
@@ -302,7 +302,8 @@ def require_tokenizer(folder: Path) -> None:
 def load_tokenizer(folder: Path):
     """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files. Code that comes with the folder
     is never run. The first call imports transformers, which takes seconds, and sets the environment variable
-    TRANSFORMERS_NO_ADVISORY_WARNINGS.
+    TRANSFORMERS_NO_ADVISORY_WARNINGS. If sys.modules has None for torch, by which the command hides torch from
+    transformers, that entry is removed.
 
     Raises:
       ValueError: files from which no tokenizer can be built; a value of the wrong type, with file and key.

@@ -60,7 +60,8 @@ def divide(
 
 def stored_in(beside: Passthrough | None) -> set[str]:
     """Names of the formats, such as "fp8", in which the quantised ones of the passthrough tensors `beside` are stored;
-    an empty set if none is quantised, or for None, a model without such tensors."""
+    an empty set if none is quantised, or for None, a model without such tensors. A quantization_config may name these
+    formats although no weight of the model is in them (quant.check_stored)."""
     return {
         entry.format_name for entry in _gathered(beside.tensors if beside else ()) if isinstance(entry, StoredEntry)
     }
@@ -147,7 +148,8 @@ def whole_config(
 
 def _module(name: str) -> str:
     """The module, in the whole model, that contains the passthrough tensor of this name: mtp, model.visual,
-    model.vision_tower, ..."""
+    model.vision_tower, ... `_with_skipped` writes it into quantization_config's lists of modules that are not
+    quantised."""
     first, _, rest = name.partition(".")
     return first if first == "mtp" else f"model.{rest.partition('.')[0] if first == 'model' else first}"
 

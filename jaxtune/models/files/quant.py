@@ -115,7 +115,8 @@ def computes_in_fp8(model: Decoder) -> bool:
 
 def stored_in(model: Decoder) -> str | None:
     """The name of the format of the model's quantised weights, such as "nf4" (a value of model.load_in). If they are in
-    several formats, it is the first in alphabetical order; None if no weight is quantised."""
+    several formats, it is the first in alphabetical order; None if no weight is quantised. Exports, configs of runs and
+    the planner ask it."""
     return min((format_of(weight).name for weight in _stored(model).values()), default=None)
 
 
@@ -154,7 +155,8 @@ def prepare_qat(
 def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
     """A new model over the same arrays whose linears and experts round to the grid `spec` when they compute, as
     prepare_qat makes one. The grid's dtype may differ from the model's here, because an adapter that is loaded again
-    must compute on the grid on which it was trained, which its file records.
+    must compute on the grid on which it was trained, which its file records. Routers, and matrices whose input size is
+    no multiple of the numbers that share a scale, are not rounded.
 
     Raises:
       ValueError: a size that divides no matrix's input.

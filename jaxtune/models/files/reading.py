@@ -112,6 +112,7 @@ def read_tensors(
     in_flight = 0
 
     def collect():
+        """Waits for the oldest read, stores its results, and starts the check that its numbers are finite."""
         nonlocal in_flight
         name, entry, future = waiting.popleft()
         arrays[name], digests[name] = future.result()

@@ -77,12 +77,13 @@ def over_devices(
     Other processes' parts are not read, so that no process needs memory for the whole tensor. Where other axes are
     divided too, whole rows are read and cut.
 
-    read: (start, stop) -> the tensor's bytes from start to before stop, uint8.
-    """
+    The loader calls it for tensors that are divided. read: (start, stop) -> the tensor's bytes from start to before
+    stop, uint8; its errors are raised, such as ValueError for a file that ends early."""
     parts: dict[tuple[int, int], np.ndarray] = {}
     row = entry.size_bytes // entry.shape[0]
 
     def part(index):
+        """The part of the tensor that a device gets; index: a slice for each of its axes."""
         first, last, _ = index[0].indices(entry.shape[0])
         if (first, last) not in parts:
             bytes_ = read(first * row, last * row)
@@ -93,7 +94,8 @@ def over_devices(
 
 
 def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:
-    """Divides tensors, in order, into shards (lists of names) of at most max_shard_bytes; a larger one gets its own.
+    """Divides tensors, in order, into shards (lists of names) of at most max_shard_bytes; a larger one gets its own. A
+    shard is one of the files into which the weights of a checkpoint are divided.
 
     sizes_bytes: (name, bytes) of each tensor.
     """

@@ -36,7 +36,8 @@ def dtype_name(dtype) -> str:
 
 def weight_name(module: str) -> str:
     """The tensor name of a matrix's weight, from the name that lora.matrices gives the matrix: a linear's module name
-    gets ".weight", and the name of an expert matrix is its tensor's already."""
+    gets ".weight", and the name of an expert matrix is its tensor's already. The loader finds by it the tensors that
+    can be quantised."""
     return module if ".experts." in module else f"{module}.weight"
 
 
@@ -54,8 +55,8 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bool:
-    """Whether the tensors of two entries of files, `first` and `second`, have the same shape, dtype and bytes; both
-    are read whole."""
+    """Whether the tensors of two entries of files, `first` and `second`, have the same shape, dtype and bytes; both are
+    read whole; ValueError if a file ends early. `match` compares a tied head with the embedding by it."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     return np.array_equal(shards.read_tensor(first).view(np.uint8), shards.read_tensor(second).view(np.uint8))

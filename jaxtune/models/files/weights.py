@@ -41,6 +41,7 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
         raise ValueError("this model is prepared for QAT: make its weights the rounded ones first (convert_qat)")
 
     def order(item):
+        """The sort key of a (path, variable) pair: the place of its module in files, then the layer's index."""
         path = item[0]
         return ("embedding", "per_layer", "layers", "norm", "head").index(path[0]), path[1] if path[
             0
@@ -76,6 +77,9 @@ class Weights:
           changes: {name of a matrix, as lora.matrices gives it: a function that takes the old weight and returns the
             new one}. The function is called when the matrix is needed; until then it is only traced (jax.eval_shape)
             for its result's shape. Names that the model does not have are ignored.
+
+        Raises:
+          ValueError: the model has adapters, or is prepared for QAT (tensors_of).
         """
         model, made = copy_structure(self.model), dict(self.made)
         names = {id(variable): name for name, variable in tensors_of(model).items()}
@@ -94,6 +98,7 @@ class Weights:
         """
 
         def chosen(name: str) -> bool:
+            """Whether the matrix of this name is to be decoded."""
             return modules is None or any(name_matches(name, each) for each in modules)
 
         decode = functools.partial(dense, dtype=self.model.dtype)

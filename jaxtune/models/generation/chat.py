@@ -21,13 +21,15 @@ class Conversation:
     Args:
       model: with or without an adapter.
       tokenizer: with a chat template.
-      system: the system message, if any.
+      system: the system message; None: there is none.
       settings: arguments of `generate` (generate.py) for every answer by name, such as max_new_tokens, temperature and
         top_p; not eos_token_ids, streamer and tokenizer, which are set here.
+
     Attributes:
       messages: [{"role", "content"}], as the chat template takes them.
       adapter: True: the next answer is the adapted model's; False: the base model's. It can be set at any time, and is
         False at first only for a model without an adapter.
+
     Raises:
       ValueError: no tokenizer, or one without a chat template.
     """
@@ -60,7 +62,9 @@ class Conversation:
 
         Args:
           text: the question, as the user's next message.
-          show: called with each piece of the answer as soon as it is known; the pieces add up to the answer.
+          show: called with each piece of the answer as soon as it is known; the pieces add up to the answer. By default
+            nothing is called.
+
         Raises:
           ValueError: the conversation and max_new_tokens are more tokens than the model has positions; a setting that
             `generate` refuses.

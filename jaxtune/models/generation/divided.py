@@ -28,6 +28,7 @@ def copy_on(model: Decoder, device: Device) -> Decoder:
     model: a model whose weights are whole on each of several devices, this one included."""
 
     def own(array: jax.Array) -> jax.Array:
+        """The copy of an array that is on the device."""
         return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
     graph, state = nnx.split(model)

@@ -111,7 +111,8 @@ class JaxtuneLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The tokenizer's chat template; "" if `chat_template` is False, that is, if lm-eval uses none."""
+        """The tokenizer's chat template, None if it has none; "" if `chat_template` is False, that is, if lm-eval uses
+        none."""
         return self.tokenizer.chat_template if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -256,6 +257,8 @@ def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.A
     padding = -len(rows) % chunk
 
     def one(part):
+        """(log p of each target float32[chunk], whether it is the most likely token) of one chunk; part: (hidden
+        states, targets)."""
         hidden, target = part
         logits = model.logits(hidden)
         chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
@@ -267,6 +270,7 @@ def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.A
     ]
 
     def whole(part):
+        """Joins the results of all chunks to [B, T], without the padding."""
         return part.reshape(-1)[: len(rows)].reshape(tokens.shape)
 
     logprobs, greedy = jax.lax.map(one, tuple(parts))

@@ -225,7 +225,9 @@ class Prefills:
         return self._programs.pack(self._structure, width, leaves, tokens, starts, lengths, totals)
 
     def _next_chunk(self, leaves, long: _Long) -> int:
-        """Dispatches the next chunk of a long prompt, and returns its number of tokens; leaves: the model's arrays."""
+        """Dispatches the program that prefills the next chunk of a long prompt, `long`, whose states and count of
+        tokens it updates, and returns the chunk's number of tokens. After the last chunk the states are kept as a
+        Batch, which `ready` finds, and no long prompt is in work. leaves: the model's arrays."""
         tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
         at, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
         long.states = self._programs.extend(self._structure, leaves, long.states, tokens, at, totals)

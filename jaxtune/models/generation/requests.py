@@ -31,8 +31,9 @@ class StopStrings:
 
     Args:
       strings: at least one, none of them empty.
-      tokenizer: its `decode` turns token ids into text.
+      tokenizer: its `decode` turns token ids into text. None is refused.
       what: the name of the calling function, with which error messages begin.
+
     Raises:
       ValueError: there is no tokenizer, or an empty string.
     """

@@ -69,6 +69,7 @@ class Sampling:
     logits themselves. In both cases it is computed without penalty and filters."""
 
     def __post_init__(self):
+        """Raises ValueError for a setting out of its range, or for top_k, top_p or min_p with temperature 0."""
         for key, right, must in (
             ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
             ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number, 0 for all tokens"),

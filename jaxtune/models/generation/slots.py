@@ -86,8 +86,7 @@ def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
 
 
 class Live(NamedTuple):
-    """What each decoding step changes of the row in each of the N slots, apart from its states: three numbers for each
-    row."""
+    """What each decoding step changes of the row in each of the N slots, apart from its states."""
 
     token: Array  # int32[N]: the newest token, which no state contains yet
     length: Array  # int32[N]: tokens of the row, the newest one included
@@ -115,6 +114,7 @@ def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
     vocab_size: the tokens of the model's vocabulary."""
 
     def whole(dtype):
+        """Zeros of a dtype, one for each slot."""
         return np.zeros(count, dtype)
 
     off = Sampling().numbers(vocab_size)
@@ -131,8 +131,7 @@ def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
 
 
 class Emitted(NamedTuple):
-    """The tokens that a call of `decode` made in the N slots. The host reads them one call later, so that the device
-    does not wait for the host."""
+    """The tokens that a call of `decode` made in the N slots. The host reads them one call later."""
 
     tokens: jax.Array  # int32[steps, N]: slot i made the tokens [:counts[i], i]; the others are to be ignored
     logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model
@@ -158,8 +157,8 @@ def programs(same_choices: bool) -> Programs:
     """The sampler's functions as jitted programs, each compiled when it is first called with new shapes.
 
     same_choices: True: another process must compile the same machine code, so the first algorithms of the vendor
-    libraries (such as cuBLAS) are taken. False: those are taken that are fastest when timed, which can differ between
-    processes."""
+    libraries (such as cuBLAS) are taken. False: those that are fastest when timed, which can differ.
+    """
     options = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0} if same_choices else {}
     jit = functools.partial(jax.jit, compiler_options=options)
     return Programs(
@@ -209,6 +208,7 @@ def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, total
     layout = _rows_layout(model.config, tokens.shape, lengths, totals)
 
     def first(layer, spec, kept):
+        """The layer's state, from its residuals `kept`."""
         return layer.first_state(kept, lengths, capacity - tokens.shape[1], Context(spec, layout))
 
     with jax.named_scope("prefill"):
@@ -239,6 +239,7 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
     places = jnp.minimum(starts[:, None] + jnp.arange(width, dtype=jnp.int32), length - 1)
 
     def first(layer, spec, kept):
+        """The layer's state with a row for each prompt, from the residuals `kept` of the packed row."""
         unpacked = {name: value[0][places] for name, value in kept.items()}
         return layer.first_state(unpacked, lengths, 0, Context(spec, rows))
 
@@ -299,6 +300,7 @@ def _insert(states, staged, rows, slots) -> States:
     pytrees of arrays whose first axis is rows. rows, slots: int32[G]."""
 
     def one(kept, new):
+        """Copies rows of `new`, one array of `staged`, into the slots of `kept`, that of `states`."""
         if len(new) == len(slots) == 1:
             return jax.lax.dynamic_update_slice(kept, new, (slots[0], *(0,) * (kept.ndim - 1)))
         return kept.at[(slots, *map(slice, new.shape[1:]))].set(new[rows])
@@ -308,15 +310,13 @@ def _insert(states, staged, rows, slots) -> States:
 
 @functools.partial(jax.jit, static_argnums=1)
 def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`state`, one array of the slots' states, padded with zeros at the ends to `shape`. The sampler calls it when its
-    slots need a larger capacity of the caches."""
+    """`state`, one array of the slots' states, padded with zeros to `shape`, for more tokens."""
     return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def mark_seen(seen, slot, tokens, length) -> jax.Array:
-    """Records the tokens of a new row, which the repetition penalty reads: returns `seen` with the entries of slot
-    `slot` replaced.
+    """Records the tokens of a new row, which the repetition penalty reads: returns the new `seen`.
 
     seen: bool[N, V], whether the row in each slot contains a token; donated. slot: int32[], the slot's number. tokens:
     int32[T], of which the row contains the first `length`."""
@@ -348,6 +348,7 @@ def _decode(
         head.set_value(filled_up(head[...].astype(model.head_compute or model.dtype)))
 
     def one(before, _):
+        """Makes a token in each active slot: (what the next step gets, what was made)."""
         states, live, seen = before
         with jax.named_scope("decode"):
             at = jnp.where(live.active, live.length - 1, -1)
@@ -412,8 +413,7 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
     """Runs one layer for C new tokens of each row: (layer_output [N, C, hidden], the layer's new state, {name: value}
     of what it gives to later layers, such as keys and values that they share).
 
-    It is jitted so that layers of one kind are traced once. Rows that are not real are marked as padding, so that
-    experts get no tokens from them.
+    It is jitted so that layers of one kind are traced once. Rows that are not real count as padding.
 
     Args:
       graph, trainable, frozen: the layer's Block, from nnx.split(layer, nnx.Param, ...).
@@ -443,7 +443,9 @@ def _plain_step(graph, spec: LayerSpec, trainable, frozen, stream, tables, state
     output, a plain_layer.Stream, and the new state). It is used where all layers are plain ones (plain_layer.is_plain).
 
     Args:
-      graph, spec, trainable, frozen, tables, state, at, real: those of `_layer_step`.
+      graph, trainable, frozen, spec: the layer's Block, from nnx.split(layer, nnx.Param, ...), and its kind.
+      tables, state: the rotary tables of the tokens' positions; {mixer's name: its caches}.
+      at, real: int32[N], each row's position, -1 for a row without a token; bool[N], whether it has one.
       stream: the layer's input, and the same normed for its mixer.
       next_weight: [hidden], the weight of the norm before the next layer, or of the final norm after the last layer;
         the output is normed with it in the same kernel.

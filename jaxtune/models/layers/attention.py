@@ -109,6 +109,7 @@ class Attention(nnx.Module):
         hidden, std = config.hidden_size, config.initializer_range
 
         def linear(k, in_size, out_size, bias):
+            """A Linear of these sizes, whose initial weight k draws."""
             return Linear(in_size, out_size, bias=bias, std=std, key=k, dtype=dtype)
 
         if config.fused_qkv:
@@ -186,6 +187,8 @@ class Attention(nnx.Module):
             slower = (wide.forward, wide.backward)
 
         def multiplications(tokens: int, length: int, backward: bool) -> float:
+            """The duration of attention over rows of `length` tokens, for Segment.multiplications
+            (models/fitted.py)."""
             fit = ATTENTION_STAGE.of("cudnn", dispatch.device_kind() or "")
             whole = fit.slower * (1 + fit.half_tokens / length) * tokens * width * length
             return whole * (fit.backward if backward else 1.0) * slower[backward]
@@ -472,6 +475,7 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
     out, lse = outputs
 
     def read(trainable, *residuals):
+        """(query, key, value) as the attention kernels read them, and the sinks if they train, else None."""
         attention: Attention = module_of(trainable)
         sinks = attention.sinks[...] if isinstance(attention.sinks, nnx.Param) else None
         return *attention.attended(context, *residuals), sinks

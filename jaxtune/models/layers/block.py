@@ -122,8 +122,7 @@ class Block(nnx.Module):
 
     @property
     def mixers(self) -> dict[str, Mixer]:
-        """{name: module} of the parts that are mixers, such as attention, which are the parts with a state in
-        generation."""
+        """{name: module} of the parts that are mixers, such as attention: those with a state in generation."""
         return {name: module for name, module in self.parts.items() if hasattr(module, "state_reads")}
 
     @property
@@ -233,8 +232,7 @@ class Block(nnx.Module):
         """The values that the layer's backward may read, layer_input first, in the order in which they are computed.
 
         These are the values whose placement a plan decides. layer_output is not among them: it is the next layer's
-        input.
-        """
+        input."""
         made = [residual for segment in self.segments() for residual in segment.makes]
         return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
 
@@ -427,6 +425,7 @@ def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, st
     added = adds and place.adds_to is not None and place.adds_to not in reads
 
     def run(block: Block, context: Context, *values):
+        """The `run` of the block's segment: the part's own, with the norm before it, and its output added if `adds`."""
         own = values[:-1] if added else values
         own = [block.normed(part, v) if name == INPUT else v for name, v in zip(segment.reads, own, strict=True)]
         outputs = segment.run(getattr(block, part), context, *own)
@@ -436,6 +435,7 @@ def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, st
         return (block.added(part, x, outputs[0]),)
 
     def add(block: Block, context: Context, out: jax.Array, *x: jax.Array):
+        """The `run` of a second segment: norms the part's output and adds it to x, if there is one."""
         del context
         return (block.added(part, x[0] if x else None, out),)
 
@@ -465,6 +465,7 @@ def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple
     names: {the part's name of a residual: the block's name of it}, for all residuals of the part."""
 
     def one(residual: Residual) -> Residual:
+        """A residual under its block's names."""
         decided_with = residual.decided_with and names[residual.decided_with]
         return dataclasses.replace(residual, name=names[residual.name], decided_with=decided_with)
 
@@ -478,6 +479,7 @@ def _sum_norm_segment(norm: _SumNorm, tokenwise: bool) -> Segment:
     tiles of tokens, with the segment before it (Segment.tokenwise); if False it runs on whole rows."""
 
     def run(block: Block, context: Context, total: jax.Array, x: jax.Array):
+        """Norms the sum `total` and adds it to the stream's value x."""
         del context
         return (block._on_stream(x, getattr(block, norm.name)(total), norm.makes),)
 

@@ -54,6 +54,7 @@ class DeltaNetShape:
     fused: bool = False
 
     def __post_init__(self):
+        """Raises ValueError for a size that is not a positive integer, or `heads` that key_heads does not divide."""
         for key, value in (
             ("linear_num_key_heads", self.key_heads),
             ("linear_num_value_heads", self.heads),
@@ -136,6 +137,7 @@ class DeltaNet(nnx.Module):
         mixed = 2 * shape.key_size + shape.value_size
 
         def linear(k, in_size, out_size):
+            """A Linear of these sizes without bias, whose initial weight k draws."""
             return Linear(in_size, out_size, bias=False, std=std, key=k, dtype=dtype)
 
         if shape.fused:
@@ -229,10 +231,13 @@ class DeltaNet(nnx.Module):
 
     def tokens(self, qkv: jax.Array, rates: jax.Array, layout):
         """Computes the inputs of the recurrence for whole rows: (query, key, value, decay, beta) in the form in which
-        gated_delta_rule takes them, with the shapes that `_split` states. The convolution is applied to qkv here.
+        gated_delta_rule takes them. Query and key are [B, T, key_heads, key_dim], value is [B, T, heads, value_dim],
+        and decay (its logarithm) and beta are float32[B, T, heads]. The convolution is applied to qkv here.
 
-        qkv, rates: from `project`, for all tokens of each row. layout: the document boundaries of the batch, which the
-        convolution does not cross. Training and `first_state` call it."""
+        qkv: [B, T, 2 key_size + value_size], rates: [B, T, 2 heads], from `project`, for all tokens of each row.
+        layout: the document boundaries of the batch, which the convolution does not cross. Training and `first_state`
+        call it.
+        """
         return self._split(short_convolution(qkv, self._taps(), layout), rates)
 
     def _taps(self) -> jax.Array:
@@ -283,8 +288,10 @@ class DeltaNet(nnx.Module):
         """Runs the next N tokens of each row in generation: x [B, N, hidden] -> (output [B, N, hidden], the state after
         them).
 
-        state: a pair, from `first_state` or the previous step. It depends on no positions, so that `at` and `context`,
-        which every mixer gets, are not used."""
+        state: (the inputs of the convolution [B, taps - 1, 2 key_size + value_size], the recurrence's state float32[B,
+        heads, key_dim, value_dim]), from `first_state` or the previous step. It depends on no positions, so that `at`
+        and `context`, which every mixer gets, are not used.
+        """
         window, state = state
         qkv, gate, rates = self.project(x)
         if x.shape[1] > 1:

@@ -74,9 +74,9 @@ class ExpertLora(nnx.Module):
 
 
 def _merged(weight: jax.Array, lora: GroupedLora | None, transposed: bool) -> jax.Array:
-    """One expert's weight [out, in] with its adapter merged in, which makes it float32. weight: [out, in], or [in, out]
-    if `transposed`. lora: the adapter, a [r, in] and b [out, r], which have no axis of experts here; None: there is
-    none."""
+    """One expert's weight [out, in] with its adapter merged in, which makes it float32; without one it keeps its dtype.
+    weight: [out, in], or [in, out] if `transposed`. lora: the adapter, a [r, in] and b [out, r], which have no axis of
+    experts here; None: there is none."""
     weight = weight.T if transposed else weight
     return weight if lora is None else merged_weight(weight, LoraWeights(lora.a, lora.b, None, lora.scale))
 
@@ -99,6 +99,7 @@ def _merged_and_rounded(
     weight, lora, _ = optimization_barrier((weight, lora, x))
 
     def one(expert):
+        """Merges and rounds one expert's weight; expert: (the weight, its adapter or None)."""
         weight, lora = expert
         rounded = spec.round(_merged(weight, lora, transposed))
         return rounded.T if transposed else rounded
@@ -107,11 +108,14 @@ def _merged_and_rounded(
 
 
 def _merged_and_rounded_bwd(spec: FakeQuant, transposed: bool, residuals, dmerged: jax.Array):
-    """The backward rule of `_merged_and_rounded`: (None, the gradients of the adapters, None). residuals: (weight,
-    lora)."""
+    """The backward rule of `_merged_and_rounded`: (None, the gradients of the adapters, None). spec: the grid.
+    transposed: whether the weights are [E, in, out]. residuals: (weight, lora) of the forward. dmerged: the gradient of
+    the rounded weights, in their shape."""
     weight, lora, dmerged = optimization_barrier((*residuals, dmerged))
 
     def one(expert):
+        """The gradient of one expert's adapter; expert: (the weight, its adapter, the gradient of the rounded
+        weight)."""
         weight, lora, dmerged = expert
         dmerged = dmerged.T if transposed else dmerged
         return unclipped_gradients(spec, lambda lora: _merged(weight, lora, transposed), lora, dmerged)

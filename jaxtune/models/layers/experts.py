@@ -236,6 +236,7 @@ class MoE(nnx.Module):
             )
 
         def router_alone(tokens: int, length: int, backward: bool) -> float:
+            """Segment.multiplications of `route` and `balance`: hidden_size for each token."""
             return float(tokens * hidden)
 
         return (

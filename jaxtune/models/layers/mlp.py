@@ -53,6 +53,7 @@ class MLP(nnx.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
 
         def linear(k, in_size, out_size):
+            """A Linear of these sizes, whose initial weight k draws."""
             return Linear(in_size, out_size, bias=config.mlp_bias, std=config.initializer_range, key=k, dtype=dtype)
 
         if config.fused_gate_up:
@@ -174,7 +175,8 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key):
 
 def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
     """The forward rule of `_down`: (its output [B, T, hidden], the residuals (trainable, frozen, gate, up, key) for
-    `_down_bwd`). The arguments are those of `_down`, of which activation and graph are static."""
+    `_down_bwd`). activation: a key of ACTIVATIONS. graph, trainable, frozen: the linear down_proj, from nnx.split.
+    gate, up: [B, T, intermediate]. key: draws the adapter's dropout mask, or None."""
     return _down(activation, graph, trainable, frozen, gate, up, key), (trainable, frozen, gate, up, key)
 
 
@@ -186,6 +188,7 @@ def _down_bwd(activation, graph, residuals, dout):
     trainable, frozen, gate, up, key = residuals
 
     def linear(trainable, x):
+        """The linear with these trainable tensors, applied to x."""
         return nnx.merge(graph, trainable, frozen)(x, key)
 
     # A linear map's gradient to its input doesn't depend on the input, so gate can stand for the input, which isn't

@@ -32,7 +32,8 @@ class PerLayerShape:
     hf_name: str = ""
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> PerLayerGate:
-        """Builds the part. config: the decoder's. key: draws the initial weights. dtype: of the weights."""
+        """Builds the layer's PerLayerGate of this size; Block's constructor calls it. config: the decoder's. key: draws
+        the initial weights. dtype: of the weights."""
         return PerLayerGate(config, self.size, key, dtype)
 
 

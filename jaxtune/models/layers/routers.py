@@ -36,7 +36,8 @@ class Router(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((moe.num_experts,), dtype)) if moe.router_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, hidden] -> logits float32[T, E]."""
+        """Multiplies x [T, hidden], the tokens, by the weight, and adds the bias if there is one: the logits float32[T,
+        E]. The product is computed in x's dtype, or in the dtype `compute`, with sums in float32."""
         x = x if self.compute is None else x.astype(self.compute)
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         weight = self.weight[...].astype(x.dtype)
@@ -78,7 +79,8 @@ class ScaledRouter(nnx.Module):
         self.per_expert_scale = nnx.Param(jnp.ones((moe.num_experts,), dtype))
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """x [B, T, hidden] -> logits [B, T, E] in x's dtype. `key` draws the adapter's dropout mask; None: no
+        """Computes the logits of the residual stream x [B, T, hidden], proj(rms_norm(x) * scale / sqrt(hidden)): [B, T,
+        E] in x's dtype; the norm is computed in float32. `key` draws the dropout mask of proj's adapter; None: no
         dropout."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)

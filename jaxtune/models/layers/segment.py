@@ -84,7 +84,9 @@ class Backward(Protocol):
         inputs: tuple[jax.Array, ...],
         outputs: tuple[jax.Array, ...],
         gradients: tuple[jax.Array, ...],
-    ) -> tuple[Any, tuple[jax.Array, ...]]: ...
+    ) -> tuple[Any, tuple[jax.Array, ...]]:
+        """Computes the gradients of one segment; the class describes the arguments and the result."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +301,8 @@ class GivingMixer(Mixer, Protocol):
     def step_giving(
         self, x: jax.Array, state, at: jax.Array, context: Context
     ) -> tuple[jax.Array, object, dict[str, object]]:
-        """Runs the next N tokens of each row as Mixer.step does, with the same arguments, and returns a third result:
+        """Runs the next N tokens of each row as Mixer.step does, with the same arguments (x: [B, N, hidden]; state:
+        from the step before; at: int32[B], the first position; context), and returns (output, state, a third result):
         {name: value} of what later layers take in this step, each any pytree. They reach the later layers' steps as
         Context.taken."""
         ...

@@ -30,6 +30,8 @@ def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
     runs = [tuple(run) for tokenwise, run in itertools.groupby(segments, lambda s: s.tokenwise) if tokenwise]
 
     def closed(run: tuple[Segment, ...]) -> bool:
+        """Whether a run of segments can be joined: it has several, one output, and passes no value to others but
+        that."""
         inside = {name for segment in run[:-1] for name in segment.outputs}
         read = {name for segment in segments if segment not in run for name in segment.reads}
         return len(run) > 1 and len(run[-1].outputs) == 1 and inside.isdisjoint(read)
@@ -66,6 +68,7 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
     reads = tuple(dict.fromkeys(name for segment in chain for name in segment.reads if name not in made))
 
     def whole(module, context: Context, *inputs: jax.Array) -> jax.Array:
+        """Runs the chain on whole inputs or tiles of them, in the order of `reads`; returns its output."""
         values = dict(zip(reads, inputs, strict=True))
         for segment in chain:
             with jax.named_scope(segment.name):
@@ -74,16 +77,23 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
         return outputs[0]
 
     def run(module, context: Context, *inputs: jax.Array):
+        """The `run` of the new segment: its output, computed tile by tile, in a tuple."""
+
         # The output overwrites the last input, which the chain's end adds to.
         def one(_, piece, *others):
+            """The step of `_over_tiles`: from tiles of the last input (`piece`) and the others, the tile of the
+            output."""
             return None, (whole(module, context, *others, piece),)
 
         return _over_tiles(one, None, inputs[-1:], inputs[:-1], tile)[1]
 
     def backward(module_of, trainable, context: Context, inputs, outputs, gradients):
+        """The Backward of the new segment: runs each tile again, and differentiates it."""
         del outputs
 
         def one(total, doutput, *pieces):
+            """The step of `_over_tiles`: adds a tile's weight gradients to `total`; returns (total, input
+            gradients)."""
             pieces = pieces[len(others) :]
             _, pullback = jax.vjp(lambda t, *pieces: whole(module_of(t), context, *pieces), trainable, *pieces)
             dtrainable, *dpieces = pullback(doutput)
@@ -94,6 +104,8 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
         return total, (*dothers, dlast)
 
     def work(tokens: int, length: int, backward: bool) -> float:
+        """The new segment's Segment.multiplications: those of the chain, twice in the backward, which also
+        recomputes."""
         once = sum(multiplications(segment, module, tokens, length) for segment in chain)
         return 2 * once if backward else once
 
@@ -115,6 +127,7 @@ def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], beside: tuple[jax.Arr
     """
 
     def one(index, state):
+        """Runs `step` for tile number `index`; state: (sums, arrays), which it returns changed."""
         sums, arrays = state
         pieces = [jax.lax.dynamic_slice_in_dim(a, index * tile, tile, axis=1) for a in (*arrays, *beside)]
         sums, replacing = step(sums, *pieces)

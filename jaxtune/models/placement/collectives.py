@@ -53,6 +53,7 @@ def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
     groups = [axes] if len(axes) == 1 else [axes, *((axis,) for axis in axes)]
 
     def sums(number):
+        """The sums of `number` over each group of devices."""
         return [jax.lax.psum(number, group) for group in groups]
 
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, WHOLE))

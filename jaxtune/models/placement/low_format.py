@@ -62,14 +62,19 @@ def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stre
 
 
 def _encode_int8(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
-    """`encode` for int8. blocks: float32[..., blocks, 64], the numbers. draws: as in `_rounded`."""
+    """`encode` for the format int8: {"codes": int8[..., blocks * 64], "scales": float32[..., blocks], max |x| / 127 of
+    each block}. blocks: float32[..., blocks, 64], the numbers. draws: numbers of the same shape, uniform from 0 to 1,
+    for stochastic rounding; None: codes are rounded to the nearest."""
     scales = jnp.abs(blocks).max(-1) / 127
     codes = jnp.clip(_rounded(blocks * _inverse(scales)[..., None], draws), -127, 127).astype(jnp.int8)
     return {"codes": codes.reshape(*scales.shape[:-1], -1), "scales": scales}
 
 
 def _encode_int4(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
-    """`encode` for int4. blocks: float32[..., blocks, 16], the numbers. draws: as in `_rounded`."""
+    """`encode` for the format int4: {"codes": uint8[..., blocks * 8], two codes a byte, "scales": uint8[..., blocks],
+    "largest": float32[..., 1], the largest |x| of each row}. blocks: float32[..., blocks, 16], the numbers; a row has a
+    multiple of 64 of them. draws: numbers of the same shape, uniform from 0 to 1, for stochastic rounding; None: codes
+    are rounded to the nearest."""
     of_blocks = jnp.abs(blocks).max(-1)
     largest = of_blocks.max(-1, keepdims=True)
     scales = jnp.clip(jnp.floor(-_STEPS * jnp.log2(of_blocks * _inverse(largest))), 0, 255).astype(jnp.uint8)
@@ -83,14 +88,14 @@ def _encode_int4(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Ar
 
 
 def _rounded(x: jax.Array, draws: jax.Array | None) -> jax.Array:
-    """The float32 numbers `x` rounded to integers: to the nearest, or stochastically by `draws`, numbers of the same
-    shape that are uniform from 0 to 1."""
+    """The float32 numbers `x` rounded to integers: stochastically by `draws`, numbers of the same shape that are
+    uniform from 0 to 1; to the nearest if it is None."""
     return jnp.round(x) if draws is None else jnp.floor(x + draws)
 
 
 def _int4_scales(scales: jax.Array, largest: jax.Array) -> jax.Array:
     """The scales, float32[..., blocks], that the bytes `scales`, uint8[..., blocks], stand for in rows with the largest
-    numbers `largest`, float32[..., 1]."""
+    numbers `largest`, float32[..., 1]: `largest` times 2^(-byte / 8)."""
     return largest * jnp.exp2(scales.astype(jnp.float32) * (-1 / _STEPS))
 
 
@@ -119,7 +124,9 @@ def weights_in_blocks(usual: jax.Array) -> jax.Array:
 
 
 def decode(encoded: dict[str, jax.Array], format: SyncFormat) -> jax.Array:
-    """Decodes `encoded`, what `encode` returned for a format (codes, and scales of blocks), to float32[..., n]."""
+    """Decodes `encoded`, what `encode` returned for `format`, to float32[..., n]: bfloat16 numbers from their bits; in
+    int8 each code times the scale of its block; in int4 k |k| / 49 times that scale for each code k. Receiving devices
+    do so before they add the numbers."""
     codes = encoded["codes"]
     if format == "bf16":
         return jax.lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
@@ -139,7 +146,8 @@ def reduce_scatter(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stre
     """Sums float32[devices, n] over the devices along the mesh axes `axes`, which exchange it in a low format, and
     returns this device's part, within jax.shard_map: (float32[n], the sum of all devices' x[i] on the i-th of them;
     float32[devices, n], what rounding took from this device's x, which error feedback adds to the next step's). n is a
-    multiple of 64. seed, stream: as in `encode`; the seed must differ between devices."""
+    multiple of 64. seed: uint32[2], for stochastic rounding, which must differ between devices; None: numbers are
+    rounded to the nearest. stream: different for arrays that are rounded with the same seed."""
     sent = encode(x, format, seed, stream)
     received = {name: jax.lax.all_to_all(part, axes, 0, 0, tiled=True) for name, part in sent.items()}
     return decode(received, format).sum(0), x - decode(sent, format)
@@ -148,7 +156,8 @@ def reduce_scatter(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stre
 def all_gather(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: int = 0):
     """Collects float32[n] of all devices along the mesh axes `axes`, which exchange it in a low format, within
     jax.shard_map: (float32[devices, n], the same bits on all devices; float32[n], what rounding took from this device's
-    x, for error feedback). n is a multiple of 64; seed, stream: as in `encode`."""
+    x, for error feedback). n is a multiple of 64. seed: uint32[2], for stochastic rounding; None: numbers are rounded
+    to the nearest. stream: different for arrays that are rounded with the same seed."""
     sent = encode(x, format, seed, stream)
     gathered = {name: jax.lax.all_gather(part, axes) for name, part in sent.items()}
     return decode(gathered, format), x - decode(sent, format)

@@ -6,13 +6,12 @@ Tensors are whole on the devices along `data`; along `fsdp`, each device has a p
 declare an axis to divide. These are gathered before they are used (gathers.py; the stack gathers a layer's weights one
 layer ahead), except frozen tensors that the plan keeps whole on every device (`declared_resident`). Sums over rows,
 among them gradients, are each device's own until they are added up: gradients of a Shard over `fsdp` at once, which
-leaves each device its part, all others once a step. What a model must know about other devices it asks here:
-`part_of_rows` and `total`. Where nothing is divided, these are 0 and the unchanged values.
+leaves each device its part, all others once a step. A model asks here what it must know about other devices
+(`part_of_rows`, `total`); where nothing is divided, these give 0 and the unchanged values.
 
 A module declares a tensor's logical axes in its variable's metadata: `nnx.Param(value, axes=("out", "in"))`. Small
-tensors (norms, biases, routers) and adapters declare none: a gather or a reduction in each layer would cost more than
-the memory that it saves, and as whole tensors they are reduced once a step.
-"""
+tensors (norms, biases, routers) and adapters declare none: exchanges in each layer would cost more than the memory that
+they save."""
 
 from __future__ import annotations
 
@@ -118,7 +117,7 @@ def mesh_shape(*sizes: int, devices: int | None = None) -> MeshShape:
 
 
 def make_mesh(*sizes: int) -> Mesh:
-    """Makes a mesh with these numbers of devices along AXES, of which one may be -1 and the last may be left out
+    """Makes a mesh with `sizes`, numbers of devices along AXES, of which one may be -1 and the last may be left out
     (mesh_shape). It has the first devices of the run; in one process others may be left over.
 
     Raises:
@@ -171,8 +170,8 @@ def put(tree: Any, where: Any) -> Any:
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Places one array as `put` does in a run of several processes. If every process has it whole, each places the
-    parts on its own devices; if it is on the mesh already, it is copied between the devices."""
+    """Places one array by `sharding`, as `put` does in a run of several processes. If every process has it whole, each
+    places the parts on its own devices; if it is on the mesh already, it is copied between the devices."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
     if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # does not copy on a device that has it
@@ -182,8 +181,7 @@ def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Places one array as `put` does; one that is on the same devices already is copied between them, not via the
-    host."""
+    """Places an array as `put` does; one that is on these devices already is copied between them, not via the host."""
     current = array.sharding if isinstance(array, jax.Array) else None
     if current is None or current == sharding or current.device_set != sharding.device_set:
         return put(array, sharding)
@@ -205,7 +203,7 @@ def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
 
 
 def addressable(tree: Any) -> list[Any]:
-    """The arrays of a tree that this process can check alone, for example for NaN: [tree] if it has all of every array,
+    """The arrays of a tree that this process can check alone, such as for NaN: [tree] if it has all of every array,
     otherwise a list of the parts of floating-point arrays that are on its own devices."""
     leaves = jax.tree.leaves(tree)
     if all(leaf.is_fully_addressable for leaf in leaves):
@@ -215,9 +213,8 @@ def addressable(tree: Any) -> list[Any]:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """Copies an array to the host as a numpy array, whole even if each process has only a part; all processes of
-    the mesh must call it. Unlike jax.device_get it does not cache the copy in the array, where it would occupy
-    host memory."""
+    """Copies an array to the host as a numpy array, whole even if each process has only a part; all processes of the
+    mesh must call it. Unlike jax.device_get it does not cache the copy, in host memory, with the array."""
     if not isinstance(array, jax.Array):
         return np.asarray(array)
     if not array.is_fully_addressable and not array.is_fully_replicated:
@@ -263,9 +260,8 @@ def total(sums: Any) -> Any:
 
 
 def largest(value: jax.Array) -> jax.Array:
-    """Returns the maximum over the whole batch from `value`, the maximum over this device's share of the batch's rows:
-    jax.lax.pmax over all mesh axes that divide the rows. Outside of `divided` it returns `value`. It passes no
-    gradient, because it serves metrics."""
+    """Returns the maximum over the whole batch from `value`, the maximum over this device's rows: jax.lax.pmax over the
+    mesh axes that divide rows, for metrics, without a gradient. Outside of `divided` it returns `value`."""
     axes = _row_axes()
     value = jax.lax.stop_gradient(value)
     return jax.lax.pmax(value, axes) if axes else value
@@ -278,6 +274,7 @@ def _total(sums):
     axes = _row_axes()
 
     def one(leaf):
+        """Sums a leaf, an array or a Shard, over the axes that it is not summed over yet."""
         over = tuple(axis for axis in axes if axis != TENSORS) if isinstance(leaf, Shard) else axes
         return jax.lax.psum(leaf, over) if over else leaf
 
@@ -295,8 +292,7 @@ _total.defvjp(lambda sums: (_total(sums), None), lambda _, gradients: (gradients
 class Shard:
     """One device's part of an array that `count` devices divide equally along `axis`. `divide` wraps whole arrays in
     Shards, which only marks them; in `divided`, whose shard_map cuts them, `array` is this device's part. `shape` has
-    `count` times the length of `array` along `axis`: the whole array's shape in `divided`, and too long outside of it
-    (use array.shape)."""
+    `count` times the length of `array` along `axis`: the whole array's shape in `divided`, wrong outside of it."""
 
     array: jax.Array  # the part in `divided`, the whole array outside of it
     axis: int = dataclasses.field(metadata=dict(static=True))  # the axis along which the array is divided
@@ -333,14 +329,15 @@ def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
 
 
 def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
-    """For each array of a tree of variables, in order of its leaves, whether devices divide it or all have it whole."""
+    """For each array of a tree of variables, in order, whether devices divide it; none without a mesh (None)."""
     return [_is_shard(leaf) for leaf in jax.tree.leaves(divide(tree, mesh), is_leaf=_is_shard)]
 
 
 def bytes_per_device(tree: Any, parts: int) -> float:
-    """Bytes of a tree of variables on each device if `parts` devices divide tensors; the arrays may be abstract."""
+    """Bytes of a tree of variables on a device if `parts` devices divide tensors, for plans; arrays may be abstract."""
 
     def one(leaf):
+        """Bytes of a leaf, an array or a Shard, on each device."""
         size = float(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize)
         return size / leaf.count**2 if isinstance(leaf, Shard) else size  # a Shard's shape is of `count` such arrays
 
@@ -357,11 +354,13 @@ def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
 
 def divided_into(tree: Any, count: int, sync: SyncFormat | None = None) -> Any:
     """Marks the arrays of a tree of nnx variables as `divide` does, for a number of parts (the size of the mesh axis
-    fsdp) instead of a mesh, for plans that are made without one. For count 1 it returns the tree unchanged."""
+    fsdp) instead of a mesh, for plans that are made without one. For count 1 the tree is unchanged. sync: of the
+    Shards."""
     if count == 1:
         return tree
 
     def one(variable):
+        """Marks the arrays of a variable; any other leaf is returned unchanged."""
         if not isinstance(variable, nnx.Variable):
             return variable
         axes = _axes(variable, count)
@@ -405,7 +404,7 @@ def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
 
 
 def divide_like(divided_tree: Any, tree: Any) -> Any:
-    """Marks the arrays of `tree`, such as gradients, as Shards where the same leaves of `divided_tree` are Shards."""
+    """A copy of `tree`, such as gradients, with arrays in Shards where the leaves of `divided_tree` are Shards."""
 
     def one(leaf, array):
         return dataclasses.replace(leaf, array=array) if isinstance(leaf, Shard) else array
@@ -420,15 +419,14 @@ def undivided(tree: Any) -> Any:
 
 def specs(tree: Any) -> Any:
     """The PartitionSpecs with which `divided` (a shard_map) takes or returns a tree from `divide`. A Shard becomes a
-    Shard with, in place of its array, the spec that divides its axis over the mesh axis `fsdp`. Any other array gets an
-    empty spec, because every device has it whole."""
+    Shard with, in place of its array, the spec that divides its axis over the mesh axis `fsdp`. Any other array, which
+    every device has whole, gets an empty spec."""
     return _specs(tree, (), ())
 
 
 def unsummed_specs(tree: Any) -> Any:
     """The PartitionSpecs of a tree from `divide` that has sums which are not added up over devices yet. Its arrays have
-    a leading axis with an entry for each device, or for Shards, which are summed over `fsdp` already, for each position
-    along `data`."""
+    a leading axis with an entry for each device, or for Shards, summed over `fsdp` already, each along `data`."""
     names = tuple(axis.name for axis in AXES)
     return _specs(tree, (names,), (tuple(name for name in names if name != TENSORS),))
 
@@ -471,6 +469,7 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     everywhere = NamedSharding(mesh, WHOLE)
 
     def beside(tensor, leaf):
+        """The sharding of a state `leaf` of the tensor `tensor`."""
         if not isinstance(tensor, Shard):
             return everywhere
         axis = tensor.axis if leaf.shape == tensor.array.shape else 0
@@ -482,6 +481,7 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
         return jax.tree.structure(tree) == structure
 
     def one(tree):
+        """The shardings of a part of opt_state, where it has a state for each trainable tensor; else `everywhere`."""
         if not is_like(tree):
             return everywhere
         return jax.tree.unflatten(structure, list(map(beside, tensors, jax.tree.leaves(tree))))

@@ -64,6 +64,7 @@ class Family:
         names = {entry.name for entry in self.keys if isinstance(entry, Key)}
 
         def stays(entry: Entry) -> bool:
+            """Whether a common entry stays: the family sets none of its fields, and has no Key of its name."""
             return not given & {*entry.gives} and not (isinstance(entry, Key) and entry.name in names)
 
         return (*filter(stays, COMMON), *self.keys)
@@ -75,7 +76,8 @@ class Family:
         return tuple(key for entry in self.entries for key in entry.keys)
 
     def from_hf(self, hf: Config) -> DecoderConfig:
-        """The DecoderConfig of a parsed config.json, as transformers 4 or 5 writes it. hf: the config.json.
+        """The DecoderConfig of a parsed config.json, as transformers 4 or 5 writes it. hf: the config.json, whose
+        missing keys get the family's defaults.
 
         Raises:
           ValueError: a value that its key does not allow, a missing key, or an unsupported feature, which is one whose

@@ -140,7 +140,8 @@ class _Rotary(RotaryByType):
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"rotary": a tuple with the RopeConfig of each of `types`, each with the head size of its layers}, by the
-        config.json `hf`. `fields` is not used, but all Entries take it."""
+        config.json `hf`; raises ValueError for parameters that are missing or do not fit the head. `fields` is not
+        used, but all Entries take it."""
         dims = {FULL: hf["global_head_dim"], SLIDING: hf["head_dim"]}
         found = (rope_config({**hf, "head_dim": dims[name]}, self.given_to(name, hf)) for name in self.types)
         return {
@@ -192,6 +193,7 @@ def _unshared(layer: LayerSpec) -> LayerSpec:
     config = None if shape == AttentionShape() else shape
 
     def one(part: Part) -> Part:
+        """The part with the config without sharing if it is the mixer, else unchanged."""
         return dataclasses.replace(part, config=config) if part.name == "mixer" else part
 
     stages = (dataclasses.replace(stage, parts=tuple(map(one, stage.parts))) for stage in layer.stages)

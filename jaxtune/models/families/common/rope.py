@@ -100,6 +100,7 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
         return RopeConfig(**rope)
 
     def number(key):
+        """The rotary parameter `key` as a float; raises ValueError if it is missing."""
         if given.get(key) is None:
             raise ValueError(f"config.json: rope_type {kind!r} needs {key!r} beside it")
         return float(given[key])

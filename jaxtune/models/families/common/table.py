@@ -151,8 +151,8 @@ def _check_silu(key: str, value: Any) -> None:
 
 
 def _check_gate(key: str, value: Any) -> None:
-    """Raises ValueError unless attn_output_gate (`value`) is true, as in every known model of the family. key: what
-    the error calls the value."""
+    """Raises ValueError unless attn_output_gate (`value`), by which q_proj gives each head a gate, is true, as in every
+    known model of Qwen3-Next and Qwen3.5. key: what the error calls the value."""
     values.boolean(key, value)
     if not value:
         raise ValueError(
