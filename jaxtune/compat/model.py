@@ -292,8 +292,8 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_gguf saves into a repository of the hub, which is created if it is missing,
-        private if `private` is True. token: of the hub; None: this machine's login."""
+        """Saves what save_pretrained_gguf saves (with `tokenizer` and `quantization_method`) into a repository of the
+        hub, created if missing, private if `private` is True. token: of the hub; None: this machine's login."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)

@@ -314,9 +314,9 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
 
 
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
-    """The forward rule of `_stack`, with its arguments (static, trainables, frozens, x, layout, keys, sums, given):
-    (its results, the residuals for `_stack_bwd`). It keeps the layers' residuals by plan, and copies the offloaded ones
-    of a layer to the host while the next layer runs; the last layer's stay on the device."""
+    """The forward rule of `_stack` (whose arguments these are): (its results, the residuals for `_stack_bwd`). It keeps
+    the layers' residuals by plan (some in FP8), and copies the offloaded ones of a layer to the host while the next
+    layer runs; the last layer's stay on the device."""
     kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1

@@ -270,7 +270,7 @@ def largest(value: jax.Array) -> jax.Array:
 @jax.custom_vjp
 def _total(sums):
     """`total` inside of `divided`: a psum of each array of `sums` over the mesh axes that divide rows, and of a Shard,
-    summed over `fsdp` already, over the others. Its derivative is the identity, for the reason that `total` gives."""
+    summed over `fsdp` already, over the others. Its derivative is the identity: each device gives its share."""
     axes = _row_axes()
 
     def one(leaf):
