@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, BatchSource, Json, SampledRows, epoch_order
 from jaxtune.train.objectives.answer_report import measured, screen_lines
@@ -161,8 +162,8 @@ class SampledAnswers(BatchSource):
         steps_per_generation steps, divided by num_generations, the answers to a prompt."""
         return self.answers_per_step * self.settings.steps_per_generation // self.settings.num_generations
 
-    def limit_slots(self, slots: int) -> None:
-        self.answering.sampling.most_slots = slots
+    def limit_slots(self, plan: SlotPlan) -> None:
+        self.answering.sampling.plan = plan
 
     def empty(self, rows: int) -> Batch:
         return self.rows.empty(rows)
