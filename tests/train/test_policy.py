@@ -462,6 +462,8 @@ def test_answers_are_sampled_with_as_many_decoded_layers_as_the_plan_says(monkey
     sampling, model = source.answering.sampling, adapted_model(quantize(tiny_model(), "nf4"), r=4)
     prompts = [(3, 4)] * 20
     assert sampling.sampler(model, prompts).plan.decoded_layers == 2 and sampling.most_decoded is None
+    assert slots_for(model, 1e12, 32, 18).decoded_layers == 2
+    assert not slots_for(model, 1e12, 32, 18, deterministic=True).decoded_layers
     for decodes in (1, 0):
         source.limit_slots(dataclasses.replace(slots_for(model, 1e12, 32, 18), decoded_layers=decodes))
         plan = sampling.sampler(model, prompts).plan
