@@ -104,6 +104,9 @@ class AnswerMetrics:
     are_rewards: bool = False
     """Whether the functions are the rewards that the run learns from; if so, their weighted sum is measured too."""
 
+    most_decoded: int | None = None
+    """The most layers whose quantised weights are decoded while answers are generated; None if there is no plan."""
+
     @property
     def identity(self) -> str:
         """A string, 8 hex digits, that identifies these questions by their tokens. It is recorded with an evaluation,
@@ -125,7 +128,13 @@ class AnswerMetrics:
           RewardError: a function returned something other than a list of numbers, or took too long.
         """
         rows = self.sampled_rows
-        sampler = Sampler(model, length=rows.length, most_slots=rows.most, deterministic=self.deterministic)
+        sampler = Sampler(
+            model,
+            length=rows.length,
+            most_slots=rows.most,
+            most_decoded=self.most_decoded,
+            deterministic=self.deterministic,
+        )
         rows = list(
             sampler.run(
                 [prompt.ids for prompt in self.prompts],

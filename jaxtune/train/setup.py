@@ -194,8 +194,9 @@ def require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
 def with_slots(
     planner: Planner | ForwardPlanner, model: Decoder, batches: BatchSource, answers: AnswerMetrics | None
 ) -> tuple[dict[str, SlotPlan], AnswerMetrics | None]:
-    """Plans in how many slots a run samples answers, by the memory that its weights and its optimizer leave between two
-    steps, and limits `batches` to them. A slot is a row of the sampler's batch, with its caches.
+    """Plans in how many slots a run samples answers, and how many layers' quantised weights are decoded meanwhile, by
+    the memory that its weights and its optimizer leave between two steps, and limits `batches` to them. A slot is a row
+    of the sampler's batch, with its caches.
 
     Args:
       planner: of the run's steps.
@@ -204,21 +205,25 @@ def with_slots(
       answers: the evaluation in which the model answers questions, or None.
     Returns:
       ({"answers" (of `batches`) or "generate" (of evaluations): the plan of the slots of that phase}, empty if memory
-        has no limit, nothing is sampled, or the trainer only evaluates; `answers` with the planned number of slots).
+        has no limit, nothing is sampled, or the trainer only evaluates; `answers` with the numbers of that plan).
     Raises:
       ValueError: there is no room for one slot.
     """
     found: dict[str, SlotPlan] = {}
     if planner.budget_bytes is None or not isinstance(planner, Planner):
         return found, answers
-    for name, rows in (("answers", batches.sampled_rows), ("generate", answers and answers.sampled_rows)):
+    same_bits = answers is not None and answers.deterministic
+    for name, rows, deterministic in (
+        ("answers", batches.sampled_rows, False),
+        ("generate", answers and answers.sampled_rows, same_bits),
+    ):
         if rows is not None:
             used = planner.cost.fixed_bytes(planner.plan.micro_batches) + prefill_bytes(planner.cost, planner.device)
-            found[name] = slots_for(model, planner.budget_bytes - used, rows.length, rows.most)
+            found[name] = slots_for(model, planner.budget_bytes - used, rows.length, rows.most, deterministic)
     if "answers" in found:
-        batches.limit_slots(found["answers"].slots)
-    if answers is not None and "generate" in found:
-        answers = dataclasses.replace(answers, most_slots=found["generate"].slots)
+        batches.limit_slots(found["answers"])
+    if answers is not None and (plan := found.get("generate")) is not None:
+        answers = dataclasses.replace(answers, most_slots=plan.slots, most_decoded=plan.decoded_layers)
     return found, answers
 
 

@@ -14,12 +14,13 @@ from tiny_models import adapted_model, golden_model, tiny_model
 from jaxtune import Decoder, Sampler, generate
 from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.files.quant import quantize
-from jaxtune.models.generation.decoded import with_rounded_adapters
+from jaxtune.models.generation.decoded import Decodable, with_rounded_adapters
 from jaxtune.models.generation.divided import DividedSampler, copy_on, devices_of
 from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.models.generation.prefills import Prefills
-from jaxtune.models.generation.slot_plan import plan_slots, room_bytes
+from jaxtune.models.generation.slot_plan import plan_slots, room_bytes, slots_for
 from jaxtune.models.lora import linears as linears_of
+from jaxtune.pallas.formats import Stored
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -352,19 +353,33 @@ def test_deterministic_rows_have_the_same_bits_in_any_batch_and_slot(dtype):
         assert [(row.ids, row.logprobs) for row in rows] == [(row.ids, row.logprobs) for row in together]
 
 
-def test_quantised_weights_are_decoded_once_where_there_is_room(monkeypatch):
+@pytest.mark.parametrize("share", ["all", "half"])
+def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monkeypatch):
     """Its tokens are those of the quantised model; weights that are trained on keep what is decoded."""
-    monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: 1e9)
     base = quantize(tiny_model(initializer_range=0.5, hidden_size=64, head_dim=32), "nf4")
     models = [adapted_model(base, seed, r=4) for seed in (1, 2)]
-    prompts = prompts_of(48)
+    weights, count = [linear.stored_weight for _, linear in linears_of(base)], len(base.layers)
+    found = Decodable.of(models[0], 2048)
+    assert sum(found.layers) == 4 * sum(weight.size for weight in weights) and len(found.layers) == count == 2
+    slots = slots_for(models[0], 1e12, 64, 17).bytes
+    # Half of what both layers need beside slots, and what stays free for the states of prompts and other buffers.
+    beside = slots + found.buffer_bytes + slots / 17 * 2 * 2048 / 64
+    room = {"all": 1e12, "half": beside + 1.5 * found.layers[0]}[share]
+    monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: room)
+    decodes = {"all": count, "half": 1}[share]
     sampler = Sampler(models[0], slots=17, length=64)
-    assert sampler.plan.decoded_bytes == 4 * sum(linear.stored_weight.size for _, linear in linears_of(base))
-    assert "weights decoded once" in str(sampler.plan)
+    assert (sampler.plan.decoded_layers, sampler.plan.decoded_bytes) == (decodes, sum(found.layers[:decodes]))
+    assert f"layers decoded once: {decodes}, 0.00 GB" in str(sampler.plan)
     assert not Sampler(models[0], slots=16, length=64).plan.decoded_bytes, "few rows are multiplied by codes"
     assert not Sampler(models[0], slots=17, length=64, deterministic=True).plan.decoded_bytes
+    assert not Sampler(models[0], slots=17, length=64, most_decoded=0).plan.decoded_bytes
+    per_layer = len(weights) // count
+    for index, (_, linear) in enumerate(linears_of(sampler._structure.model(sampler._leaves))):
+        assert isinstance(linear.stored_weight, Stored) == (index // per_layer >= decodes)
+    prompts = prompts_of(48)
     before = [row.ids for row in sampler.run(prompts, 8)]
     decoded = {id(codes): array for codes, array in sampler._decoded._kept.values()}
+    assert len(decoded) == decodes * per_layer
     sampler.update(models[1])
     assert {id(codes): array for codes, array in sampler._decoded._kept.values()} == decoded
     after = [row.ids for row in sampler.run(prompts, 8)]
@@ -375,15 +390,36 @@ def test_decoded_weights_take_memory_that_no_slot_needs():
     def bytes_of(slots, length):
         return slots * length * 1000
 
-    def planned(room, decoded, **fixed):
-        plan = plan_slots(bytes_of, 1024, room, decoded_bytes=decoded, **fixed)
-        return plan.slots, plan.length, plan.decoded_bytes
+    def planned(room, layers, buffers=0, **fixed):
+        decodable = Decodable(layers, buffers, 128)
+        plan = plan_slots(bytes_of, 1024, room, decodable=decodable, **fixed)
+        assert plan.decoded_bytes == sum(layers[: plan.decoded_layers])
+        assert plan.slots == plan_slots(bytes_of, 1024, room, **fixed).slots, "never fewer slots"
+        return plan.slots, plan.length, plan.decoded_layers
 
-    assert planned(200e6, 80e6) == (64, 1024, 80e6)
-    assert planned(100e6, 60e6) == (64, 1024, 0), "more than half"
-    assert planned(20e6, 5e6) == (64, 256, 0) and planned(24e6, 5e6) == (64, 256, 5e6), "no slot less"
-    assert planned(80e6, 30e6, slots=64, length=1024) == (64, 1024, 0)
-    assert planned(None, 1e6) == (64, 1024, 0), "free memory is not known"
+    four, eight, short = (20_000_000,) * 4, (10_000_000,) * 8, (15_500_000,) * 4
+    # A tenth is left: 64 slots of 1,024 tokens take 66 MB, of 512 33 MB and of 256 16.4 MB.
+    assert planned(200e6, four) == (64, 1024, 4)
+    assert planned(180e6, four) == (64, 1024, 4), "162 MB less 80 leave 82 MB for slots"
+    assert planned(140e6, short) == (64, 512, 4), "62 MB are less than half, and leave 64 MB for slots"
+    assert planned(150e6, four) == (64, 1024, 3), "80 MB are more than half: 69 MB are left by the longest rows"
+    assert planned(100e6, eight) == (64, 1024, 2)
+    assert planned(19e6, (800_000,) * 4) == (64, 256, 0) and planned(19e6, (600_000,) * 40) == (64, 256, 1)
+    fixed = dict(slots=64, length=1024)
+    assert [planned(room, eight, **fixed)[2] for room in (80e6, 85e6, 151e6, 170e6)] == [0, 1, 7, 8]
+    # Slots are halved until they fit, and only what they leave is decoded; below 17 nothing is.
+    assert planned(50e6, eight, length=1024) == (32, 1024, 1) and planned(30e6, eight, length=1024) == (16, 1024, 0)
+    assert planned(151e6, eight, 40e6, **fixed)[2] == 4, "buffers that need more than a tenth stay free"
+    assert planned(None, eight) == (64, 1024, 0), "free memory is not known"
+    assert planned(200e6, (0, 0)) == (64, 1024, 0), "no weight is quantised"
+
+
+def test_a_head_that_is_copied_stays_free_of_decoded_weights():
+    model = tiny_model("bfloat16", hidden_size=64)
+    needed = Decodable.of(model, 128).buffer_bytes
+    (model.embedding if model.head is None else model.head).compute = "float32"
+    head = model.head_variable[...]
+    assert Decodable.of(model, 128).buffer_bytes == needed + 4 * head.size
 
 
 def test_several_samplers_share_the_memory_left(monkeypatch):

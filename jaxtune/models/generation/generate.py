@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.requests import StopStrings, checked_length, checked_prompt
-from jaxtune.models.generation.sampler import Sampler, seeds_of
+from jaxtune.models.generation.requests import StopStrings, checked_length, checked_prompt, seeds_of
+from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.sampling import Sampling
 from jaxtune.models.placement import partition
 from jaxtune.pallas.linear_cross_entropy import linear_token_losses

@@ -1,5 +1,5 @@
 """What is requested of the sampler (sampler.py): the state of one row that it continues, stop strings, at which a text
-ends, and checks of prompts and lengths."""
+ends, checks of prompts and lengths, and the seeds of rows."""
 
 from __future__ import annotations
 
@@ -149,3 +149,15 @@ def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions:
             f"{len(prompt) + max_new_tokens} positions; {whose} {positions}: shorten one of them"
         )
     return len(prompt) + int(max_new_tokens)
+
+
+def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int, int]]:
+    """The pair (seed, index) of each of `count` rows, which determines what the row draws. seed: one for all rows, each
+    of which then has its own index; or one for each row, with the index 0, so that a row draws as it does alone. what:
+    the calling function, for the ValueError that is raised for a `seed` that is neither one integer nor `count`."""
+    if isinstance(seed, int | np.integer):
+        return [(int(seed), index) for index in range(count)]
+    seeds = np.asarray(seed)
+    if seeds.shape != (count,) or not np.issubdtype(seeds.dtype, np.integer):
+        raise ValueError(f"{what}: seed = {seed!r}: must be an integer, or {count} of them, one a prompt")
+    return [(int(own), 0) for own in seeds]

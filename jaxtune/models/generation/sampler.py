@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.decoded import Decoded, decoded_bytes
+from jaxtune.models.generation.decoded import Decodable, Decoded
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.requests import (
@@ -36,9 +36,18 @@ from jaxtune.models.generation.requests import (
     StopStrings,
     checked_length,
     checked_prompt,
+    seeds_of,
 )
 from jaxtune.models.generation.sampling import Kind, Sampling
-from jaxtune.models.generation.slot_plan import SLOTS, SlotPlan, capacity_bucket, plan_slots, room_bytes, slot_bytes
+from jaxtune.models.generation.slot_plan import (
+    PREFILL_TOKENS,
+    SLOTS,
+    SlotPlan,
+    capacity_bucket,
+    plan_slots,
+    room_bytes,
+    slot_bytes,
+)
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
@@ -97,6 +106,7 @@ class Sampler:
       length: tokens that a row may have, its prompt included. None: as many as there is memory for, at most the model's
         positions. Caches grow in buckets up to the longest row that is requested.
       most_slots: the limit of slots if `slots` is None.
+      most_decoded: the most layers whose quantised weights are decoded once; None: as many as there is memory for.
       memory_share: the share of the free memory that slots may take; the rest is for samplers that are made next.
       deterministic: a row's tokens and log-probabilities have the same bits whatever else is sampled, in any slot and
         any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, and matrix products
@@ -107,8 +117,7 @@ class Sampler:
         least half of the slots decode, so that these rows do not stall.
       prefills_alone: True: each prompt has a prefill of its own, so that a row's bits do not depend on other prompts.
     Attributes:
-      plan: the SlotPlan in use, with slots, length, bytes, and decoded_bytes: the memory of weights that are decoded
-        once for all steps (decoded.py), or 0 if no weight is quantised or there is no memory for them.
+      plan: the SlotPlan in use: slots, length, and the layers whose weights are decoded once for all steps.
     Raises:
       ValueError: a number that must be a positive integer and is not; a model that scores texts; weights that are
         divided over devices; slots and length for which there is too little memory.
@@ -121,10 +130,11 @@ class Sampler:
         length: int | None = None,
         *,
         most_slots: int = SLOTS,
+        most_decoded: int | None = None,
         memory_share: float = 1.0,
         deterministic: bool = False,
         tokens_per_round: int = 8,
-        prefill_tokens: int = 2048,
+        prefill_tokens: int = PREFILL_TOKENS,
         prefills_alone: bool = False,
     ):
         for name, value in (("tokens_per_round", tokens_per_round), ("prefill_tokens", prefill_tokens)):
@@ -143,9 +153,9 @@ class Sampler:
             slots,
             length,
             most_slots,
-            0 if deterministic else decoded_bytes(model),
+            None if deterministic else Decodable.of(model, prefill_tokens, most_decoded),
         )
-        self._decoded = Decoded() if self.plan.decoded_bytes else None
+        self._decoded = Decoded(self.plan.decoded_layers) if self.plan.decoded_layers else None
         if self._decoded is not None:
             self._structure, self._leaves = device.flattened(self._decoded.of(model))
             self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
@@ -486,15 +496,3 @@ class Sampler:
         elif self._slots[request.slot] is request:
             self._slots[request.slot] = None
             self._change(request.slot, 0, 1, False)
-
-
-def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int, int]]:
-    """The pair (seed, index) of each of `count` rows, which determines what the row draws. seed: one for all rows, each
-    of which then has its own index; or one for each row, with the index 0, so that a row draws as it does alone. what:
-    the calling function, for the ValueError that is raised for a `seed` that is neither one integer nor `count`."""
-    if isinstance(seed, int | np.integer):
-        return [(int(seed), index) for index in range(count)]
-    seeds = np.asarray(seed)
-    if seeds.shape != (count,) or not np.issubdtype(seeds.dtype, np.integer):
-        raise ValueError(f"{what}: seed = {seed!r}: must be an integer, or {count} of them, one a prompt")
-    return [(int(own), 0) for own in seeds]

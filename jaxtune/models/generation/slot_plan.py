@@ -4,7 +4,6 @@ memory of one such row, with the caches of its keys and values, is a slot (slots
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -12,9 +11,10 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.decoded import LEAST_ROWS
+from jaxtune.models.generation.decoded import LEAST_ROWS, Decodable
 
 SLOTS = 64  # the default number of slots
+PREFILL_TOKENS = 2048  # the default of the most tokens that one program prefills
 _LEAST_LENGTH = 256  # the number of slots is halved until rows of this many tokens fit
 _SPARED = 0.1  # the share of free memory that is left for activations of prefills and other buffers of programs
 
@@ -41,11 +41,15 @@ class SlotPlan:
     slots: int  # the number of rows that decode in one batch
     length: int  # the most tokens that a row may have, its prompt included
     bytes: int  # device bytes of the states of all slots at this length, and of the logits of a step
-    # bytes of quantised weights that are decoded once and kept in memory; 0: each product decodes its weight again
+    # device bytes of the quantised weights that are decoded once and kept so in memory
     decoded_bytes: int = 0
+    # the number of layers, from the first one, whose quantised weights are these; each product of the layers after them
+    # decodes its weight again
+    decoded_layers: int = 0
 
     def __str__(self) -> str:
-        decoded = f", weights decoded once {self.decoded_bytes / 1e9:.2f} GB" if self.decoded_bytes else ""
+        size = self.decoded_bytes / 1e9
+        decoded = f", layers decoded once: {self.decoded_layers}, {size:.2f} GB" if self.decoded_layers else ""
         return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{decoded}"
 
 
@@ -64,13 +68,13 @@ def slot_bytes(structure: device.Structure, shapes: tuple[jax.ShapeDtypeStruct, 
     return kept + 16 * slots * structure.config.vocab_size
 
 
-def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int) -> SlotPlan:
+def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, deterministic: bool = False) -> SlotPlan:
     """The slots with which a sampler would run, for the plan of a training run that samples answers: `most_slots` slots
     of `length` tokens, or half as many, or a quarter, and so on, until they fit into `room_bytes` bytes of device
-    memory, of which a tenth is left for other buffers.
+    memory, of which a tenth is left for other buffers; and as many decoded layers as fit beside these slots.
 
-    model: its arrays may be jax.ShapeDtypeStructs, because only their shapes are read. Raises ValueError if there is no
-    room for a single slot.
+    model: its arrays may be jax.ShapeDtypeStructs, because only their shapes are read. deterministic: as the sampler's;
+    nothing is decoded if it is True. Raises ValueError if there is no room for a single slot.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -80,7 +84,8 @@ def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int) -
     def bytes_of(slots: int, tokens: int) -> int:
         return slot_bytes(structure, shapes, slots, tokens)
 
-    return plan_slots(bytes_of, model.config.context_length, room_bytes, None, length, most_slots)
+    decodable = None if deterministic else Decodable.of(model, PREFILL_TOKENS)
+    return plan_slots(bytes_of, model.config.context_length, room_bytes, None, length, most_slots, decodable)
 
 
 def plan_slots(
@@ -90,15 +95,16 @@ def plan_slots(
     slots: int | None = None,
     length: int | None = None,
     most_slots: int = SLOTS,
-    decoded_bytes: int = 0,
+    decodable: Decodable | None = None,
 ) -> SlotPlan:
     """Chooses the number of slots, and then the length of rows, for which there is device memory: the slots are
     `most_slots`, halved until rows of 256 tokens (or of `length`) fit; the length is 256 tokens, doubled as long as it
     fits.
 
-    Quantised weights can also be decoded once and kept so in memory. The plan says so (SlotPlan.decoded_bytes) if they
-    take at most half of what is free, if there are enough slots for this to be faster (decoded.LEAST_ROWS), and if as
-    many slots fit beside them as without them.
+    Quantised weights can also be decoded once and kept so in memory, those of as many layers as fit into what the slots
+    leave (SlotPlan.decoded_layers), if there are enough slots for this to be faster (decoded.LEAST_ROWS). Slots never
+    become fewer by it. A planned length is chosen beside the decoded weights of all layers if these take at most half
+    of what is free, and otherwise as if none were decoded.
 
     Args:
       bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.
@@ -108,8 +114,7 @@ def plan_slots(
       slots: a fixed number of slots; None: it is planned.
       length: a fixed length of rows in tokens; None: it is planned.
       most_slots: the limit of a planned number of slots.
-      decoded_bytes: the bytes of the quantised weights if they were decoded; 0: there are none that can be decoded
-        once.
+      decodable: what the model's decoded weights would take, and what they leave free; None: nothing is decoded.
     Raises:
       ValueError: fixed values that do not fit, or are not positive integers.
     """
@@ -118,16 +123,19 @@ def plan_slots(
             raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
     if length is not None and length > positions:
         raise ValueError(f"Sampler: length = {length}: the model has {positions} positions")
-    plan = functools.partial(_planned, bytes_of, positions, slots=slots, length=length, most_slots=most_slots)
     room = float("inf") if room_bytes is None else room_bytes * (1 - _SPARED)
-    without = plan(room)
-    if room_bytes is None or not 0 < decoded_bytes <= room / 2 or without.slots < LEAST_ROWS:
-        return without
-    try:
-        beside = plan(room - decoded_bytes)
-    except ValueError:
-        return without
-    return without if beside.slots < without.slots else dataclasses.replace(beside, decoded_bytes=decoded_bytes)
+    plan = _planned(bytes_of, positions, room, slots, length, most_slots)
+    if room_bytes is None or decodable is None or plan.slots < LEAST_ROWS:
+        return plan
+    # A program that packs prompts keeps states for up to twice the tokens that it prefills.
+    prefilled = plan.bytes / plan.slots * max(1.0, 2 * decodable.prefill_tokens / plan.length)
+    room = min(room, room_bytes - decodable.buffer_bytes - prefilled)
+    whole = sum(decodable.layers)
+    least = bytes_of(plan.slots, length or min(positions, _LEAST_LENGTH))
+    if 0 < whole <= min(room / 2, room - least):
+        plan = _planned(bytes_of, positions, room - whole, plan.slots, length, most_slots)
+    layers, size = decodable.within(room - plan.bytes)
+    return dataclasses.replace(plan, decoded_bytes=size, decoded_layers=layers)
 
 
 def _planned(
@@ -139,7 +147,7 @@ def _planned(
     most_slots: int,
 ) -> SlotPlan:
     """Makes the plan for which `room` bytes suffice, without decoded weights: `most_slots` slots, halved until rows of
-    256 tokens fit, and rows of 256 tokens, doubled as long as they fit. plan_slots calls it once with all room and once
+    256 tokens fit, and rows of 256 tokens, doubled as long as they fit. plan_slots calls it with all room, and again
     with the room that decoded weights leave.
 
     Args:

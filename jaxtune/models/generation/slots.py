@@ -24,7 +24,7 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
-from jaxtune.models.generation.decoded import with_rounded_adapters
+from jaxtune.models.generation.decoded import head_of_step, with_rounded_adapters
 from jaxtune.models.generation.sampling import (
     MOST_RANKED,
     Kind,
@@ -40,7 +40,6 @@ from jaxtune.models.placement import partition
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
-from jaxtune.pallas.linear_cross_entropy import filled_up
 
 type Array = jax.Array | np.ndarray
 type States = Any  # a pytree for each layer
@@ -345,7 +344,7 @@ def _decode(
     splits = _split(model)
     if len(live.token) > 1:  # XLA does not pad the head for a product with a single row
         head = model.head_variable
-        head.set_value(filled_up(head[...].astype(model.head_compute or model.dtype)))
+        head.set_value(head_of_step(model, head[...]))
 
     def one(before, _):
         """Makes a token in each active slot: (what the next step gets, what was made)."""

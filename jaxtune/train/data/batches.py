@@ -17,6 +17,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
+    from jaxtune.models.generation.slot_plan import SlotPlan
 
 
 # A value that json.dumps accepts.
@@ -145,9 +146,10 @@ class BatchSource:
         it if the loss or gradient of the step is not finite."""
         return []
 
-    def limit_slots(self, slots: int) -> None:
-        """Sets the largest number of rows (`slots`) that a source which samples answers may sample at a time. It is
-        called once the memory of the run is planned; a source that does not sample ignores it."""
+    def limit_slots(self, plan: SlotPlan) -> None:
+        """Sets the most rows that a source which samples answers may sample at a time, and the most layers whose
+        quantised weights its samplers may decode: those of `plan`. It is called once the memory of the run is planned;
+        a source that does not sample ignores it."""
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
         """Tells the source how devices share the rows of a batch; called once, before the first batch.

@@ -12,6 +12,7 @@ from typing import Protocol
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.divided import DividedSampler, devices_of
 from jaxtune.models.generation.sampler import Piece, Sampler
+from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.train.config import ConfigError
 from jaxtune.train.objectives.packed_answers import Prompt, Settings
 from jaxtune.train.objectives.reward_functions import Message, Turns
@@ -60,15 +61,21 @@ class Sampling:
     """The token ids that end an answer, in ascending order."""
     decode: Callable[[Sequence[int]], str]
     """Decodes token ids to text, without special tokens."""
-    most_slots: int | None = None
-    """The most answers that the plan of memory has room for at a time on a device; None if it is not known.
-    `SampledAnswers.limit_slots` sets it once the run is planned."""
+    plan: SlotPlan | None = None
+    """The plan of a device's memory, which limits how many answers are sampled at a time and how many layers are
+    decoded; None if there is none. `SampledAnswers.limit_slots` sets it once the run is planned."""
 
     @property
     def slots(self) -> int:
         """The most answers that a device samples at a time: the number in the settings, or that of the plan of memory
         if it is smaller."""
-        return min(self.settings.slots, self.most_slots or self.settings.slots)
+        return self.settings.slots if self.plan is None else min(self.settings.slots, self.plan.slots)
+
+    @property
+    def most_decoded(self) -> int | None:
+        """The most layers whose quantised weights a sampler decodes, those of the plan of memory, so that each
+        generation, and each process that continues the run, decodes the same; None if there is no plan."""
+        return None if self.plan is None else self.plan.decoded_layers
 
     def sampler(
         self, model: Decoder, prompts: Sequence[Sequence[int]], alone: bool = False
@@ -93,6 +100,7 @@ class Sampling:
                 model,
                 length=longest + self.settings.max_completion_length,
                 most_slots=min(self.slots, -(-len(prompts) // len(devices))),
+                most_decoded=self.most_decoded,
                 prefills_alone=alone,
             )
 

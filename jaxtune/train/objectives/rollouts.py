@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, BatchSource, Json, SampledRows, epoch_order
 from jaxtune.train.objectives.answer_report import measured, screen_lines
@@ -165,10 +166,10 @@ class SampledAnswers(BatchSource):
         answers_per_step for each of steps_per_generation steps, divided by num_generations, the answers to a prompt."""
         return self.answers_per_step * self.settings.steps_per_generation // self.settings.num_generations
 
-    def limit_slots(self, slots: int) -> None:
-        """Sets the largest number of answers (`slots`) that a device samples at a time. A run calls it after it has
-        planned its memory."""
-        self.answering.sampling.most_slots = slots
+    def limit_slots(self, plan: SlotPlan) -> None:
+        """Sets the most answers that a device samples at a time, and the most layers that its samplers decode, to those
+        of `plan`. A run calls it after it has planned its memory."""
+        self.answering.sampling.plan = plan
 
     def empty(self, rows: int) -> Batch:
         """A batch of `rows` rows of padding without answers, with all arrays of this source in `extra`, with which the

@@ -20,7 +20,7 @@ from jaxtune.models.adapters.merge import merge_bytes
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.byte_files import IN_FLIGHT_BYTES
 from jaxtune.models.files.quant import parameters
-from jaxtune.models.generation.slot_plan import SlotPlan
+from jaxtune.models.generation.slot_plan import PREFILL_TOKENS, SlotPlan
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored
@@ -41,7 +41,6 @@ _LESS_SAVED = (
 _ENCODING_BYTES = 2.0 + 4.0 + 1.0
 
 
-_PREFILL_TOKENS = 2048  # the default of Sampler's prefill_tokens
 _SHORTER = {
     "answers": "a smaller objective.max_completion_length, or fewer objective.slots",
     "generate": "a smaller evaluation.max_new_tokens",
@@ -122,7 +121,7 @@ def questions_at_a_time(
 def prefill_bytes(parts: StepCost, device: Device) -> float:
     """Device bytes of the forward pass by which a sampler prefills prompts, 2,048 tokens at a time, in addition to the
     weights and to the caches of the answers that it samples. parts: the step's costs. device: the device."""
-    return forward_bytes(parts, _PREFILL_TOKENS, 0, device)
+    return forward_bytes(parts, PREFILL_TOKENS, 0, device)
 
 
 def loading_bytes(model: Decoder, itemsize: int, quantized: bool) -> tuple[float, float]:
@@ -186,7 +185,7 @@ def phases_of(
     if config.data.eval is not None or config.data.eval_rows:
         found.append(Phase("evaluate", parts.fixed_bytes(plan.micro_batches) + forward, 0.0, less_rows))
     for name, own in slots.items():
-        sampling = parts.fixed_bytes(plan.micro_batches) + own.bytes + prefill_bytes(parts, device)
+        sampling = parts.fixed_bytes(plan.micro_batches) + own.bytes + own.decoded_bytes + prefill_bytes(parts, device)
         found.append(Phase(name, sampling, 0.0, _SHORTER[name]))
     if config.checkpoint.every_steps or config.checkpoint.every_minutes:
         # What the step pinned stays pinned while a copy of the state is written.

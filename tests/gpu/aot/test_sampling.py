@@ -15,7 +15,7 @@ from benchmarks.shapes import SHAPES
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.decoded import with_rounded_adapters
+from jaxtune.models.generation.decoded import Decoded, with_rounded_adapters
 from jaxtune.models.generation.sampling import Kind
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.registry import config_from_hf
@@ -25,14 +25,14 @@ SLOTS, CAPACITY, STEPS = 64, 768, 8
 _TYPES = {"bfloat16": "bf16", "float32": "f32", "bool": "pred", "int32": "s32"}
 
 
-def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | None, **changes):
+def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | None, decodes: int = 0, **changes):
     hf = SHAPES[name] | {"num_hidden_layers": layers} | changes
     if "layer_types" in hf:
         hf |= {"layer_types": hf["layer_types"][:layers]}
 
     def make():
         model = Decoder(config_from_hf(hf), jax.random.key(0), "bfloat16")
-        model = quantize(model, load_in) if load_in else model
+        model = Decoded(decodes).of(quantize(model, load_in)) if load_in else model
         return with_rounded_adapters(get_peft_model(model, r=16)) if adapter else model
 
     model = nnx.eval_shape(make)
@@ -41,9 +41,10 @@ def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | N
     return device.structure_of(graph, treedef, model.config), tuple(leaves)
 
 
-def lowered(name: str, layers: int, adapter: bool = False, load_in: str | None = None, **changes):
-    """(the states' shapes, {program: it, lowered}) of a published shape with fewer layers and changed sizes."""
-    structure, shapes = structure_and_shapes(name, layers, adapter, load_in, **changes)
+def lowered(name: str, layers: int, adapter: bool = False, load_in: str | None = None, decodes: int = 0, **changes):
+    """(the states' shapes, {program: it, lowered}) of a published shape with fewer layers and changed sizes, the first
+    `decodes` layers of which are decoded."""
+    structure, shapes = structure_and_shapes(name, layers, adapter, load_in, decodes, **changes)
     where = H200.sharding()
 
     def placed(tree):
@@ -80,6 +81,7 @@ CASES = {
     "8B": ("llama-3.1-8b", 2, False, None),
     "8B, adapter": ("llama-3.1-8b", 2, True, None),
     "8B NF4, adapter": ("llama-3.1-8b", 2, True, "nf4"),
+    "8B NF4, adapter, one layer decoded": ("llama-3.1-8b", 2, True, "nf4", 1),
     "gpt-oss": ("gpt-oss-20b", 2, False, None),
     "experts": ("qwen3-30b-a3b", 2, False, None),
 }
@@ -104,6 +106,15 @@ def test_a_head_is_filled_up_once_for_all_tokens():
     text = programs["decode"].compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
     pads = [line for line in text.splitlines() if f"bf16[{vocab + 5},256]" in line and " pad(" in line]
     assert len(pads) == 1 and "while" not in pads[0]
+
+
+def test_a_decoded_layer_has_the_kernels_of_plain_weights():
+    """Beside a layer that is not decoded."""
+    counts = []
+    for decodes in (0, 1, 2):
+        _, programs = lowered("llama-3.1-8b", 2, True, "nf4", decodes)
+        counts.append(programs["decode"].compile().as_text().count('name = "product_kernel"'))
+    assert counts == [0, 4, 8]
 
 
 def test_an_adapter_adds_no_kernel_to_a_step():
