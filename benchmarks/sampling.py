@@ -104,10 +104,11 @@ def roof(model: Any, slots: int, bandwidth: float, flops: float, new: int) -> fl
     from flax import nnx
 
     from jaxtune.models.generation import slots as device
+    from jaxtune.models.generation.structure import structure_of
 
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    structure = device.structure_of(graph, treedef, model.config)
+    structure = structure_of(graph, treedef, model.config)
     shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
     small, large = (
         sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(device.states_shape(structure, shapes, slots, length)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -133,6 +134,23 @@ class _StepRows:
             self._loading = step, self._pool.submit(self._engine.load_step, step)
 
 
+@contextlib.contextmanager
+def _frozen_heap():
+    """A context in which garbage collections do not visit the objects that exist when it begins. After a run has
+    compiled its programs these are several hundred thousand, nearly all of which live as long as the run, and a full
+    collection in the middle of a step would visit each of them. It does nothing if the caller has frozen objects
+    (gc.freeze)."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The training loop of one process, and the objects that it works with: `steps` makes the steps, `evaluate` one
@@ -167,11 +185,10 @@ class Run:
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
-        """Makes the steps after the first `start` ones until the last of the run, or until a callback ends it: (last
-        state, steps done). It calls callbacks, evaluates, saves and traces as the config asks, also at the end.
-        programs: those of the first step, compiled anew if memory runs out in it. `state` and `sums` (zeros) are
-        donated. frozen: nnx.State, what does not train. Raises TrainingInterrupted after a signal (the state is saved
-        if possible), and TrainingStopped if a guard stops it."""
+        """Makes the steps after the first `start` ones until the last of the run or until a callback ends it: (last
+        state, steps done), and evaluates, saves and traces as the config asks, also at the end. programs: those of the
+        first step, compiled anew if memory runs out in it. `state` and `sums` (zeros) are donated. frozen: nnx.State,
+        what does not train. Raises TrainingInterrupted after a signal and a save, TrainingStopped if a guard stops."""
         engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
         profile = self.profile
 
@@ -193,6 +210,7 @@ class Run:
         remedy = "the same command continues from the last save; a smaller memory.budget_gb leaves more for fragments"
         with (
             saver.guarded(),
+            _frozen_heap(),
             phase("step", remedy),
             ThreadPoolExecutor(1, "batches") as pool,
             contextlib.ExitStack() as trace,

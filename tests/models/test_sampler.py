@@ -14,11 +14,12 @@ from tiny_models import adapted_model, golden_model, tiny_model
 from jaxtune import Decoder, Sampler, generate
 from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.files.quant import quantize
-from jaxtune.models.generation.decoded import Decodable, with_rounded_adapters
+from jaxtune.models.generation.decoded import Decodable
 from jaxtune.models.generation.divided import DividedSampler, copy_on, devices_of
 from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.slot_plan import plan_slots, room_bytes, slots_for
+from jaxtune.models.generation.structure import flattened
 from jaxtune.models.lora import linears as linears_of
 from jaxtune.pallas.formats import Stored
 
@@ -322,7 +323,8 @@ def test_adapters_are_rounded_once_as_products_round_them():
     tokens = np.arange(24, dtype=np.int32)[None]
     for settings, rounded_dtype in ({"use_rslora": True}, "bfloat16"), ({"use_dora": True}, "float32"):
         model = adapted_model(tiny_model("bfloat16"), r=4, target_modules=["q_proj", "up_proj"], **settings)
-        rounded = with_rounded_adapters(model)
+        structure, leaves = flattened(model)
+        rounded = structure.model(leaves)
         np.testing.assert_array_equal(rounded(tokens), model(tokens))
         for dtype, own in (("float32", model), (rounded_dtype, rounded)):
             loras = [linear.lora for _, linear in linears_of(own) if linear.lora is not None]

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxtune.pallas import dispatch
+from jaxtune.train.callbacks import Callback
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
@@ -42,3 +43,24 @@ def test_checks_that_a_program_asks_for_begin_before_it_is_compiled(engine, monk
     engine[0].compile(*engine[1])
     assert seen[name]
     assert collected == [False] and gc.isenabled()
+
+
+def test_collections_visit_nothing_that_is_older_than_the_steps(tmp_path):
+    """And after the run everything again, unless the caller has frozen objects."""
+    frozen = []
+
+    class Watch(Callback):
+        def between(self, moment):
+            frozen.append(gc.get_freeze_count())
+
+    def run(name):
+        rows = dataset(documents(8))
+        Trainer(lora_model(), None, make_config(tmp_path / name, steps=1), rows, callbacks=(Watch(),)).train()
+
+    run("first")
+    assert frozen[-1] > 10_000 and gc.get_freeze_count() == 0
+    gc.freeze()
+    run("second")
+    count = gc.get_freeze_count()
+    gc.unfreeze()
+    assert count > 10_000

@@ -1,5 +1,5 @@
-"""Weights that a sampler converts once instead of in each step: it decodes the quantised weights of as many layers as
-there is free memory for, and rounds adapters to the compute dtype.
+"""Weights that a sampler decodes once instead of in each step: the quantised weights of as many layers as there is free
+memory for.
 
 The values of decoded weights are those that each product would decode, so the tokens are those of the quantised model.
 A step of some dozen rows multiplies weights of 16 bits at the speed at which it reads them, which no product that
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.linear import Linear, frozen
-from jaxtune.models.lora import copy_structure, linears
+from jaxtune.models.lora import copy_structure
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.linear_cross_entropy import filled_up
 from jaxtune.pallas.quant_matmul import decoded
@@ -99,27 +99,6 @@ def head_of_step(model: Decoder, head: jax.Array) -> jax.Array:
 def _decoded(weight: Stored, dtype: str) -> jax.Array:
     """The weight [out, in] as an array, decoded as a product with activations of the dtype `dtype` decodes it."""
     return decoded(weight, jnp.zeros((), dtype))[0]
-
-
-def with_rounded_adapters(model: Decoder) -> Decoder:
-    """Returns the model with the A and B of its adapters in the compute dtype, to which every product casts them, so
-    that the products of a decoding step need no casts. Its other arrays are those of `model`, which does not change.
-
-    Adapters whose float32 numbers are used too stay as they are: those with DoRA, and those of linears that round their
-    weights. So do adapters of experts."""
-    model = copy_structure(model)
-    loras = [linear.lora for _, linear in linears(model) if linear.lora is not None and linear.fake_quant is None]
-    sides = [side for lora in loras if lora.magnitude is None for side in (lora.a, lora.b)]
-    sides = [side for side in sides if side[...].dtype != model.dtype]
-    for side, value in zip(sides, _cast([side[...] for side in sides], model.dtype), strict=True):
-        side.set_value(value)
-    return model
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _cast(arrays: list[jax.Array], dtype: str) -> list[jax.Array]:
-    """The arrays, cast to `dtype`, in one program."""
-    return [array.astype(dtype) for array in arrays]
 
 
 class Decoded:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.requests import Request
 from jaxtune.models.generation.slot_plan import capacity_bucket
+from jaxtune.models.generation.structure import Structure
 from jaxtune.models.layers.attention import Attention
 
 _SMALLEST = 16  # prompts are padded to at least this many tokens
@@ -87,7 +88,7 @@ class Prefills:
     def __init__(
         self,
         programs: device.Programs,
-        structure: device.Structure,
+        structure: Structure,
         shapes: Sequence[jax.ShapeDtypeStruct],
         chunk: int,
         one: bool,

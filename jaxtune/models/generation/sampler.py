@@ -48,6 +48,7 @@ from jaxtune.models.generation.slot_plan import (
     room_bytes,
     slot_bytes,
 )
+from jaxtune.models.generation.structure import flattened
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
@@ -143,7 +144,7 @@ class Sampler:
         if not model.config.head.is_text:
             raise ValueError(f"Sampler: {model.config.head.what} and cannot continue texts")
         self.config, self._ends = model.config, end_token_ids(model)
-        self._structure, self._leaves = device.flattened(model)
+        self._structure, self._leaves = flattened(model)
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         self._programs = device.programs(deterministic and jax.default_backend() == "gpu")
         self.plan: SlotPlan = plan_slots(
@@ -157,7 +158,7 @@ class Sampler:
         )
         self._decoded = Decoded(self.plan.decoded_layers) if self.plan.decoded_layers else None
         if self._decoded is not None:
-            self._structure, self._leaves = device.flattened(self._decoded.of(model))
+            self._structure, self._leaves = flattened(self._decoded.of(model))
             self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
         count, one = self.plan.slots, deterministic or prefills_alone
@@ -327,7 +328,7 @@ class Sampler:
         """
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
-        structure, leaves = device.flattened(model if self._decoded is None else self._decoded.of(model))
+        structure, leaves = flattened(model if self._decoded is None else self._decoded.of(model))
         if structure is not self._structure:
             raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
         self._leaves = leaves

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.decoded import LEAST_ROWS, Decodable
+from jaxtune.models.generation.structure import Structure, structure_of
 
 SLOTS = 64  # the default number of slots
 PREFILL_TOKENS = 2048  # the default of the most tokens that one program prefills
@@ -53,7 +54,7 @@ class SlotPlan:
         return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{decoded}"
 
 
-def slot_bytes(structure: device.Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:
+def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:
     """The device bytes of the states of `slots` slots with `length` tokens each, and of the values around the logits of
     one step (16 bytes for each slot and token of the vocabulary).
 
@@ -78,7 +79,7 @@ def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, d
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    structure = device.structure_of(graph, treedef, model.config)
+    structure = structure_of(graph, treedef, model.config)
     shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
 
     def bytes_of(slots: int, tokens: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
-from jaxtune.models.generation.decoded import head_of_step, with_rounded_adapters
+from jaxtune.models.generation.decoded import head_of_step
 from jaxtune.models.generation.sampling import (
     MOST_RANKED,
     Kind,
@@ -35,8 +35,8 @@ from jaxtune.models.generation.sampling import (
     filtered,
     penalised,
 )
+from jaxtune.models.generation.structure import Structure
 from jaxtune.models.layers.segment import Context
-from jaxtune.models.placement import partition
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
@@ -45,43 +45,6 @@ type Array = jax.Array | np.ndarray
 type States = Any  # a pytree for each layer
 
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Structure:
-    """A model without its arrays: the static argument of the sampler's programs, made by structure_of. The programs get
-    the arrays apart, as the argument `leaves`, and build the model from both (`model`)."""
-
-    graph: nnx.GraphDef  # the model's structure
-    treedef: Hashable  # the tree structure of nnx.state(model), by which the list of arrays becomes that state again
-    config: DecoderConfig  # the model's config
-
-    def model(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Decoder:
-        """Builds the model from its arrays; the programs call it while they are traced. leaves: in the order of
-        jax.tree.leaves(nnx.state(model)); jax.ShapeDtypeStructs give a model without numbers."""
-        return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
-
-
-@functools.lru_cache(32)
-def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) -> Structure:
-    """The Structure of a model; equal models get the same object. graph is the model's nnx.GraphDef, treedef the tree
-    structure of its state, and config its DecoderConfig. Programs are looked up by the object's identity: comparing two
-    descriptions of a deep model would take the host as long as the device takes for a token."""
-    return Structure(graph, treedef, config)
-
-
-def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
-    """Takes a model apart for the programs: (its Structure, which has no arrays, the list of its arrays). Adapters are
-    rounded to the compute dtype, in new arrays; all others are the model's own. The sampler does so once and not for
-    each call, because flattening a deep model takes the host as long as the device takes for many tokens.
-
-    Raises:
-      ValueError: weights are divided over devices.
-    """
-    partition.require_undivided(nnx.state(model), "Sampler")
-    graph, state = nnx.split(with_rounded_adapters(model))
-    leaves, treedef = jax.tree.flatten(state)
-    return structure_of(graph, treedef, model.config), leaves
 
 
 class Live(NamedTuple):

@@ -15,8 +15,9 @@ from benchmarks.shapes import SHAPES
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.decoded import Decoded, with_rounded_adapters
+from jaxtune.models.generation.decoded import Decoded
 from jaxtune.models.generation.sampling import Kind
+from jaxtune.models.generation.structure import rounded_places, structure_of
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.registry import config_from_hf
 from tests.gpu.aot.target import H200
@@ -33,12 +34,15 @@ def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | N
     def make():
         model = Decoder(config_from_hf(hf), jax.random.key(0), "bfloat16")
         model = Decoded(decodes).of(quantize(model, load_in)) if load_in else model
-        return with_rounded_adapters(get_peft_model(model, r=16)) if adapter else model
+        return get_peft_model(model, r=16) if adapter else model
 
     model = nnx.eval_shape(make)
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    return device.structure_of(graph, treedef, model.config), tuple(leaves)
+    structure = structure_of(graph, treedef, model.config)
+    for place in rounded_places(structure, tuple(leaf.shape for leaf in leaves)):
+        leaves[place] = leaves[place].update(dtype=jnp.bfloat16)
+    return structure, tuple(leaves)
 
 
 def lowered(name: str, layers: int, adapter: bool = False, load_in: str | None = None, decodes: int = 0, **changes):
