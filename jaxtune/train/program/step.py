@@ -29,7 +29,7 @@ from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, embedding_tensors, step_optimizer
 from jaxtune.train.program.gradient_sync import GradientSync
 from jaxtune.train.program.loss import NO_AUX_LOSSES, AuxLosses, Forward
-from jaxtune.train.program.tensors import of_all_devices, of_each
+from jaxtune.train.program.tensors import of_all_devices, of_each, zeros_after
 
 # Dynamic loss scaling for fp16: the scale is doubled after this many finite steps, and halved after an overflow.
 _GROWTH_STEPS = 2000
@@ -352,9 +352,8 @@ class StepProgram:
             gradients = [g.astype(jnp.float32) * scale for g in jax.tree.leaves(sums.gradients)]
             squares = of_each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
             norm = jnp.sqrt(squares.sum())
-            finite = jnp.isfinite(norm) & jnp.isfinite(
-                sums.loss
-            )  # a layer's loss that is not finite shows in the gradient
+            # a layer's loss that is not finite shows in the gradient
+            finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
             if self.max_grad_norm is not None:
                 scale *= jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             optimizer = step_optimizer(self.optimizer)
@@ -399,8 +398,9 @@ class StepProgram:
                 wide, opt_state = moved(*tensors, finite=finite)
                 trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
 
-            new = self._next(state, trainable, opt_state, finite)
-            new = dataclasses.replace(new, sync_errors=guarded(errors, state.sync_errors))
+            done = trainable, guarded(errors, state.sync_errors)
+            (trainable, errors), zeros = zeros_after(done, given, waits=self.sync is not None)
+            new = dataclasses.replace(self._next(state, trainable, opt_state, finite), sync_errors=errors)
             metrics = self._means(sums, count) | {
                 "grad_norm": norm,
                 "finite": finite,
@@ -413,7 +413,7 @@ class StepProgram:
                 metrics["learning_rate"] = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
             if sums.aux is not None:
                 metrics["aux"] = dict(zip(self.aux_losses.names, sums.aux / count, strict=True))
-            return new, jax.tree.map(jnp.zeros_like, given), metrics
+            return new, zeros, metrics
 
     def _means(self, sums: Sums, count: jax.Array) -> dict:
         """The metrics loss (the mean), count and own (the objective's), from the sums of a step; `count` is its number
