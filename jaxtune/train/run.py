@@ -134,13 +134,17 @@ class _StepRows:
             self._loading = step, self._pool.submit(self._engine.load_step, step)
 
 
+# Python freezes some hundred objects of its own when it starts; a caller who freezes has frozen far more.
+_FROZEN_BY_PYTHON = 2_000
+
+
 @contextlib.contextmanager
 def _frozen_heap():
     """A context in which garbage collections do not visit the objects that exist when it begins. After a run has
     compiled its programs these are several hundred thousand, nearly all of which live as long as the run, and a full
     collection in the middle of a step would visit each of them. It does nothing if the caller has frozen objects
     (gc.freeze)."""
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
     gc.collect()

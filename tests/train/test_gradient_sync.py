@@ -426,14 +426,12 @@ def test_a_resumed_run_is_the_same_run(make, mesh, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("sync", [INT8, INT4], ids=str)
-def test_the_planner_counts_what_the_sync_takes(sync):
-    """Of a model whose sums are larger than anything else of the update."""
+def test_the_planner_counts_the_errors(sync):
+    """What the update takes beside them is counted for GPUs (tests/gpu/aot/test_gradient_sync.py)."""
     step = made((4, 1), sync, wide())
-    trainable, shape = step.state.trainable, partition.MeshShape.of(step.program.mesh)
-    kept, taken = sync.bytes_on_device(trainable, shape)
-    analysis = step.update.lower(step.state, step.sums).compile().memory_analysis()
+    kept, taken = sync.bytes_on_device(step.state.trainable, partition.MeshShape.of(step.program.mesh))
     assert kept == sum(leaf.nbytes for leaf in jax.tree.leaves(step.state.sync_errors)) / 4
-    assert analysis.temp_size_in_bytes <= 1.1 * taken
+    assert taken > kept  # both the old and the new ones are there
 
 
 def test_config_errors():

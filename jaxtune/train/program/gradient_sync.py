@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import optimization_barrier
 
 from jaxtune.models.placement import low_format, partition
 from jaxtune.models.placement.low_format import SyncFormat
@@ -36,9 +37,10 @@ from jaxtune.train.config import MeshConfig
 _JOINED = 1 << 24
 ERRORS = jnp.bfloat16  # the dtype in which errors and usual sizes are kept
 _DECAY = 0.99  # of the running means of squares: a smaller change a step would be less than bfloat16 can keep
-# Bytes that the update takes for a number. XLA's compiler takes 11.7 in int8 and 10.0 in bf16 for two H200s, and 30 in
-# int4 for a CPU, for which alone that was compiled.
-_UPDATE_BYTES = {"bf16": 12.0, "int8": 12.0, "int4": 30.0}
+# Bytes that the update takes for each number of the two buffers that are on their way at a time, beside the new errors.
+# XLA's compiler takes up to 3.1 in bf16, 1.7 in int8 and 4.7 in int4 of the largest buffer, for two H200s (Llama 3.2 1B
+# with 2 layers, whose largest buffer, the embedding, is two thirds of all numbers).
+_UPDATE_BYTES = {"bf16": 4.0, "int8": 4.0, "int4": 6.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +134,13 @@ class GradientSync:
         return {name: [jnp.zeros((shape.size, n), ERRORS) for n in one] for name, one in sizes.items()}
 
     def bytes_on_device(self, trainable, shape: MeshShape) -> tuple[float, float]:
-        """(bytes of the errors that a device keeps, bytes that the update takes for the sums in float32 and for buffers
-        while they are encoded, exchanged and decoded, several of them at the same time), for the planner. trainable:
-        the trained tensors, which may be abstract. shape: the mesh's."""
+        """(bytes of the errors that a device keeps, bytes that the update takes on a GPU for the new errors and for
+        buffers while they are encoded, exchanged and decoded), for the planner. The sums are in the memory of what is
+        added. trainable: the trained tensors, which may be abstract. shape: the mesh's."""
         sizes = self.error_sizes(trainable, shape)
         kept = sum(map(sum, sizes.values())) * float(jnp.dtype(ERRORS).itemsize)
         every = dataclasses.replace(self, feedback=True).error_sizes(trainable, shape).get("sent", [])
-        copies = 4.0 * max(every, default=0)  # of tensors, to be joined
-        return kept, _UPDATE_BYTES[self.format] * sum(every) + copies
+        return kept, kept + _UPDATE_BYTES[self.format] * sum(sorted(every)[-2:])
 
     def added(self, gradients, errors, shape: MeshShape, unit: jax.Array, key: jax.Array):
         """Adds the gradients of all devices: (their sums, the errors of this step, {} if `errors` is). It is called by
@@ -158,39 +159,69 @@ class GradientSync:
         new: dict[str, list[jax.Array]] = {name: [] for name in errors}
         seed = None if self.feedback else jax.random.key_data(jax.random.fold_in(key, partition.part_of_rows()))
         tensors = [(array.size, _is_shard(leaf)) for leaf, array in zip(leaves, arrays, strict=True)]
-        for index, buffer in enumerate(self.buffers(tensors, shape)):
-            flat = [arrays[i].reshape(-1).astype(jnp.float32) for i in buffer.tensors]
-            mine = jnp.concatenate([jnp.pad(one, (0, -one.size % low_format.BLOCK)) for one in flat])
-            mine = jnp.pad(mine, (0, buffer.size - buffer.numbers))
-            if errors:
-                mine += errors["sent"][index].astype(jnp.float32) * unit
-            weights = own = 1.0
-            if "usual" in errors:
-                weights = low_format.weights_in_blocks(errors["usual"][index].astype(jnp.float32))
-                own = weights.reshape(buffer.devices, buffer.part)[jax.lax.axis_index(buffer.axes)]
-                mine /= weights
-            parts = mine.reshape(buffer.devices, buffer.part)
-            part, lost = low_format.reduce_scatter(parts, buffer.axes, self.format, seed, 2 * index)
-            if errors:
-                new["sent"].append((lost.reshape(-1) * weights / unit).astype(ERRORS))
-                part += errors["summed"][index].astype(jnp.float32) * unit / own
-            whole, lost = low_format.all_gather(part, buffer.axes, self.format, seed, 2 * index + 1)
-            if errors:
-                new["summed"].append((lost * own / unit).astype(ERRORS))
-            whole, start = whole.reshape(-1) * weights, 0
-            if "usual" in errors:
-                squares = jnp.square(errors["usual"][index].astype(jnp.float32))
-                squares += (1 - _DECAY) * (jnp.square(whole / unit) - squares)
-                new["usual"].append(jnp.sqrt(squares).astype(ERRORS))
-            for i in buffer.tensors:
-                size = arrays[i].size
-                arrays[i] = whole[start : start + size].reshape(arrays[i].shape).astype(arrays[i].dtype)
-                start += size + -size % low_format.BLOCK
+        buffers = self.buffers(tensors, shape)
+        for index, buffer in enumerate(buffers):
+            its = [arrays[i] for i in buffer.tensors]
+            kept = {name: of_buffers[index] for name, of_buffers in errors.items()}
+            if index > 1:  # it waits for the buffer before the last, so that two are on their way at a time
+                before = buffers[index - 2].tensors
+                results = [arrays[i] for i in before], {name: of_buffers[index - 2] for name, of_buffers in new.items()}
+                (its, kept), (summed, lost) = optimization_barrier(((its, kept), results))
+                for i, array in zip(before, summed, strict=True):
+                    arrays[i] = array
+                for name, of_buffer in lost.items():
+                    new[name][index - 2] = of_buffer
+            its, lost = self._added(buffer, its, kept, unit, seed, 2 * index)
+            for i, array in zip(buffer.tensors, its, strict=True):
+                arrays[i] = array
+            for name, of_buffer in lost.items():
+                new[name].append(of_buffer)
         done = [
             dataclasses.replace(leaf, array=array) if _is_shard(leaf) else array
             for leaf, array in zip(leaves, arrays, strict=True)
         ]
         return jax.tree.unflatten(structure, done), new
+
+    def _added(self, buffer: Buffer, tensors: list[jax.Array], errors, unit: jax.Array, seed, stream: int):
+        """Adds the tensors of one buffer over all devices, for `added`: (their sums, in their shapes and dtypes, the
+        errors of this step).
+
+        Args:
+          buffer: says which devices add.
+          tensors: this device's, in the buffer's order.
+          errors: {name: those of the step before for this buffer}; {} without error feedback.
+          unit: float32[], by which the mean gradient is multiplied in `tensors`.
+          seed: uint32[2], from which stochastic rounding draws; None: numbers are rounded to the nearest.
+          stream: of the random numbers of the sum's first leg; the second has the next one.
+        """
+        flat = [one.reshape(-1).astype(jnp.float32) for one in tensors]
+        mine = jnp.concatenate([jnp.pad(one, (0, -one.size % low_format.BLOCK)) for one in flat])
+        mine = jnp.pad(mine, (0, buffer.size - buffer.numbers))
+        new: dict[str, jax.Array] = {}
+        if errors:
+            mine += errors["sent"].astype(jnp.float32) * unit
+        weights = own = 1.0
+        if "usual" in errors:
+            weights = low_format.weights_in_blocks(errors["usual"].astype(jnp.float32))
+            own = weights.reshape(buffer.devices, buffer.part)[jax.lax.axis_index(buffer.axes)]
+            mine /= weights
+        parts = mine.reshape(buffer.devices, buffer.part)
+        part, lost = low_format.reduce_scatter(parts, buffer.axes, self.format, seed, stream)
+        if errors:
+            new["sent"] = (lost.reshape(-1) * weights / unit).astype(ERRORS)
+            part += errors["summed"].astype(jnp.float32) * unit / own
+        whole, lost = low_format.all_gather(part, buffer.axes, self.format, seed, stream + 1)
+        if errors:
+            new["summed"] = (lost * own / unit).astype(ERRORS)
+        whole, start, sums = whole.reshape(-1) * weights, 0, []
+        if "usual" in errors:
+            squares = jnp.square(errors["usual"].astype(jnp.float32))
+            squares += (1 - _DECAY) * (jnp.square(whole / unit) - squares)
+            new["usual"] = jnp.sqrt(squares).astype(ERRORS)
+        for one in tensors:
+            sums.append(whole[start : start + one.size].reshape(one.shape).astype(one.dtype))
+            start += one.size + -one.size % low_format.BLOCK
+        return sums, new
 
 
 def gradient_sync_of(mesh: MeshConfig | None) -> GradientSync | None:

@@ -28,7 +28,7 @@ from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, embedding_tensors, step_optimizer
 from jaxtune.train.program.gradient_sync import GradientSync
 from jaxtune.train.program.loss import NO_AUX_LOSSES, AuxLosses, Forward
-from jaxtune.train.program.tensors import of_all_devices, of_each
+from jaxtune.train.program.tensors import of_all_devices, of_each, zeros_after
 
 # Dynamic loss scaling for fp16: the scale is doubled after this many finite steps, and halved after an overflow.
 _GROWTH_STEPS = 2000
@@ -396,8 +396,9 @@ class StepProgram:
                 wide, opt_state = moved(*tensors, finite=finite)
                 trainable = guarded(self._kept(state, wide, state.trainable), tensors[0])
 
-            new = self._next(state, trainable, opt_state, finite)
-            new = dataclasses.replace(new, sync_errors=guarded(errors, state.sync_errors))
+            done = trainable, guarded(errors, state.sync_errors)
+            (trainable, errors), zeros = zeros_after(done, given, waits=self.sync is not None)
+            new = dataclasses.replace(self._next(state, trainable, opt_state, finite), sync_errors=errors)
             metrics = self._means(sums, count) | {
                 "grad_norm": norm,
                 "finite": finite,
@@ -410,7 +411,7 @@ class StepProgram:
                 metrics["learning_rate"] = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
             if sums.aux is not None:
                 metrics["aux"] = dict(zip(self.aux_losses.names, sums.aux / count, strict=True))
-            return new, jax.tree.map(jnp.zeros_like, given), metrics
+            return new, zeros, metrics
 
     def _means(self, sums: Sums, count: jax.Array) -> dict:
         """The metrics loss (the mean), count and own (the objective's), from the sums of a step; `count` is its number

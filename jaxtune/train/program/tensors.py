@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import optimization_barrier
 
 from jaxtune.models.placement import partition
 
@@ -15,6 +16,24 @@ def of_all_devices(sums):
     own dtypes. It is called in functions that `partition.divided` runs on each device."""
     wide = partition.total(jax.tree.map(lambda a: a.astype(jnp.float32), sums))
     return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, sums)
+
+
+def zeros_after(done, given, waits: bool):
+    """Makes the zeros with which the next step's sums start: (`done` unchanged, zeros like the arrays of `given`).
+
+    XLA writes the zeros into the donated arrays of `given`. Where it may write them at any time, it first copies each
+    array that is read later. With `waits` the zeros depend on `done`, the results for which `given` was read, so that
+    there is no copy, and temporary arrays of the same size can be in the memory of `given` meanwhile.
+
+    Args:
+      done: a tree of arrays.
+      given: a tree of arrays, which are not read after `done` is computed.
+      waits: whether the zeros wait for `done`.
+    """
+    if not waits:
+        return done, jax.tree.map(jnp.zeros_like, given)
+    done, zero = optimization_barrier((done, jnp.zeros((), jnp.float32)))
+    return done, jax.tree.map(lambda array: jnp.full(array.shape, zero, array.dtype), given)
 
 
 # Tensors with more elements are reduced one by one: their launches are cheap, and a stack of them would be too large.
