@@ -214,7 +214,11 @@ class Decoder(nnx.Module):
             return x
 
     def given(
-        self, tokens: jax.Array, x: jax.Array, dropout_key: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        x: jax.Array,
+        dropout_key: jax.Array | None = None,
+        per_layer_rows: jax.Array | None = None,
     ) -> list[dict[str, jax.Array]] | None:
         """Computes the inputs that the layers get in addition to the residual stream: the embeddings that each layer
         has of its own (per-layer embeddings, Gemma 4). Returns one {name of the input: [B, T, size]} for each layer,
@@ -224,11 +228,13 @@ class Decoder(nnx.Module):
           tokens: int32[B, T].
           x: [B, T, hidden], the input of the first layer, from which these embeddings are computed too.
           dropout_key: the key of the dropout mask of the adapter on the projection of x; None: no dropout.
+          per_layer_rows: [B, T, layers * size], the tokens' rows of the table of these embeddings, for a model whose
+            table is on the host; None: they are looked up in the model's.
         """
         if self.per_layer is None:
             return None
         with jax.named_scope("embed"):
-            return [{PER_LAYER: value} for value in self.per_layer(tokens, x, _rows, dropout_key)]
+            return [{PER_LAYER: value} for value in self.per_layer(tokens, x, _rows, dropout_key, per_layer_rows)]
 
     def layout(
         self,
@@ -270,6 +276,7 @@ class Decoder(nnx.Module):
         gradient_sums: Any = None,
         aux: tuple[str, ...] = (),
         noise: tuple[jax.Array, float] | None = None,
+        per_layer_rows: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Runs the model without its head: tokens int32[B, T] -> (hidden states, auxiliary values). Training calls it,
         and computes the loss from the hidden states.
@@ -287,6 +294,8 @@ class Decoder(nnx.Module):
           aux: names of values that layers compute beside their outputs and that are returned too, such as
             "router_sums", the sums for the experts' load-balancing loss.
           noise: (key, alpha) of NEFTune's noise on the embeddings in training (noised); None: no noise.
+          per_layer_rows: [B, T, layers * size], the tokens' rows of the table of per-layer embeddings, where a run has
+            the table on the host; None: they are looked up in the model's.
 
         Returns:
           ([B, T, hidden] after the final norm, in the compute dtype; {name: sum over the layers} of the values `aux`
@@ -302,7 +311,7 @@ class Decoder(nnx.Module):
             with jax.named_scope("embed"):
                 x = noised(x, layout, *noise)
         own_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
-        given = self.given(tokens, x, own_key)
+        given = self.given(tokens, x, own_key, per_layer_rows)
         layers = self.layers, self.config.layers
         x, values = run_stack(*layers, x, layout, plan, dropout_key, gradient_sums, aux, given)
         with jax.named_scope("final_norm"):

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -154,16 +154,23 @@ class Pretrained:
         # Weights that are quantised on loading are no longer on the grid to which QAT rounded them.
         self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", whole)
 
-    def device_bytes(self, load_in: str | None = None) -> int:
+    def device_bytes(self, load_in: str | None = None, stay: Collection[str] = ()) -> int:
         """The bytes of the model on a device that has all of it, computed from the headers of the files.
 
         load_in: a format; the bytes are then those of a model whose linears and experts are all in this format, which
-        tells how much smaller it would be. None: the bytes of the model that `load` returns."""
-        shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
+        tells how much smaller it would be. None: the bytes of the model that `load` returns. stay: names of tensors
+        that stay in host memory and are not counted."""
+        variables = ((name, variable) for name, (_, variable) in self._variables.items() if name not in stay)
+        shapes = {name: variable.get_value().shape for name, variable in variables}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._decoded, self._dtypes)
 
-    def load(self, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None) -> Decoder:
+    def load(
+        self,
+        cancelled: threading.Event | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        stay: Collection[str] = (),
+    ) -> Decoder:
         """Reads the weights and returns the model, whose weights are all trainable, or all frozen if any is quantised.
         It sets the model's source, digests and QAT grid.
 
@@ -172,13 +179,14 @@ class Pretrained:
             cancelled.
           mesh: the devices over which the model is divided, as `partition.shardings` says; neither the host nor a
             device ever has the whole of a tensor that is divided. None: the model is placed on the default device.
+          stay: Hugging Face names of tensors that stay in host memory, as numpy arrays; a run moves them.
         Raises:
           ValueError: damaged bytes of a tensor; weights for which the default device has too little memory.
         """
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
-            nf4 = None if self.packed or how == "nf4" else self.device_bytes("nf4")
-            load_memory.require_room(self.folder, self.device_bytes(), how, nf4)
+            nf4 = None if self.packed or how == "nf4" else self.device_bytes("nf4", stay)
+            load_memory.require_room(self.folder, self.device_bytes(None, stay), how, nf4)
 
         def where(name: str, tensor):
             """The sharding of a tensor's arrays on the mesh; None without a mesh, or for a weight that is decoded
@@ -190,7 +198,7 @@ class Pretrained:
             return partition.shardings(variable.replace(tensor), mesh).get_value() if decoded else None
 
         forms = self._encoded, self._decoded
-        arrays, digest = read_tensors(self._entries, self._dtype, *forms, cancelled, where, self._dtypes)
+        arrays, digest = read_tensors(self._entries, self._dtype, *forms, cancelled, where, self._dtypes, stay)
         state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])
         model = nnx.merge(self._graph, state)
         if self.packed or self._encoded:

@@ -26,6 +26,7 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 from jaxtune.train.planning import cost
+from jaxtune.train.planning.host_table import TABLE, may_be_on_host
 from jaxtune.train.planning.meshes import mesh_of
 
 
@@ -76,7 +77,9 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     def load() -> Decoder:
         """Loads and returns the model with its weights, its adapter and its teacher; it runs in the thread, or at once
         if the shapes are not known without it."""
-        return with_teacher(adapted(pretrained.load(cancelled, mesh), config), load_teacher(teacher, cancelled, mesh))
+        stay = [TABLE] if mesh is None and may_be_on_host(config) else []
+        model = adapted(pretrained.load(cancelled, mesh, stay), config)
+        return with_teacher(model, load_teacher(teacher, cancelled, mesh))
 
     packed = pretrained.packed or (teacher is not None and teacher.packed)
     if packed or (config.adapter is not None and config.adapter.path is not None):

@@ -38,6 +38,7 @@ from jaxtune.train.planning.choice import PlanError, choose, saved_bytes
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.planning.forecasts import forecast, head_forecast, layer_forecast
+from jaxtune.train.planning.layer_plans import layer_plans
 from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.trainer import Trainer
@@ -290,7 +291,7 @@ def test_a_choice_beats_every_uniform_plan_that_fits(parts_8b):
     for gb, micro in ((24, 1), (16, 1), (16, None)):
         config = config_8b(micro_batches=micro)
         best = choose(parts_8b, config, H200, gb * 1e9)
-        for plan in choice.layer_plans(parts_8b, True):
+        for plan in layer_plans(parts_8b, True):
             for parts in [micro] if micro else (1, 2, 4, 8):
                 other = forecast(parts_8b, StepPlan(ResidualPlan.uniform(plan, 32), parts, 523), H200)
                 if other.peak_bytes <= gb * 1e9 and other.host_bytes <= H200.host_bytes:

@@ -8,12 +8,13 @@ import functools
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtune.models.files import expert_files, headers, quant, shards, stored_weights
 from jaxtune.models.files.digests import Digest, DigestCache
@@ -25,6 +26,7 @@ from jaxtune.pallas.formats import Stored
 # Host memory of tensors on their way to the device; a single larger tensor is allowed.
 IN_FLIGHT_BYTES = 1 << 30
 _THREADS = 8
+_PIECE_BYTES = 256 << 20
 
 
 @jax.jit
@@ -34,6 +36,15 @@ def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
     array."""
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+
+
+def _are_finite(tensor: jax.Array | np.ndarray | Stored) -> list[jax.Array | bool]:
+    """What `_all_finite` returns for each part of a tensor, which is not waited for. A tensor in host memory is copied
+    to the device for it, 256 MiB at a time, and waited for."""
+    if not isinstance(tensor, np.ndarray):
+        return [_all_finite(part) for part in partition.addressable(tensor)]
+    rows = max(1, _PIECE_BYTES * len(tensor) // max(tensor.nbytes, 1))
+    return [bool(_all_finite(jnp.asarray(tensor[at : at + rows]))) for at in range(0, len(tensor), rows)]
 
 
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
@@ -60,7 +71,8 @@ def read_tensors(
     cancelled: threading.Event | None = None,
     where: Callable[[str, Any], Any] = lambda name, tensor: None,
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
-) -> tuple[dict[str, jax.Array | Stored], Digest]:
+    stay: Collection[str] = (),
+) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
     """Reads tensors, casts, encodes or decodes them, places them on devices, and checks there that they are finite.
     Eight threads read, in the order of the files; at most 1 GiB, or one larger tensor, is in host memory.
 
@@ -74,12 +86,12 @@ def read_tensors(
         array or quantised weight, or only its shape. Of a divided tensor only this process's parts are read, unless it
         is quantised or encoded; its digest, which needs all of it, is cached on disk.
       dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
+      stay: names of tensors, none of them quantised, that stay in host memory besides, as numpy arrays.
     Returns:
       ({name: array or quantised weight}, digest of all tensors as they are stored, in the order of their names)
     Raises ValueError for values that are not finite in `dtype` or that a format does not allow, and CancelledError.
     """
-    one_at_a_time = threading.Lock()
-    digest_cache = DigestCache(entry.file for entry in entries.values())
+    one_at_a_time, digest_cache = threading.Lock(), DigestCache(entry.file for entry in entries.values())
 
     def load(name, entry):
         own = dtypes.get(name, dtype)
@@ -101,22 +113,22 @@ def read_tensors(
             host = read(0, entry.size_bytes).view(headers.DTYPES[entry.dtype]).reshape(entry.shape)
             digest = Digest.of(name, host)
         with one_at_a_time if name in encoded else contextlib.nullcontext():
+            if name in stay:
+                return host.astype(own, copy=False), digest
             # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
             if name not in encoded:
                 return jax.block_until_ready(partition.put(host, where(name, host)).astype(own)), digest
             stored = quant.encode(jax.device_put(host).astype(dtype), encoded[name])
             return jax.block_until_ready(partition.put(stored, where(name, stored))), digest
 
-    arrays, digests, finite = {}, {}, {}
-    waiting: deque = deque()
-    in_flight = 0
+    arrays, digests, finite, waiting, in_flight = {}, {}, {}, deque(), 0
 
     def collect():
         """Waits for the oldest read, stores its results, and starts the check that its numbers are finite."""
         nonlocal in_flight
         name, entry, future = waiting.popleft()
         arrays[name], digests[name] = future.result()
-        finite[name] = [_all_finite(part) for part in partition.addressable(arrays[name])]  # not waited for here
+        finite[name] = _are_finite(arrays[name])
         in_flight -= entry.size_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:

@@ -10,7 +10,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
@@ -113,7 +115,9 @@ class PerLayerInputs(nnx.Module):
 
     table is [vocabulary, layers * size] and projection [layers * size, hidden]. The norm, over the `size` numbers of
     one layer, is the same for all layers. The module is called with the tokens, x, the function that looks up rows of
-    the table, and the key of dropout; it returns one array [B, T, size] for each layer.
+    the table, the key of dropout, and rows that were looked up already; it returns one array [B, T, size] for each
+    layer. A training run may have the table on the host (placement/host_table.py); `needs_rows` then says that the
+    module must be given the rows.
 
     Args:
       config: gives the sizes: num_layers, hidden_size, per_layer_size and per_layer_vocab_size.
@@ -134,7 +138,20 @@ class PerLayerInputs(nnx.Module):
         self.projection.weight = nnx.Param(self.projection.weight.get_value())
         self.norm = norm_of(config, self.size, dtype)
 
-    def __call__(self, tokens: jax.Array, x: jax.Array, take, key: jax.Array | None = None) -> list[jax.Array]:
+    @property
+    def needs_rows(self) -> bool:
+        """Whether the table here has no rows, because a run has it on the host, so that each call must be given the
+        rows of its tokens."""
+        return self.weight.shape[0] == 0
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        x: jax.Array,
+        take,
+        key: jax.Array | None = None,
+        rows: jax.Array | None = None,
+    ) -> list[jax.Array]:
         """Returns the per-layer embeddings of the tokens, one array [B, T, size] in x's dtype for each layer.
 
         Args:
@@ -143,12 +160,27 @@ class PerLayerInputs(nnx.Module):
           take: the function (table, tokens) -> rows [B, T, layers * size] that looks up the rows of the table, and
             decides how the table's gradient is computed.
           key: draws the dropout mask of the projection's adapter; None: no dropout.
+          rows: [B, T, layers * size], the rows of the table for these tokens; None: they are looked up.
+        Raises:
+          ValueError: the table is on the host (needs_rows), and no rows are given.
         """
-        rows = gathers.rows_of(self.weight, tokens, take).astype(x.dtype)
-        rows = rows * jnp.asarray(self.size**0.5, x.dtype)
+        if rows is None:
+            rows = self._looked_up(tokens, take)
+        rows = rows.astype(x.dtype) * jnp.asarray(self.size**0.5, x.dtype)
         projected = self.projection(x, key)
         projected = (projected.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)
         by_layer = (*x.shape[:2], self.layers, self.size)
         both = self.norm(projected.reshape(by_layer)) + rows.reshape(by_layer)
         both = (both.astype(jnp.float32) * 2.0**-0.5).astype(x.dtype)
         return [both[:, :, index] for index in range(self.layers)]
+
+    def _looked_up(self, tokens: jax.Array, take) -> jax.Array:
+        """The rows [B, T, layers * size] of the table for the tokens int32[B, T], by the function `take` of a call. Of
+        a table in host memory that is not an argument of a program (such as that of a model that a run has returned),
+        the host looks them up, so that the device never has the whole table."""
+        table = self.weight.get_value()
+        if self.needs_rows:
+            raise ValueError("the table of per-layer embeddings is on the host: this pass must be given its rows")
+        if isinstance(table, np.ndarray) and not isinstance(tokens, Tracer):
+            return jnp.asarray(table[np.asarray(tokens)])
+        return gathers.rows_of(self.weight, tokens, take)

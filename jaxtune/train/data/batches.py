@@ -27,8 +27,8 @@ type Json = bool | int | float | str | list[Json] | dict[str, Json] | None
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed rows, which a train step or an evaluation computes on, as a JAX pytree. Every field except `extra` is an
-    array `[rows, length]`: a numpy array while a source fills it, and a jax array once its rows are placed on the
+    """Packed rows, which a train step or an evaluation computes on, as a JAX pytree. Every field except the last two is
+    an array `[rows, length]`: a numpy array while a source fills it, and a jax array once its rows are placed on the
     devices."""
 
     tokens: Any
@@ -44,6 +44,9 @@ class Batch:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further arrays `[rows, ...]` by name, which the objective needs, such as the labels of pairs; {} if it needs
     none."""
+    per_layer: np.ndarray | jax.Array | jax.ShapeDtypeStruct | None = None
+    """`[rows, length, layers * size]`: the tokens' rows of the model's table of per-layer embeddings, if the run's plan
+    has that table on the host; else None. `Engine.place` fills it in, and sources leave it None."""
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:

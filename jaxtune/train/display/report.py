@@ -272,15 +272,15 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
     Args:
       forecast: the plan, with the memory and the times that are predicted for it.
       parts: the sizes of the step's work and memory (rows, length, residuals) from which the forecast was made.
-      device: the device; for a CPU only the first line is given, because its rates are unknown.
+      device: the device; for a CPU only the first lines are given, because its rates are unknown.
       budget_bytes: the bytes of device memory that a step may take; None: no limit.
     """
     plan = forecast.plan
-    rows = parts.rows // plan.micro_batches
+    parts, rows = parts.with_table(plan.table_on_host), parts.rows // plan.micro_batches
     split = f"{plan.micro_batches} micro-batches of" if plan.micro_batches > 1 else "one micro-batch of"
     what = residuals_text(plan.residuals)
     what += " (nothing is computed twice)" if what == "keep" else ""
-    lines = [f"plan: {what}; {split} {rows} x {parts.length:,} tokens"]
+    lines = [f"plan: {what}; {split} {rows} x {parts.length:,} tokens", *_table_lines(parts)]
     if device.name == "cpu":
         return lines
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
@@ -322,6 +322,18 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
     if device.host_note:
         lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")
     return lines
+
+
+def _table_lines(parts: StepCost) -> list[str]:
+    """A line on the table of per-layer embeddings if the plan has it on the host, or if it trains and therefore stays
+    on the device; [] otherwise. parts: the step's costs under the plan."""
+    if parts.table_on_host:
+        rows = parts.rows * parts.length * parts.table.row_bytes
+        return [
+            f"  table of per-layer embeddings on the host ({parts.table.bytes / 1e9:.2f} GB); its rows of each batch "
+            f"are copied to the device beside its work ({rows / 1e9:.2f} GB a step)"
+        ]
+    return ["  table of per-layer embeddings on the device: it is trained"] if parts.table.trains else []
 
 
 def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:

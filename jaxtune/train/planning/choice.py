@@ -8,15 +8,12 @@ figure is then compared with the budget (planner.py).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from jaxtune.models.layers.segment import Residual
-from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan, Placement, ResidualPlan
+from jaxtune.models.residual_plan import PLACEMENTS, LayerPlan, ResidualPlan
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import SYNC_ERRORS, StepCost
 from jaxtune.train.planning.devices import Device
@@ -29,78 +26,15 @@ from jaxtune.train.planning.forecasts import (
     head_forecast,
     layer_forecasts,
 )
+from jaxtune.train.planning.layer_plans import LayerPlans, layer_plans
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
 
 _HOST_OTHER_BYTES = 4e9  # host memory of Python, its libraries and the compiler
 _TILE_TOKENS = 16384  # the MLPs of a long row run over at most this many tokens at a time
-_PLACED_ALONE = 7  # at most this many groups of residuals have a placement of their own
 # This many pairs of layer plans are computed at a time. Their arrays of 128 KB stay in a core's cache; arrays of 2 MB
 # took three times as long, because each one was new memory from the operating system.
 _PAIRS = 2**14
 CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
-
-
-class LayerPlans(Sequence[LayerPlan]):
-    """Plans for one layer, stored as an array, because there are thousands whose forecasts are computed at once, and
-    converted to LayerPlan when they are indexed. A plan gives each residual a placement: keep, keep in fp8, offload to
-    the host, or recompute.
-
-    Args:
-      known: the layer's residuals.
-      placed: int[plans, known], indices into PLACEMENTS, the tuple of the four placements; also an attribute.
-    """
-
-    def __init__(self, known: tuple[Residual, ...], placed: np.ndarray):
-        self._known, self.placed = known, placed
-
-    def __len__(self) -> int:
-        """The number of plans."""
-        return len(self.placed)
-
-    def __getitem__(self, index: Any) -> LayerPlan:
-        """The plan at `index`, an int, in its shortest form (LayerPlan.resolved)."""
-        hows = (PLACEMENTS[at] for at in self.placed[index])
-        return LayerPlan(**{r.name: how for r, how in zip(self._known, hows, strict=True)}).resolved(self._known)
-
-
-def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
-    """The plans to choose from, each for one layer: every combination of placements that its residuals allow. Residuals
-    that are decided jointly have the same placement, and residuals that are declared `small` are kept.
-
-    If there are more than seven groups that may be recomputed, the seven largest are placed independently and all
-    others alike: each further group triples the number of plans, and small groups have too few bytes to justify that.
-
-    Args:
-      parts: the step's costs.
-      offload: whether plans may copy residuals to the host; False: no plan does.
-    """
-    by_decision: dict[str, list[Residual]] = {}
-    for residual in parts.known:
-        if not residual.small:
-            by_decision.setdefault(residual.decided_with or residual.name, []).append(residual)
-    groups = list(by_decision.values())
-    free = [group for group in groups if all(residual.recomputable for residual in group)]
-    if len(free) > _PLACED_ALONE:
-        free.sort(key=lambda group: sum(parts.residuals[r.name] for r in group), reverse=True)
-        bound = [group for group in groups if group not in free]
-        groups = [*bound, *free[:_PLACED_ALONE], [r for group in free[_PLACED_ALONE:] for r in group]]
-
-    def placements(group: list[Residual]) -> list[int]:
-        """The placements that all residuals of `group` can have, as indices into PLACEMENTS."""
-        possible: dict[Placement, bool] = {
-            "keep": True,
-            "fp8": all(r.in_fp8 for r in group),
-            "offload": offload,
-            "recompute": all(r.recomputable for r in group),
-        }
-        return [PLACEMENTS.index(how) for how, can in possible.items() if can]
-
-    chosen = np.array(list(itertools.product(*map(placements, groups))))
-    placed = np.full((len(chosen), len(parts.known)), PLACEMENTS.index("keep"))
-    for at, group in enumerate(groups):
-        for residual in group:
-            placed[:, parts.known.index(residual)] = chosen[:, at]
-    return LayerPlans(parts.known, placed)
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
@@ -122,7 +56,7 @@ def choose(
     unlike: Sequence[StepPlan] = (),
 ) -> Forecast:
     """The forecast of the fastest plan whose predicted peak is within `budget_bytes`; of equally fast plans (to 0.1 ms)
-    the one with the lowest peak.
+    one with the table of per-layer embeddings on the device, and of these the one with the lowest peak.
 
     What config.memory.plan and config.micro_batches set is not changed. Plans that are searched for also respect the
     host memory that the device may pin; that of config.memory.plan is not checked against it.
@@ -144,9 +78,40 @@ def choose(
             f"optim.offload: the states of {config.optim.name} take {parts.hosted_bytes / 1e9:.1f} GB of host memory "
             f"for each device, which may pin {device.host_bytes / 1e9:.1f} GB; use optim.name=adamw_8bit, or unset it"
         )
-    device = beside_states(parts, device)
-    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
     budget = math.inf if budget_bytes is None else budget_bytes
+    found: list[Forecast] = []
+    for placed in table_places(parts, device):
+        beside = beside_states(placed, device)
+        found += _candidates(placed, config, beside, budget, chunk_logits, resident, unlike)
+    fitting = [one for one in found if one.peak_bytes <= budget and not _related(parts, one.plan, unlike)]
+    if not fitting:
+        raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
+    return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.plan.table_on_host, one.peak_bytes))
+
+
+def table_places(parts: StepCost, device: Device) -> list[StepCost]:
+    """The costs with the table of per-layer embeddings in each place where a plan may have it: `parts`, and, if these
+    have it on the device and it may be on the host, those with it there. It may not on a device that shares its memory
+    with the host, or if the host's memory is too small for it beside what a checkpoint copies there."""
+    room = device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES
+    if parts.table_on_host or not device.link or not 0.0 < parts.table.bytes <= room:
+        return [parts]
+    return [parts, parts.with_table(True)]
+
+
+def _candidates(
+    parts: StepCost,
+    config: TrainConfig,
+    device: Device,
+    budget: float,
+    chunk_logits: Sequence[int],
+    resident: int,
+    unlike: Sequence[StepPlan],
+) -> list[Forecast]:
+    """The forecasts of the plans among which `choose` chooses, whose arguments these are; some may not fit. parts: the
+    costs with the table of per-layer embeddings in one place. device: has the host memory that residuals may take.
+    budget: bytes of its memory, infinite if nothing limits them."""
+    fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
     found: list[Forecast] = []
     for micro in splits(parts.rows, parts.devices, config.micro_batches):
         # A chunk has at most the tokens of a micro-batch, and equal sizes are tried once.
@@ -154,27 +119,27 @@ def choose(
             {max(1, min(int(tokens_of(parts, micro)), count // parts.vocab_size)) for count in chunk_logits}
         )
         if fixed is not None:
-            found += [forecast(parts, StepPlan(fixed, micro, chunk), device) for chunk in chunks]
+            plans = (StepPlan(fixed, micro, chunk, parts.table_on_host) for chunk in chunks)
+            found += [forecast(parts, plan, device) for plan in plans]
         else:
             for tile in dict.fromkeys((None, tile_tokens_of(parts, config))):
                 table = _best_layers(parts, tokens_of(parts, micro), device, tile)
                 for whole in _residents(parts, resident):
-                    relatives = _Relatives(parts, [one for one in unlike if _run_alike(one, micro, tile)], table[0])
+                    alike = [one for one in unlike if _run_alike(one, micro, tile, parts.table_on_host)]
+                    relatives = _Relatives(parts, alike, table[0])
                     pairs = _best_pairs(parts, table, micro, chunks, device, budget, tile, whole, relatives)
                     found += [_with_whole_weights(parts, pair, device, budget) for pair in pairs]
-    fitting = [one for one in found if one.peak_bytes <= budget and not _related(parts, one.plan, unlike)]
-    if not fitting:
-        raise PlanError(min(found, key=lambda one: one.peak_bytes), budget)
-    return min(fitting, key=lambda one: (round(one.step_seconds, 4), one.peak_bytes))
+    return found
 
 
 def beside_states(parts: StepCost, device: Device) -> Device:
     """Returns `device` with less host memory that it may pin (`host_bytes`): what residuals may take beside the
     optimizer's offloaded states, at least 0. These are subtracted from the smaller of two: host_bytes, and what is left
-    of the host's whole memory (host_memory_bytes) beside 4 GB for Python and the compiler and the copy of the whole
-    state that a checkpoint makes. Without room for that copy, a run would be killed at its first save; where memory is
-    ample, the copy takes nothing away. parts: the step's costs."""
-    room = min(device.host_bytes, device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES)
+    of the host's whole memory (host_memory_bytes) beside 4 GB for Python and the compiler, a table of per-layer
+    embeddings, and the copy of the whole state that a checkpoint makes. Without room for that copy, a run would be
+    killed at its first save; where memory is ample, the copy takes nothing away. parts: the step's costs."""
+    taken = saved_bytes(parts) + _HOST_OTHER_BYTES + (parts.table.bytes if parts.table_on_host else 0.0)
+    room = min(device.host_bytes, device.host_memory_bytes - taken)
     return dataclasses.replace(device, host_bytes=max(room - parts.hosted_bytes, 0.0))
 
 
@@ -250,20 +215,21 @@ def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
     return (placed != there) @ sizes <= _NEAR * sizes.sum()
 
 
-def _run_alike(plan: StepPlan, micro: int, tile: int | None) -> bool:
-    """Whether `plan`, one that failed, has `micro` micro-batches and `tile` tokens in a tile (None: no tiles), so that
-    the forecast of a plan with these may be wrong in the same way."""
-    return (plan.micro_batches, plan.residuals.tile_tokens) == (micro, tile)
+def _run_alike(plan: StepPlan, micro: int, tile: int | None, table_on_host: bool) -> bool:
+    """Whether `plan`, one that failed, has `micro` micro-batches, `tile` tokens in a tile (None: no tiles) and the
+    table of per-layer embeddings in the same place (on the host: table_on_host), so that the forecast of a plan with
+    these may be wrong in the same way."""
+    return (plan.micro_batches, plan.residuals.tile_tokens, plan.table_on_host) == (micro, tile, table_on_host)
 
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
-    """Whether `plan` resembles one of `others`, plans that failed: it has the same micro-batches and tile, and the
-    placements of its first and last layers differ in at most a tenth of the residuals' bytes. parts: the step's
-    costs."""
+    """Whether `plan` resembles one of `others`, plans that failed: it has the same micro-batches and tile, its table of
+    per-layer embeddings is in the same place, and the placements of its first and last layers differ in at most a tenth
+    of the residuals' bytes. parts: the step's costs."""
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
     return any(
-        _run_alike(other, plan.micro_batches, plan.residuals.tile_tokens)
+        _run_alike(other, plan.micro_batches, plan.residuals.tile_tokens, plan.table_on_host)
         and all(_near(parts, placed[[at]], other.residuals.layers[at])[0] for at in (0, -1))
         for other in others
     )
@@ -424,7 +390,8 @@ def _best_pair(
     found = (best_of(slice(start, start + rows)) for start in range(0, len(plans), rows))
     _, _, number, first, last = min(found, key=lambda best: best[:2])
     layers = (plans[first],) * number + (plans[last],) * (count - number)
-    best = forecast(parts, StepPlan(ResidualPlan(layers, tile, resident=resident), micro, chunk_tokens), device)
+    residuals = ResidualPlan(layers, tile, resident=resident)
+    best = forecast(parts, StepPlan(residuals, micro, chunk_tokens, parts.table_on_host), device)
     alone = best.peak_bytes - parts.shared_bytes
     if alone <= room < best.peak_bytes:  # only a plan that keeps everything has shared bytes; the others need less
         return _best_pair(parts, table, micro, chunk_tokens, device, alone - 1, tile, resident, relatives)

@@ -34,6 +34,7 @@ from jaxtune.train.objectives.teachers import teacher_shapes, with_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
+from jaxtune.train.planning.host_table import NO_TABLE, Table, table_of
 from jaxtune.train.planning.layer_costs import LayerKind, Work, kind_of
 from jaxtune.train.planning.sizes import nbytes, weight_bytes
 from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
@@ -42,6 +43,7 @@ _ADAM8_STATES = 2 + 8 / 256  # bytes for an element
 # Names of bytes in StepCost.fixed.
 TEACHER = "teacher's weights"
 SYNC_ERRORS = "errors of the gradient sync"
+TABLE_ROWS = "rows of the per-layer embeddings"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +130,25 @@ class StepCost:
     frozen_layer_bytes: float = 0.0  # the part of `whole_layer_bytes` that does not train
     resident_layer_bytes: float = 0.0  # added by each layer whose frozen weights are whole for the whole run
     resident_around_bytes: float = 0.0  # added by frozen embedding and head that are whole for the whole run
+    table: Table = NO_TABLE  # the model's table of per-layer embeddings
+    table_on_host: bool = False  # whether `fixed` is that of a plan with this table on the host
+
+    def with_table(self, on_host: bool) -> StepCost:
+        """The costs with the table of per-layer embeddings on the host (on_host) or on the device. On the host it
+        leaves its bytes free on the device, which holds the rows of two steps instead: the one that it computes and the
+        next, whose rows are copied meanwhile. These costs must have the table on the device, or where it is asked for.
+        """
+        if on_host == self.table_on_host:
+            return self
+        assert on_host and self.table.bytes
+        rows = 2 * self.rows * self.length / self.devices * self.table.row_bytes
+        fixed = {**self.fixed, "frozen weights": self.fixed["frozen weights"] - self.table.bytes, TABLE_ROWS: rows}
+        return dataclasses.replace(self, fixed=fixed, table_on_host=True)
+
+    @property
+    def table_rows_bytes(self) -> float:
+        """Bytes on a device of the rows of per-layer embeddings that two steps have; 0 with the table on the device."""
+        return self.fixed.get(TABLE_ROWS, 0.0)
 
     @property
     def frozen_bytes(self) -> float:
@@ -169,8 +190,7 @@ def step_cost(
     """The costs of a step of `model`, from shapes. config: the run's, with its mesh. length: tokens of a row; None:
     data.length. keeps_model: whether `model` stays beside the copies that train. optimizer: only its states count;
     None: config.optim's. reference_runs: the number of forward passes of a frozen model in each micro-batch."""
-    length, shape = length or config.data.length, model.config
-    dtype = jnp.dtype(config.dtype)
+    length, shape, dtype = length or config.data.length, model.config, jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape((optimizer or _configured_optimizer(config)).init, masters)
@@ -237,6 +257,7 @@ def step_cost(
         resident_layer_bytes=more * max(frozen_layers, default=0.0),
         resident_around_bytes=more * (partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)),
         whole_gradient_bytes=0.0 if parts == 1 else _whole_gradient_bytes(model, storage),
+        table=table_of(model, config, parts),
     )
 
 

@@ -20,6 +20,7 @@ from jaxtune.models.residual_plan import KEEP, PLACEMENTS, LayerPlan
 from jaxtune.pallas.linear_cross_entropy import chunk_length
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.host_table import rows_seconds
 from jaxtune.train.planning.layer_costs import LayerKind, Work
 from jaxtune.train.planning.plan import StepPlan
 
@@ -342,11 +343,10 @@ def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, fl
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
     """The forecast of a step under `plan` on `device`, from the step's costs `parts`; nothing is compiled."""
-    cache: dict[LayerPlan, LayerForecast] = {}
+    parts = parts.with_table(plan.table_on_host)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
-    for layer in plan.residuals.layers:
-        if layer not in cache:
-            cache[layer] = layer_forecast(parts, layer, tokens, device, plan.residuals.tile_tokens)
+    different, tile = dict.fromkeys(plan.residuals.layers), plan.residuals.tile_tokens
+    cache = {layer: layer_forecast(parts, layer, tokens, device, tile) for layer in different}
     groups = [(cache[layer], len(list(same))) for layer, same in itertools.groupby(plan.residuals.layers)]
     return _forecast(parts, plan, groups, head_forecast(parts, plan.chunk_tokens, tokens, device), tokens, device)
 
@@ -448,7 +448,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     kept = sum(layer.kept * count for layer, count in groups)
     # The last layer's residuals are not offloaded, because the backward starts with them.
     last, before = groups[-1][0], groups[-1 if groups[-1][1] > 1 else max(len(groups) - 2, 0)][0]
-    resident = plan.residuals.resident
+    micro, resident = plan.micro_batches, plan.residuals.resident
     gathered = gathered_bytes(parts, plan.residuals.whole_weights, resident)
     leaving = bytes_with_gaps(before.leaving, device)
     moments = [
@@ -471,7 +471,6 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     bytes_["trainable weights in the compute dtype"] = parts.cast_bytes
     if parts.head_gradient_bytes and what.startswith("the backward"):
         bytes_["gradient of the head"] = parts.head_gradient_bytes
-    micro = plan.micro_batches
     update = {"the update of the largest tensor": parts.update_bytes}
     if parts.devices > 1 and (micro > 1 or parts.sync_bytes):
         update["gradient sums of all devices"] = parts.sync_bytes or 4.0 * parts.trained
@@ -487,10 +486,11 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     collective, exposed = _collective_seconds(parts, plan, forward, backward, device)
     step = forward + backward + head_seconds + parts.reference_runs * reference[0]
     update = max(parts.trained_here * 4.0 * 9 / device.copy, state_seconds(parts, device))
+    seconds = micro * (step + _step_time(device).micro_batch_seconds) + update + exposed
     return Forecast(
         plan=plan,
         parts={name: value for name, value in bytes_.items() if value},
-        step_seconds=micro * (step + _step_time(device).micro_batch_seconds) + update + exposed,
+        step_seconds=max(seconds, rows_seconds(parts.table_rows_bytes, parts.devices, device)),
         recompute_seconds=micro * sum(layer.recompute * count for layer, count in groups),
         wait_seconds=micro * sum(layer.wait * count for layer, count in groups),
         host_bytes=sum(layer.hosted * count for layer, count in groups) + parts.hosted_bytes,

@@ -43,19 +43,23 @@ class StepPlan:
     residuals: ResidualPlan  # the placements, by layer
     micro_batches: int  # number of micro-batches into which the rows of a step are divided
     chunk_tokens: int  # number of tokens whose logits exist at a time
+    # whether the table of per-layer embeddings is on the host, and the device gets the rows of each batch's tokens
+    table_on_host: bool = False
 
     def to_record(self) -> dict[str, object]:
         """The plan as JSON values, which a checkpoint stores and `from_record` reads: {"residuals": its text,
         "micro_batches", "chunk_tokens": the two numbers}."""
         text = residuals_text(self.residuals)
-        return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens}
+        table = {"per_layer_embeddings": "host"} if self.table_on_host else {}
+        return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **table}
 
     @classmethod
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
         """The plan in a checkpoint's `record`, which to_record made, for a model of `num_layers` layers that have these
         residuals. Raises ValueError, as parse_residuals does, if it is that of another model."""
         plan = parse_residuals(record["residuals"], num_layers, residuals)
-        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]))
+        on_host = record.get("per_layer_embeddings") == "host"
+        return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), on_host)
 
 
 def residuals_text(plan: ResidualPlan) -> str:

@@ -15,9 +15,10 @@ from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.display.report import plan_lines
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import PlanError
-from jaxtune.train.planning.cost import step_cost
+from jaxtune.train.planning.cost import StepCost, step_cost
 from jaxtune.train.planning.fitting import fitting_settings
 from jaxtune.train.planning.forecasts import Forecast, forecast
+from jaxtune.train.planning.host_table import NO_TABLE
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.search import Failed, Room, goal, next_plan
@@ -50,7 +51,8 @@ class Planner:
     Attributes:
       device: planning.devices.Device: the memory and the speed of the device.
       room: search.Room: the memory that a step may take.
-      cost: StepCost: the bytes and the work of a step, whatever the plan.
+      cost: StepCost: the bytes and the work of a step, whatever the plan, except that the table of per-layer embeddings
+        is where the plan in force has it.
       forecast: Forecast: the memory and the time of a step by the plan in force.
 
     Raises:
@@ -80,7 +82,7 @@ class Planner:
             "cpu" if device.platform == "cpu" else device.device_kind, limit, sharing=sharing
         )
         self.room = Room(devices.budget(config, self.device), devices.limit(config, self.device))
-        self.cost = step_cost(model, config, length, keeps_model, **self._changes)
+        self._cost = step_cost(model, config, length, keeps_model, **self._changes)
         self._failed: list[Failed] = []
         self._known: KnownFailures | None = None
         self.forecast, self._smallest = self._next()
@@ -89,6 +91,11 @@ class Planner:
     def plan(self) -> StepPlan:
         """The plan in force: the one with which the step is compiled, until `adopt` or `replan` takes another."""
         return self.forecast.plan
+
+    @property
+    def cost(self) -> StepCost:
+        """The costs of a step, with the table of per-layer embeddings where the plan in force has it."""
+        return self._cost.with_table(self.plan.table_on_host)
 
     @property
     def budget_bytes(self) -> float | None:
@@ -118,16 +125,18 @@ class Planner:
         if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):
             return
         stored = self._recorded(record)
+        if stored.table_on_host and not self._cost.table.bytes:  # where the table is changes no result
+            stored = dataclasses.replace(stored, table_on_host=False)
         # With data.packing=step a changed number of steps can change the number of rows.
         same_split = self.config.micro_batches in (None, stored.micro_batches)
         same_split = same_split and self.cost.rows % stored.micro_batches == 0
         if same_split and (self.config.memory.plan is None or self.plan.residuals == stored.residuals):
-            self.forecast, self._smallest = forecast(self.cost, stored, self.device), False
+            self.forecast, self._smallest = forecast(self._cost, stored, self.device), False
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
         """The StepPlan for this model in a `record` that StepPlan.to_record made, in a checkpoint or in the first
         process of the run."""
-        return StepPlan.from_record(record, self.cost.num_layers, self.cost.known)
+        return StepPlan.from_record(record, self._cost.num_layers, self._cost.known)
 
     def skip_known_failures(self, known: KnownFailures) -> None:
         """Replaces the plan in force as long as `known` says that an earlier run of the same programs failed with it;
@@ -153,7 +162,8 @@ class Planner:
           need_bytes: device bytes that it needs; None: unknown.
           print_line: prints a line.
           placed: True: the weights are already on the devices, so the next plan must keep as many layers' frozen
-            weights whole as this one. False: they are not, and the next plan is free.
+            weights whole as this one, and the table of per-layer embeddings where it is. False: they are not, and the
+            next plan is free.
         Raises:
           PlanError: no plan is left.
         """
@@ -162,6 +172,8 @@ class Planner:
         self._failed.append(Failed(self.plan, self.forecast.peak_bytes, need_bytes))
         if self._known is not None:
             self._known.add(self._failed[-1], self.budget_bytes)
+        if placed:
+            self._cost = self.cost if self.plan.table_on_host else dataclasses.replace(self.cost, table=NO_TABLE)
         self.forecast, self._smallest = self._next(self.plan.residuals.resident if placed else 0)
         for line in self.lines():
             print_line(line)
@@ -187,13 +199,13 @@ class Planner:
             """The choice as JSON values, which processes can exchange: [the plan's record, whether it is the smallest,
             None], or, if none is left, the smallest plan and [budget, compiled, need] of the PlanError."""
             try:
-                chosen, smallest = next_plan(self.cost, self.config, self.device, self.room, self._failed, resident)
+                chosen, smallest = next_plan(self._cost, self.config, self.device, self.room, self._failed, resident)
                 return [chosen.plan.to_record(), smallest, None]
             except PlanError as error:
                 return [error.smallest.plan.to_record(), True, [error.budget_bytes, error.compiled, error.need_bytes]]
 
         record, smallest, refused = processes.of_first(found)
-        chosen = forecast(self.cost, self._recorded(record), self.device)
+        chosen = forecast(self._cost, self._recorded(record), self.device)
         if refused is None:
             return chosen, smallest
         budget, *tried = refused
@@ -202,7 +214,7 @@ class Planner:
     def _fixes(self, budget_bytes: float) -> list[str]:
         """Changes of the config with which a plan would fit `budget_bytes` of device memory, such as
         "data.length=4096", for the message of a PlanError."""
-        data = dataclasses.replace(self.config.data, length=self.cost.length)
+        data = dataclasses.replace(self.config.data, length=self._cost.length)
         config = dataclasses.replace(self.config, data=data)
         return fitting_settings(self.shape, config, self.device, budget_bytes, **self._changes)
 

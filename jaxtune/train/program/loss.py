@@ -187,7 +187,10 @@ class Forward:
         """Runs `model` over `batch`: (hidden states [rows, length, hidden], {name: value} of what the layers return for
         their own losses). options: further arguments of Decoder.run."""
         arrays = (batch.tokens, batch.segment_ids, batch.positions)
-        return model.run(*arrays, max_documents=self._max_documents, **options)
+        # The batch's rows are those of the run's model; a teacher has a table of its own on the device.
+        hosted = model.per_layer is not None and model.per_layer.needs_rows
+        rows = batch.per_layer if hosted and isinstance(batch.per_layer, jax.Array) else None
+        return model.run(*arrays, max_documents=self._max_documents, per_layer_rows=rows, **options)
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """The cross-entropy of the batch's targets under the head of `model`, without logits that exist as a whole:

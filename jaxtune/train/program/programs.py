@@ -18,8 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.placement import collectives, partition
-from jaxtune.models.placement.transfers import IN_FLIGHT
+from jaxtune.models.placement import collectives, host_table, partition
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.system import processes
 from jaxtune.train import host_memory
@@ -31,9 +30,10 @@ from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.program.flops import document_lengths
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
+from jaxtune.train.program.xla_options import compiler_options
 
 type LoadedStep = tuple[list[Batch], dict[str, Any]]  # of Engine.load_step
-_BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens
+_BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens, without per-layer embeddings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,31 +45,6 @@ class Programs:
     evaluate: Any  # sums the loss of a batch of held-out rows (StepProgram.evaluate); None without held-out rows
     seconds: float = 0.0  # time that tracing and compiling took
     before_qat: Programs | None = None  # the programs of the steps before qat.start; None if there are no such steps
-
-
-def compiler_options(platform: str, deterministic: bool, divides: bool = False) -> dict[str, Any]:
-    """XLA options of the step, {name: value}.
-
-    Without Triton GEMMs every product is computed by cuBLASLt, which adds the adapter's product in its epilogue; that
-    saves 2.3 % of an 8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made,
-    and not only where a fusion ends, so that another plan of residuals gives the same bits; the number of kernels does
-    not change.
-
-    Args:
-      platform: the device's, such as "gpu"; on others only the rounding of 16-bit values is set.
-      deterministic: True: the vendor libraries' first algorithm is taken, so that every process makes the same choice.
-        False: the one that is fastest when it is timed.
-      divides: whether weights are divided over devices, so that options for collectives are needed.
-    """
-    options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    if platform != "gpu":
-        return options
-    options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT}
-    if divides:
-        options |= collectives.compiler_options()
-    if deterministic:
-        options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
-    return options
 
 
 def _may_plan_again(error: Exception) -> bool:
@@ -116,7 +91,11 @@ class Engine:
       planner, mesh, batches: the arguments.
       replicated: the sharding of arrays that every device has.
       micro_index: the int32 numbers of a step's micro-batches, on the mesh.
+      table: the table of per-layer embeddings on the host [vocabulary, layers * size], a numpy array, or its shape
+        until the weights are loaded; None if the model has none, or it is on the devices. TrainedModel sets it.
     """
+
+    table: host_table.Array | None = None
 
     def __init__(
         self,
@@ -196,14 +175,18 @@ class Engine:
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
         """Micro-batch `part` (from 0) of `parts` of a step's batch, with its rows placed on the devices of the mesh. If
         the batch is in lanes (equal parts, one for each device that computes on rows of its own), a micro-batch has
-        equally many rows of each."""
+        equally many rows of each. If the table of per-layer embeddings is on the host, the rows of the micro-batch's
+        tokens are looked up and placed with it."""
         size, lanes = batch.tokens.shape[0] // parts, self.batches.lanes if parts > 1 else 1
 
         def rows(array: np.ndarray) -> np.ndarray:
             """The rows of micro-batch `part` in `array`, one of the batch: equally many of each lane."""
             return array.reshape(lanes, parts, size // lanes, *array.shape[1:])[:, part].reshape(size, *array.shape[1:])
 
-        return partition.put(jax.tree.map(rows, batch), self._by_rows)
+        batch = jax.tree.map(rows, dataclasses.replace(batch, per_layer=None))
+        if isinstance(self.table, np.ndarray):
+            batch = dataclasses.replace(batch, per_layer=self.table[batch.tokens])
+        return partition.put(batch, self._by_rows)
 
     def load_step(self, step: int, model: Callable[[], Decoder] | None = None) -> LoadedStep:
         """Makes the batch of `step` (from 0) and places it: (its micro-batches on the devices, {"tokens",
@@ -239,15 +222,15 @@ class Engine:
 
     def first_sums(self, state: TrainState) -> Sums:
         """Makes the sums with which a run starts for the trainable tensors of `state`, as zero_sums does. On a GPU it
-        also leaves a small block of device memory free below them.
+        also leaves a block of device memory free below them.
 
         The rows of the next step are copied to the device while a step runs. Without a free block below the step's
         temporary buffer, the allocator puts them above it, and the next step then finds no room for its buffer, which
         must be one block, although enough bytes are free, as was seen on a 12 GiB card."""
-        blocks = []
+        blocks, size = [], _BLOCK_FOR_ROWS + int(self.planner.cost.table_rows_bytes)
         for device in self.mesh.local_devices:
             if device.platform == "gpu":
-                blocks.append(jax.device_put(np.zeros(_BLOCK_FOR_ROWS, np.uint8), device))
+                blocks.append(jax.device_put(np.zeros(size, np.uint8), device))
         sums = jax.block_until_ready((blocks, self.zero_sums(state)))[1]
         for block in blocks:
             block.delete()
@@ -345,6 +328,9 @@ class Engine:
         """A Batch of shapes, for lowering: those of a micro-batch of these rows. A batch of an evaluation has as many
         rows as a micro-batch."""
         empty = rows.empty(self.rows)
+        if self.table is not None:
+            shape = (*empty.tokens.shape, self.table.shape[1])
+            empty = dataclasses.replace(empty, per_layer=jax.ShapeDtypeStruct(shape, self.table.dtype))
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
 
     def fit(

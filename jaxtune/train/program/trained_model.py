@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxtune.models.components import follow
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import convert_qat, prepare_qat, qat_spec, unrounded
 from jaxtune.models.lora import copy_structure, has_adapter, matrices
-from jaxtune.models.placement import partition
+from jaxtune.models.placement import host_table, partition
 from jaxtune.system import processes
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.objectives.teachers import without_teacher
@@ -139,6 +140,7 @@ class TrainedModel:
         has all whole arrays beside its shares of them. All processes start this at the same time, because gathering is
         collective and must not wait for a process that is still loading."""
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
+        self._move_table(engine)
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
         if partition.MeshShape.of(engine.mesh).parts == 1:
@@ -161,9 +163,25 @@ class TrainedModel:
     def _declared(self, engine: Engine) -> Any:
         """The frozen weights as nnx variables whose axes tell partition.shardings where to place them, by the plan in
         force (`engine.planner.plan`): variables of layers that the plan keeps whole on every device have empty axes,
-        and the others are divided over the mesh. No array is moved or copied."""
-        plan = engine.planner.plan.residuals
-        return partition.declared_resident(self.frozen, plan.resident, len(plan.layers))
+        and the others are divided over the mesh. No array is moved or copied. If the plan has the table of per-layer
+        embeddings on the host, it has no rows here, and `engine.table` is set to it; otherwise that is set to None."""
+        plan, frozen = engine.planner.plan, self.frozen
+        engine.table = host_table.table_of(frozen) if plan.table_on_host else None
+        if engine.table is not None:
+            frozen = host_table.without_table(frozen)
+        return partition.declared_resident(frozen, plan.residuals.resident, len(plan.residuals.layers))
+
+    def _move_table(self, engine: Engine) -> None:
+        """Moves the table of per-layer embeddings, if it is frozen, to where the plan in force has it: to the host as a
+        numpy array, or from there to the devices. The given model then has it in the same place, so that it is in
+        memory once."""
+        table, on_host = host_table.table_of(self.frozen), engine.planner.plan.table_on_host
+        if table is None or isinstance(table, np.ndarray) == on_host:
+            return
+        table = partition.on_host(table) if on_host else partition.put(table, engine.replicated)
+        graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
+        self.frozen = host_table.with_table(self.frozen, table)
+        self.given = nnx.merge(graph, trainable, host_table.with_table(frozen, table))
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """The shapes, with their shardings under the plan of `engine`, of what `begin` returns for a new run: (state,

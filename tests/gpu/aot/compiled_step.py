@@ -18,8 +18,8 @@ from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning import cost, forecasts
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
-from jaxtune.train.program.programs import compiler_options
 from jaxtune.train.program.step import StepProgram
+from jaxtune.train.program.xla_options import compiler_options
 from tests.gpu.aot.target import Target
 
 

@@ -1,0 +1,61 @@
+"""Where the planner may put the table of per-layer embeddings (Gemma 4 E2B and E4B): on the device, or on the host,
+which then looks up the rows of each batch (Engine.place). The plan has it on the host if that is faster, or if no other
+plan fits; results are the same in every bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.planning.devices import Device
+
+TABLE = "model.embed_tokens_per_layer.weight"  # its Hugging Face name
+# Bytes/s at which one thread of the host looks up rows: a low estimate, so that a lookup which takes longer than the
+# step before it is not forecast to be hidden.
+_LOOKUP_RATE = 2e9
+
+
+def rows_seconds(rows_bytes: float, devices: int, device: Device) -> float:
+    """Seconds in which the host looks up the rows of a step's tokens, for all `devices` of the run, and copies them to
+    each. It does so while the devices compute the step before, so a step takes at least this long.
+
+    rows_bytes: of the rows of two steps on one device, as StepCost.table_rows_bytes; 0 with the table on the device.
+    device: has the rate of the link."""
+    step = rows_bytes / 2
+    return step * devices / _LOOKUP_RATE + step / (device.link or device.copy)
+
+
+def may_be_on_host(config: TrainConfig) -> bool:
+    """Whether a run may have the table on the host: it trains an adapter, so that the table is frozen, and the model
+    generates nothing during the run, for which the device would need the row of each new token at once."""
+    return config.adapter is not None and not config.objective.samples and not config.evaluation.asking
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The facts about a model's table of per-layer embeddings that the planner needs."""
+
+    bytes: float = 0.0  # of the table, if it may be on the host; 0: it may not, or there is none
+    row_bytes: float = 0.0  # of one of its rows, if it may be on the host
+    trains: bool = False  # whether there is such a table, and it trains
+
+
+NO_TABLE = Table()  # of a model that has none, or whose table must stay on the device
+
+
+def table_of(model: Decoder, config: TrainConfig, parts: int) -> Table:
+    """The Table of `model` in a run. It may not be on the host if it trains, weights are divided over `parts` > 1
+    devices, the config does not allow it (may_be_on_host), or the model was given with the table on a device, where the
+    caller keeps it."""
+    table = None if model.per_layer is None else model.per_layer.weight
+    if table is None or isinstance(table, nnx.Param):
+        return Table(trains=table is not None)
+    value = table.get_value()
+    if parts > 1 or not may_be_on_host(config) or isinstance(value, jax.Array):
+        return NO_TABLE
+    row = float(value.shape[1] * value.dtype.itemsize)
+    return Table(value.shape[0] * row, row)
