@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> None:
         "adapter alone for llama.cpp; adapter: PEFT's files, checked; bnb-4bit: the layers in bitsandbytes' NF4; "
         f"{', '.join(name for name in LOADED if name != 'nf4')}: the layers in that format, for vLLM; w4a16: in int4, "
         "for vLLM; w4a8: the same codes with activations in int8; mxfp4: the layers in MXFP4, of gpt-oss as it is "
-        "published; mxfp4-mxfp4: the same with activations in MXFP4",
+        "published; nvfp4-nvfp4 and mxfp4-mxfp4: the same with activations in that format",
     )
     parser.add_argument(
         "--outtype", help="for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0 (default: the weights' dtype)"

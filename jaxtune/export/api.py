@@ -53,8 +53,9 @@ def export_model(
       model: the model, with or without an adapter.
       path: a folder that does not exist or is empty.
       to: one of FORMATS: "merged", a Hugging Face folder in the model's dtype; a quantised one ("bnb-4bit", "fp8",
-        "nvfp4", "int8", "w4a16", "w4a8", "mxfp4" or "mxfp4-mxfp4"); "gguf"; or "adapter" or "gguf-adapter", which
-        contain the adapter alone. In all others an adapter is merged first. The model itself is not changed.
+        "nvfp4", "nvfp4-nvfp4", "int8", "w4a16", "w4a8", "mxfp4" or "mxfp4-mxfp4"); "gguf"; or "adapter" or
+        "gguf-adapter", which contain the adapter alone. In all others an adapter is merged first. The model itself is
+        not changed.
       tokenizer: written with the model; gguf needs it.
       outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's own dtype. After
         quantisation-aware training in q4_0 or q8_0, that type stores the numbers of the training. gguf-adapter is
@@ -249,6 +250,7 @@ FORMATS: dict[str, Callable[[Decoder, _Job], Exported]] = {
     **{name: _stored(to) for name, to in exports().items() if to.name in load_in()},
     "w4a16": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest)),
     "w4a8": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest, activations=True)),
+    "nvfp4-nvfp4": _folder(lambda model, *rest: folders.write_nvfp4_activations(_whole(model), *rest)),
     "mxfp4": _folder(lambda model, *rest: folders.write_mxfp4(_whole(model), *rest)),
     "mxfp4-mxfp4": _folder(lambda model, *rest: folders.write_mxfp4(_whole(model), *rest, activations=True)),
     "adapter": _folder(lambda model, folder, tokenizer, _: adapters.write(model, folder, tokenizer)),

@@ -1,15 +1,17 @@
 """Exports as Hugging Face folders (safetensors, config.json, tokenizer) for other programs.
 
 `write_merged` decodes quantised weights and writes the model in its own dtype; `write_stored` writes linears and
-experts in a quantised format such as NF4 or FP8, and quantises those that are not in it yet; `write_mxfp4` does so in
-MXFP4, and writes gpt-oss as it is published. All end in `write_planned`, which writes the files and calls `verify`: it
-reads the folder back and compares every byte by checksum. Their caller (api.py) passes Weights
-(models/files/weights.py), which makes one tensor at a time and merges the model's adapter, if it has one, on the way.
+experts in a quantised format such as NF4 or FP8, and quantises those that are not in it yet; `write_nvfp4_activations`
+does so in NVFP4 with scales of activations, and `write_mxfp4` in MXFP4, with gpt-oss as it is published. All end in
+`write_planned`, which writes the files and calls `verify`: it reads the folder back and compares every byte by
+checksum. Their caller (api.py) passes Weights (models/files/weights.py), which makes one tensor at a time and merges
+the model's adapter, if it has one, on the way.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,7 @@ def write_stored(
     tokenizer: Any,
     max_shard_bytes: int,
     says: Callable[[Config], Config] | None = None,
+    input_scales: Mapping[str, float] = types.MappingProxyType({}),
 ) -> list[str]:
     """Writes a Hugging Face folder with the linears and experts in a quantised format. Returns notes for the user: a
     sentence on the matrices that stay in 16 bits because their rows are not whole blocks of the format; [] if there are
@@ -71,6 +74,7 @@ def write_stored(
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
       says: changes the entry quantization_config of config.json before it is written; None: it stays as it is.
+      input_scales: {name of a linear: the scale of activations that is stored beside its weight}, of NVFP4.
     Raises:
       ValueError: the model has experts, and the format's readers do not support them; no matrix has rows of whole
         blocks; weights that the model says QAT rounded to the format were changed since; the disk has no room.
@@ -80,6 +84,9 @@ def write_stored(
     if to.export.without_experts is not None and weights.model.config.moe is not None:
         raise ValueError(f"{to.export.name}: {to.export.without_experts}")
     changed, left = grids.quantized(weights, to.name), not_whole(weights, to.name)
+    changed = changed.changed(
+        {name: functools.partial(to.kinds[0].with_input_scale, scale=scale) for name, scale in input_scales.items()}
+    )
     changed = changed.dequantized(to.export.keeps) if to.export.keeps else changed
     if left and stored_in(changed.model) is None:
         raise ValueError(f"{to.export.name}: no linear has rows of whole blocks of {to.kinds[0].row_block}; take fp8")
@@ -88,6 +95,31 @@ def write_stored(
     write_planned(changed, folder, tokenizer, max_shard_bytes, extra=extra)
     blocks = f"their rows are not whole blocks of {to.kinds[0].row_block}"
     return [f"{len(left)} matrices are kept in {weights.model.dtype}: {blocks}"] if left else []
+
+
+def write_nvfp4_activations(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
+    """Writes a model that quantisation-aware training in nvfp4-nvfp4 rounded, as a Hugging Face folder in NVFP4 whose
+    activations servers round too (W4A4): the weights as `write_stored` writes them, and beside each the scale under
+    which training rounded its inputs (`X.input_global_scale`). Returns notes for the user, as write_stored does.
+
+    Args:
+      weights: the model's weights.
+      folder: an empty folder.
+      tokenizer: written too; None: none is written.
+      max_shard_bytes: weights above this size are divided into several files.
+    Raises:
+      ValueError: the model has no scales of activations, because it was not trained so; the errors of write_stored.
+      ArithmeticError: what was read back differs from what was written.
+    """
+    qat = weights.model.qat
+    if qat is None or not qat.input_scales:
+        raise ValueError(
+            "nvfp4-nvfp4: the model has no ranges of activations, which quantisation-aware training observes (qat: "
+            "nvfp4-nvfp4); take nvfp4, or mxfp4-mxfp4"
+        )
+    return write_stored(
+        FORMATS["nvfp4"], weights, folder, tokenizer, max_shard_bytes, input_scales=dict(qat.input_scales)
+    )
 
 
 def write_mxfp4(

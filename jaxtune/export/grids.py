@@ -123,7 +123,7 @@ def _exactly(name: str, format: str, weight: jax.Array) -> Stored:
     Codes are those that the format's encoder finds, because rounding the products of codes and scales to 16 bits moves
     them far less than the distance of two codes. Its float32 scale may differ, because it follows from the rounded
     largest number. Every number allows an interval of scales, those with which its product is rounded to it; the
-    scale is set to the middle of what all numbers that share it allow.
+    scale is set to the middle of what all numbers that share it allow, or to a neighbour (`_fitting`).
 
     Args:
       name: the matrix's name, for the message.
@@ -142,7 +142,7 @@ def _exactly(name: str, format: str, weight: jax.Array) -> Stored:
         with np.errstate(divide="ignore", invalid="ignore"):
             least = np.where(wide > 0, low / wide, 0).max(stored.scale_axes, keepdims=True)
             most = np.where(wide > 0, high / wide, np.inf).min(stored.scale_axes, keepdims=True)
-        stored = stored.rescaled(np.where(np.isfinite(most), (least + most) / 2, 1.0))
+        stored = stored.rescaled(_fitting(stored, np.where(np.isfinite(most), (least + most) / 2, 1.0), wanted))
     off = int((partition.on_host(stored.decode(weight.dtype)) != wanted).sum())
     if off:
         raise ValueError(
@@ -150,6 +150,27 @@ def _exactly(name: str, format: str, weight: jax.Array) -> Stored:
             'rounded ("qat" in config.json): they were changed since; remove "qat" to have them rounded'
         )
     return stored
+
+
+def _fitting(stored: Stored, middle: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The factors by which the scales of an encoded weight are multiplied so that it decodes to `wanted`: those of
+    `middle`, or, for a scale with which some numbers are then wrong, a neighbour within six units in the last place of
+    float32 with which the fewest are. Training may have rounded a product of code and scale that float32 itself had
+    rounded to the middle between two numbers of 16 bits; then only very few scales give all its numbers.
+
+    stored: the weight. middle: float64, in the shape of its scales (1 along `scale_axes`). wanted: the numbers."""
+
+    def wrong(factors: np.ndarray) -> np.ndarray:
+        decoded = partition.on_host(stored.rescaled(factors).decode(wanted.dtype))
+        return (decoded != wanted).sum(stored.scale_axes, keepdims=True)
+
+    best, off = middle, wrong(middle)
+    for step in range(1, 13):
+        for moved in (middle * (1 + step * 2.0**-24), middle * (1 - step * 2.0**-24)):
+            if off.any():
+                count = wrong(moved)
+                best, off = np.where(count < off, moved, best), np.minimum(count, off)
+    return best
 
 
 def _between(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

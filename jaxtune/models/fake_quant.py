@@ -19,11 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtune.models import rounded_inputs, values
 from jaxtune.models.gguf_grids import q8_0_codes, signed_codes
+from jaxtune.models.rounded_inputs import between, within_stored
 from jaxtune.pallas import formats
 from jaxtune.pallas.format_names import QAT_GROUPS, qat_group_size
-from jaxtune.pallas.formats.division import divide
 from jaxtune.pallas.formats.float16 import as_float16
+
+# The key of a file's record of a grid that has the observed scales of activations, {name of a linear: scale}.
+INPUT_SCALES = "input_global_scales"
 
 # The values of qat.gradients.
 STRAIGHT_THROUGH, CLIPPED = "straight_through", "clipped"
@@ -154,74 +158,7 @@ def _as_declared(format: str, weight: jax.Array, group_size: int | None, dtype: 
     return formats.FORMATS[format].encode(weight.astype(jnp.float32)).decode(dtype)
 
 
-def int8_by_token(x: jax.Array) -> jax.Array:
-    """Rounds activations [..., in] to symmetric int8 with one scale for each token (each vector of the last axis):
-    integers from -128 to 127 times its largest magnitude / 127.5, computed in float32. This is compressed-tensors'
-    definition for W4A8 (dynamic, by token). The result has x's dtype. `_rounded_inputs` adds the straight-through
-    gradient."""
-    wide = x.astype(jnp.float32)
-    scale = _token_scales(wide)
-    codes = jnp.clip(jnp.round(divide(wide, jnp.broadcast_to(scale, wide.shape))), -128, 127)
-    return (codes * scale).astype(x.dtype)
-
-
-def _token_scales(wide: jax.Array) -> jax.Array:
-    """The scales by which int8_by_token rounds activations, float32[..., 1], one for each token (each vector of the
-    last axis): its largest magnitude / 127.5, or float32's eps for a token of zeros. wide: float32[..., in], the
-    activations."""
-    largest = jnp.abs(wide).max(-1, keepdims=True)
-    scale = divide(largest, jnp.full_like(largest, 127.5))
-    return jnp.where(scale == 0, jnp.finfo(jnp.float32).eps, scale)
-
-
-def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
-    """Rounds activations [..., in] to int8 with one scale and one zero point for each token (each vector of the last
-    axis), as torchao's Int8DynamicActivationInt4WeightConfig does: the scale is (max - min) / 255, where min is at most
-    0 and max at least 0, and the zero point -128 - round(min / scale). Computed in float32; the result has x's dtype.
-    `_rounded_inputs` adds the straight-through gradient."""
-    wide = x.astype(jnp.float32)
-    scale, zero = _token_zero_points(wide)
-    # torchao multiplies by the reciprocal of the scale.
-    inverse = divide(jnp.ones_like(scale), scale)
-    codes = jnp.clip(jnp.round(wide * inverse) + zero, -128, 127)
-    return ((codes - zero) * scale).astype(x.dtype)
-
-
-def _token_zero_points(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The scales and zero points by which int8_by_token_asymmetric rounds activations, both float32[..., 1], one for
-    each token (each vector of the last axis). With min at most 0 and max at least 0, a scale is (max - min) / 255, at
-    least float32's eps, and a zero point -128 - round(min / scale), a whole number from -128 to 127. wide: float32[...,
-    in], the activations."""
-    low = jnp.minimum(wide.min(-1, keepdims=True), 0)
-    high = jnp.maximum(wide.max(-1, keepdims=True), 0)
-    scale = jnp.maximum(divide(high - low, jnp.full_like(low, 255)), jnp.finfo(jnp.float32).eps)
-    return scale, jnp.clip(-128 - jnp.round(divide(low, scale)), -128, 127)
-
-
-def fp8_by_token(x: jax.Array) -> jax.Array:
-    """Rounds activations [..., in] to e4m3 with one float32 scale for each token (each vector of the last axis), its
-    largest magnitude / 448, as servers do with FP8 checkpoints whose activation scales are dynamic. The result has x's
-    dtype. `_rounded_inputs` adds the straight-through gradient."""
-    return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
-
-
-def mxfp4_activations(x: jax.Array) -> jax.Array:
-    """Rounds activations [..., in], `in` a multiple of 32, to MXFP4 with a scale for each block of 32 numbers, as
-    compressed-tensors does in its scheme MXFP4 (MXFP4.encode_activations). The result has x's dtype. `_rounded_inputs`
-    adds the straight-through gradient."""
-    return formats.MXFP4.encode_activations(x).decode(x.dtype)
-
-
 # ---- the ranges, beyond which numbers are clipped
-
-
-def _between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """Where numbers are between the least and the largest number of their grid, bool in their shape. A number beyond a
-    bound by no more than 2^-22 of it counts as between, because the rounding of a float32 scale may add that. The
-    functions `_within_...` compare with it. numbers: float32[...]. low, high: the bounds, whose shapes broadcast to
-    that of `numbers`."""
-    slack = np.float32(2**-22)
-    return (numbers >= low - slack * jnp.abs(low)) & (numbers <= high + slack * jnp.abs(high))
 
 
 def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
@@ -230,7 +167,7 @@ def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
     weights of a row share a scale, not None. dtype: the name of the scales' dtype."""
     groups = _blocks(weight, group_size)
     scale = int4_scales(groups, dtype).astype(jnp.float32)
-    return _between(groups, -8 * scale, 7 * scale).reshape(weight.shape)
+    return between(groups, -8 * scale, 7 * scale).reshape(weight.shape)
 
 
 def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
@@ -241,7 +178,7 @@ def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
         return _within_declared("int8", weight, None, dtype)
     groups = _blocks(weight, group_size)
     largest = 127 * int8_scales(groups, dtype).astype(jnp.float32)
-    return _between(groups, -largest, largest).reshape(weight.shape)
+    return between(groups, -largest, largest).reshape(weight.shape)
 
 
 def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
@@ -252,7 +189,7 @@ def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
     blocks = _blocks(weight, group_size)
     scales = as_float16(signed_codes(blocks, 8, dtype)[0])
     ends = -8 * scales, 7 * scales
-    return _between(blocks, jnp.minimum(*ends), jnp.maximum(*ends)).reshape(weight.shape)
+    return between(blocks, jnp.minimum(*ends), jnp.maximum(*ends)).reshape(weight.shape)
 
 
 def _within_q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
@@ -261,14 +198,7 @@ def _within_q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
     represents scale times code exactly."""
     blocks = _blocks(weight, group_size)
     largest = 127 * as_float16(q8_0_codes(blocks, dtype)[0])
-    return _between(blocks, -largest, largest).reshape(weight.shape)
-
-
-def _within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
-    """Where numbers are in the range that their scales have in a format of quantised weights, bool in their shape.
-    stored: the numbers, encoded in the format. numbers: of any floating-point dtype."""
-    largest = stored.largest()
-    return _between(numbers.astype(jnp.float32), -largest, largest)
+    return between(blocks, -largest, largest).reshape(weight.shape)
 
 
 def _within_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
@@ -276,35 +206,7 @@ def _within_declared(format: str, weight: jax.Array, group_size: int | None, dty
     group_size (None) and dtype are not used, because the format fixes its blocks and scales; Rounding.within takes them
     for every format."""
     del group_size, dtype
-    return _within_stored(formats.FORMATS[format].encode(weight.astype(jnp.float32)), weight)
-
-
-def _within_int8_by_token(x: jax.Array) -> jax.Array:
-    """Where the activations x [..., in] are between -128 and 127 times the scale of int8_by_token, bool in their shape.
-    The largest magnitude is at 127.5 scales, so a positive one is outside."""
-    wide = x.astype(jnp.float32)
-    scale = _token_scales(wide)
-    return _between(wide, -128 * scale, 127 * scale)
-
-
-def _within_int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
-    """Where the activations x [..., in] are in the range of int8_by_token_asymmetric, bool in their shape. The rounded
-    zero point moves it by up to half a scale to one side."""
-    wide = x.astype(jnp.float32)
-    scale, zero = _token_zero_points(wide)
-    return _between(wide, (-128 - zero) * scale, (127 - zero) * scale)
-
-
-def _within_fp8_by_token(x: jax.Array) -> jax.Array:
-    """Where the activations x [..., in] are in the range of fp8_by_token, bool in their shape: everywhere."""
-    rows = x.reshape(-1, x.shape[-1])
-    return _within_stored(formats.FP8.encode(rows), rows).reshape(x.shape)
-
-
-def _within_mxfp4_activations(x: jax.Array) -> jax.Array:
-    """Where the activations x [..., in] are between -6 and 6 times the scale of their block in MXFP4, bool in their
-    shape."""
-    return _within_stored(formats.MXFP4.encode_activations(x), x)
+    return within_stored(formats.FORMATS[format].encode(weight.astype(jnp.float32)), weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,10 +219,14 @@ class Rounding:
     # (the same) -> bool in the weight's shape: False where it is outside the grid's range, so that it is clipped
     within: Callable[[jax.Array, int | None, str], jax.Array]
     block: int = 1  # without groups, how many consecutive weights of a row the format has in a block
-    # activations [..., in] -> the same rounded, in their dtype; None: activations are not rounded
-    activations: Callable[[jax.Array], jax.Array] | None = None
+    # activations [..., in], and the linear's observed scale float32[] if `observed` is not None -> the same rounded, in
+    # their dtype; None: activations are not rounded
+    activations: Callable[..., jax.Array] | None = None
     # (the same) -> bool in their shape, as `within` for weights
-    inputs_within: Callable[[jax.Array], jax.Array] | None = None
+    inputs_within: Callable[..., jax.Array] | None = None
+    # (the largest magnitude of a linear's inputs, float32[], and the name of their dtype) -> the scale float32[] under
+    # which its activations are rounded, observed once; None: scales follow from the activations themselves
+    observed: Callable[[jax.Array, str], jax.Array] | None = None
     # the values of `jaxtune export --to`, beside 16-bit ones, whose formats store the rounded weights exactly
     exports: tuple[str, ...] = ()
     outtype: str | None = None  # the quantised type of GGUF files, a value of --outtype, that stores them exactly
@@ -334,23 +240,37 @@ def _declared(format: str) -> Rounding:
 
 
 _INT4 = Rounding(int4, _within_int4, exports=("w4a16",))
-_MXFP4 = _declared("mxfp4")
+_NVFP4, _MXFP4 = _declared("nvfp4"), _declared("mxfp4")
 ROUNDINGS = {
     "int4": _INT4,
     "int8-int4": dataclasses.replace(
-        _INT4, activations=int8_by_token, inputs_within=_within_int8_by_token, exports=("w4a8", "w4a16")
+        _INT4,
+        activations=rounded_inputs.int8_by_token,
+        inputs_within=rounded_inputs.within_int8_by_token,
+        exports=("w4a8", "w4a16"),
     ),
     "int8-int4-asymmetric": dataclasses.replace(
-        _INT4, activations=int8_by_token_asymmetric, inputs_within=_within_int8_by_token_asymmetric
+        _INT4,
+        activations=rounded_inputs.int8_by_token_asymmetric,
+        inputs_within=rounded_inputs.within_int8_by_token_asymmetric,
     ),
     "int8": Rounding(int8, _within_int8, exports=("int8",)),
-    "fp8": dataclasses.replace(_declared("fp8"), activations=fp8_by_token, inputs_within=_within_fp8_by_token),
-    "nvfp4": _declared("nvfp4"),
+    "fp8": dataclasses.replace(
+        _declared("fp8"), activations=rounded_inputs.fp8_by_token, inputs_within=rounded_inputs.within_fp8_by_token
+    ),
+    "nvfp4": _NVFP4,
+    "nvfp4-nvfp4": dataclasses.replace(
+        _NVFP4,
+        activations=rounded_inputs.nvfp4_activations,
+        inputs_within=rounded_inputs.within_nvfp4_activations,
+        observed=rounded_inputs.nvfp4_scale,
+        exports=("nvfp4-nvfp4", "nvfp4"),
+    ),
     "mxfp4": _MXFP4,
     "mxfp4-mxfp4": dataclasses.replace(
         _MXFP4,
-        activations=mxfp4_activations,
-        inputs_within=_within_mxfp4_activations,
+        activations=rounded_inputs.mxfp4_activations,
+        inputs_within=rounded_inputs.within_mxfp4_activations,
         exports=("mxfp4-mxfp4", "mxfp4"),
     ),
     "q4_0": Rounding(q4_0, _within_q4_0, outtype="q4_0"),
@@ -372,6 +292,9 @@ class FakeQuant:
     inputs: bool = True  # False: activations are not rounded, also where the format rounds them
     # where the gradient of what is rounded passes: "straight_through" (everywhere) or "clipped" (within the range)
     gradients: str = STRAIGHT_THROUGH
+    # pairs (name of a linear, scale), the scales under which activations were rounded in the training of a model whose
+    # weights are on the grid, or of an adapter; of formats that observe them, and only in the grid that files record
+    input_scales: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self):
         """Raises ValueError for a format that is not in ROUNDINGS, or a group size that the format does not have."""
@@ -390,21 +313,29 @@ class FakeQuant:
           record: that object, as JSON has it; group_size may be missing or null. Its gradients are straight-through.
 
         Raises:
-          ValueError: no such object, a grid that is not supported, or a dtype that models do not have.
+          ValueError: no such object, a grid that is not supported, a dtype that models do not have, or a scale of
+            activations that is not a positive number.
         """
         if not isinstance(record, Mapping) or not all(isinstance(record.get(key), str) for key in ("format", "dtype")):
             raise ValueError(f"{where} = {record!r}: must be an object with format, group_size and dtype")
         if record["dtype"] not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"{where}: dtype = {record['dtype']!r} is none of bfloat16, float16 and float32")
+        scales = record.get(INPUT_SCALES, {})
+        values.mapping(f"{where}: {INPUT_SCALES}", scales)
+        for name, scale in scales.items():
+            values.positive(f"{where}: {INPUT_SCALES}: {name}", scale)
+        pairs = tuple(sorted((name, float(scale)) for name, scale in scales.items()))
         try:
-            return cls(record["format"], record.get("group_size"), record["dtype"])
+            return cls(record["format"], record.get("group_size"), record["dtype"], input_scales=pairs)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
-    def record(self) -> dict[str, str | int | None]:
+    def record(self) -> dict[str, str | int | dict[str, float] | None]:
         """What files record of the grid, of which `of_record` makes it again: format, group_size (None if the format
-        has its own blocks) and dtype, without `inputs` and `gradients`, which are no part of it."""
-        return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype}
+        has its own blocks) and dtype, and the observed scales of activations if there are any, without `inputs` and
+        `gradients`, which are no part of it."""
+        scales = {INPUT_SCALES: dict(self.input_scales)} if self.input_scales else {}
+        return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype, **scales}
 
     def __str__(self) -> str:
         """The grid in words for messages, such as "int4 in groups of 32, bfloat16"."""
@@ -418,7 +349,7 @@ class FakeQuant:
 
     @property
     def grid(self) -> FakeQuant:
-        """The grid alone, as files record it: with `inputs` and `gradients` at their defaults."""
+        """The grid alone, with `inputs`, `gradients` and `input_scales` at their defaults."""
         return FakeQuant(self.format, self.group_size, self.dtype)
 
     @property
@@ -463,30 +394,40 @@ class FakeQuant:
         with jax.named_scope("fake_quantise"):
             return ROUNDINGS[self.format].within(weight, self.group_size, self.dtype)
 
-    def round_inputs(self, x: jax.Array) -> jax.Array:
+    @property
+    def observes(self) -> bool:
+        """Whether the format rounds activations under a scale that is observed once for each linear
+        (models/observed_inputs.py)."""
+        return ROUNDINGS[self.format].observed is not None
+
+    def round_inputs(self, x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         """Rounds activations [..., in] as the format does before a product, in their dtype; the gradient passes
         unchanged, or if gradients are clipped, where they are in the format's range. If `rounds_inputs` is False, x
-        itself is returned."""
-        return _rounded_inputs(self, x) if self.rounds_inputs else x
+        itself is returned. scale: float32[], the linear's observed scale (Linear.input_scale), of formats that observe
+        it (`observes`), and None of others; no gradient passes to it."""
+        return _rounded_inputs(self, x, scale) if self.rounds_inputs else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounded_inputs(spec: FakeQuant, x: jax.Array) -> jax.Array:
+def _rounded_inputs(spec: FakeQuant, x: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Rounds the activations x [..., in] as the format of `spec` does, and returns them in their dtype. The backward
-    passes the gradient to x unchanged. If `spec` clips gradients, it is zero where x is outside the range."""
+    passes the gradient to x unchanged. If `spec` clips gradients, it is zero where x is outside the range. scale: the
+    observed one, float32[], or None, as the format needs it; it gets no gradient."""
     activations = ROUNDINGS[spec.format].activations
-    assert activations is not None
+    assert activations is not None and (scale is not None) == spec.observes
     with jax.named_scope("fake_quantise"):
-        return activations(x)
+        return activations(x) if scale is None else activations(x, scale)
 
 
-def _rounded_inputs_fwd(spec: FakeQuant, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The forward rule of `_rounded_inputs`, whose arguments are the grid `spec` and the activations x: (its result,
-    where x is in the range, bool in its shape; None if gradients are not clipped)."""
+def _rounded_inputs_fwd(spec: FakeQuant, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """The forward rule of `_rounded_inputs`, whose arguments are the grid `spec`, the activations x and their observed
+    scale: (its result, where x is in the range, bool in its shape; None if gradients are not clipped)."""
     within = ROUNDINGS[spec.format].inputs_within if spec.clips else None
-    return _rounded_inputs(spec, x), None if within is None else within(x)
+    if within is None:
+        return _rounded_inputs(spec, x, scale), None
+    return _rounded_inputs(spec, x, scale), within(x) if scale is None else within(x, scale)
 
 
 _rounded_inputs.defvjp(
-    _rounded_inputs_fwd, lambda spec, within, dx: (dx if within is None else jnp.where(within, dx, 0),)
+    _rounded_inputs_fwd, lambda spec, within, dx: (dx if within is None else jnp.where(within, dx, 0), None)
 )

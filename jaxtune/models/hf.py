@@ -157,11 +157,9 @@ class Pretrained:
     def device_bytes(self, load_in: str | None = None, stay: Collection[str] = ()) -> int:
         """The bytes of the model on a device that has all of it, computed from the headers of the files.
 
-        load_in: a format; the bytes are then those of a model whose linears and experts are all in this format, which
-        tells how much smaller it would be. None: the bytes of the model that `load` returns. stay: names of tensors
-        that stay in host memory and are not counted."""
-        variables = ((name, variable) for name, (_, variable) in self._variables.items() if name not in stay)
-        shapes = {name: variable.get_value().shape for name, variable in variables}
+        load_in: a format in which all linears and experts would be, to tell how much smaller the model would be. None:
+        the bytes of the model that `load` returns. stay: names of tensors that stay in host memory, not counted."""
+        shapes = {name: v.get_value().shape for name, (_, v) in self._variables.items() if name not in stay}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._decoded, self._dtypes)
 
@@ -189,8 +187,7 @@ class Pretrained:
             load_memory.require_room(self.folder, self.device_bytes(None, stay), how, nf4)
 
         def where(name: str, tensor):
-            """The sharding of a tensor's arrays on the mesh; None without a mesh, or for a weight that is decoded
-            first."""
+            """The sharding of a tensor on the mesh; None without a mesh, or for a weight that is decoded first."""
             if mesh is None:
                 return None
             _, variable = self._variables[name]
@@ -293,9 +290,8 @@ def _format(load_in: str | None) -> str | None:
 
 def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
     """Loads the model of the checkpoint `pretrained` and its tokenizer: (model, tokenizer). The tokenizer is that of
-    the first of the folders `tokenizers` that has one, or None if none has. Both are loaded at the same time, because
-    importing transformers for the tokenizer takes seconds. Raises ValueError as Pretrained.load and load_tokenizer
-    do."""
+    the first of the folders `tokenizers` that has one, or None if none has. Both are loaded at the same time. Raises
+    ValueError as Pretrained.load and load_tokenizer do."""
 
     def first() -> Any:
         """The tokenizer of the first of the folders that has one, or None."""
@@ -339,8 +335,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     always those of the model now. With a vision tower that is saved too, it is the whole model's config.
 
     tokenizer: gives the ids of special tokens that the config lacks; None: they stay missing. Raises ValueError for
-    what config.json cannot say, such as weights in several quantised formats, or a QAT grid that model.dtype cannot
-    represent."""
+    what config.json cannot say, such as several quantised formats or a QAT grid that model.dtype cannot represent."""
     own = family(model.config.family).to_hf(model.config)
     source = json.loads(model.source.config) if model.source is not None else {}
     if source and config_from_hf(source) == model.config:

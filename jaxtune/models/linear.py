@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,12 @@ from jaxtune.pallas.quant_matmul.reference import dropout
 class Frozen(nnx.Variable):
     """A variable whose tensor is not trained and never receives a gradient. Its value is an array or a quantised
     weight."""
+
+
+class InputScale(nnx.Variable):
+    """The scale float32[] under which a linear rounds its activations in quantisation-aware training, in formats that
+    observe it (models/observed_inputs.py). It is never trained, and no tensor of a checkpoint: records have it as a
+    number (FakeQuant.input_scales)."""
 
 
 def frozen(variable: nnx.Variable) -> Frozen:
@@ -210,12 +217,18 @@ class Linear(nnx.Module):
         is cast to it, and the output back to x's dtype; None: in x's dtype.
       fake_quant: for quantisation-aware training: the grid to which the weight, with its adapter merged in, is rounded
         before it multiplies; None: it is not rounded.
+      input_scale: an InputScale, if `fake_quant` has a format whose activations are rounded under an observed scale;
+        else None.
+      observer: called on the host whenever the linear computes, with the largest magnitude of each token's inputs,
+        float32[..., tokens]; models/observed_inputs.py sets it to observe ranges. None: nothing is called.
       original: for a head that is trained beside adapters (modules_to_save), its weight before training; else None.
     """
 
     num_experts = 0  # as ExpertLinear has, for code that handles both
     quantizable = True  # whether `quantize` and loading in a format of few bits encode it; a router's is not
     original: nnx.Variable | None = None
+    input_scale: nnx.Variable | None = None
+    observer: Callable[[jax.Array], None] | None = None
     compute: str | None = None
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
@@ -290,11 +303,14 @@ def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> 
     specs = {linear.fake_quant for linear in linears}
     if len(specs) > 1 and any(spec is not None and spec.rounds_inputs for spec in specs):
         return tuple(_fused(x, (linear,), key)[0] for linear in linears)  # some multiply x as it is
+    for linear in linears:
+        if linear.observer is not None:
+            jax.debug.callback(linear.observer, jnp.abs(x).max(-1).astype(jnp.float32))
     rates = [linear.lora.rate for linear in linears if linear.lora is not None]
     rate = max(rates, default=0.0)
-    seen = x
+    seen, observed = x, linears[0].input_scale  # linears with the same input have observed the same scale
     for spec in specs:
-        seen = x if spec is None else spec.round_inputs(x)
+        seen = x if spec is None else spec.round_inputs(x, None if observed is None else observed.get_value())
     weights, loras, biases = [], [], []
     for linear in linears:
         rounded = linear.fake_quant is not None

@@ -62,6 +62,14 @@ def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
     yield from experts(model)
 
 
+def stop_rounding(matrix: Linear | ExpertLinear) -> None:
+    """Changes a linear or experts, in place, so that they compute without the rounding of quantisation-aware training.
+    The caller gives one of a copied model."""
+    matrix.fake_quant = None
+    if isinstance(matrix, Linear) and matrix.input_scale is not None:
+        del matrix.input_scale
+
+
 def has_adapter(model: Decoder) -> bool:
     """Whether any linear or expert matrix of the model has a LoRA adapter; matrices that are trained whole do not
     count. Functions that need a base, such as get_peft_model, refuse a model by it."""
@@ -305,7 +313,7 @@ def without_adapter(model: Decoder) -> Decoder:
     model = copy_structure(model)
     for _, matrix in matrices(model):
         matrix.lora = nnx.data(None)
-        matrix.fake_quant = None
+        stop_rounding(matrix)
     for holder in (model.embedding, model.head):
         if holder is not None and holder.original is not None:
             holder.weight = holder.original

@@ -17,6 +17,7 @@ QAT_GROUPS: dict[str, tuple[int | None, ...]] = {
     "int8": (32, None),
     "fp8": (None,),
     "nvfp4": (None,),
+    "nvfp4-nvfp4": (None,),
     "mxfp4": (None,),
     "mxfp4-mxfp4": (None,),
     "q4_0": (32,),

@@ -87,9 +87,10 @@ def step_programs(
       (the program of a step, None); if qat.start is above 0, (the program of a step with rounded weights, the program
         of a step before that).
     Raises:
-      ValueError: optim.embedding_learning_rate is set, and no embedding is trained; or a coefficient is set for a loss
-        that the model's layers do not have.
+      ValueError: optim.embedding_learning_rate is set, and no embedding is trained; a coefficient is set for a loss
+        that the model's layers do not have; or QAT would observe rows that are not there.
     """
+    _require_observable(model, batches)
     rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
     size = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
     if (own := config.optim.embedding_learning_rate) is not None and not any(embedding_tensors(model.trainable)):
@@ -119,6 +120,18 @@ def step_programs(
     if config.qat is None or config.qat.start == 0:
         return program, None
     return program, dataclasses.replace(program, graph=model.plain_graph)
+
+
+def _require_observable(model: TrainedModel, batches: BatchSource) -> None:
+    """Raises ValueError if QAT rounds activations under scales that it observes on the rows of the first step, and
+    these are not there before the run: `batches` samples them from the model, or several processes share them."""
+    if model.qat is None or not model.qat.observes:
+        return
+    what = f"qat.format = {model.qat.format} observes activations on the rows of the first step"
+    if batches.sees_model:
+        raise ValueError(f"{what}, and this objective samples its rows during the run: take nvfp4 or mxfp4-mxfp4")
+    if processes.count() > 1:
+        raise ValueError(f"{what}, in a run of one process: this one has {processes.count()}")
 
 
 def planned(

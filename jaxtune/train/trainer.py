@@ -417,10 +417,10 @@ class Trainer:
     # ---- checkpoints
 
     def _meta(self, step: int) -> dict[str, Any]:
-        """The metadata of a checkpoint after `step` steps: the record, and the batch source's position in its rows. All
-        processes of the run must call it."""
+        """The metadata of a checkpoint after `step` steps: the record, the batch source's position in its rows, and the
+        observed scales of activations. All processes of the run must call it."""
         position = self.batches.position(step)
-        return self.record() | ({} if position is None else {POSITION: position})
+        return self.record() | ({} if position is None else {POSITION: position}) | self.model.recorded()
 
     def record(self) -> dict[str, Any]:
         """What identifies this run, and the settings that its numbers depend on, {name: JSON value}; it is stored in
@@ -488,7 +488,7 @@ class Trainer:
                 self.planner.adopt(saved["numerics"])
                 self.engine.follow_plan()
             note(require_same_run(saved, self.record(), self.output))
-            self.model.free_given()
+            self.model.resume(saved)
 
         step, restored, meta = checkpointer.restore(from_step, like=like, check=check, partial=weights_only)
         if is_longer(meta, self.record()):

@@ -210,7 +210,7 @@ def test_no_room(to, tmp_path, monkeypatch):
     [
         (
             dict(to="onnx"),
-            "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, nvfp4, int8, w4a16, w4a8, mxfp4, mxfp4-mxfp4, a",
+            "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, nvfp4, int8, w4a16, w4a8, nvfp4-nvfp4, mxfp4, m",
         ),
         (dict(to="merged", outtype="q8_0"), "outtype = 'q8_0' is an option of gguf; merged has none"),
         (

@@ -13,11 +13,13 @@ from llama_cpp_models import made
 from tiny_models import adapted_model
 
 import jaxtune
+from jaxtune import cli
 from jaxtune.export import grids
 from jaxtune.models.files.headers import read_header
 from jaxtune.models.files.quant import convert_qat, prepare_qat
 from jaxtune.models.files.shards import read_tensor
 from jaxtune.models.lora import linears, matrices
+from jaxtune.models.observed_inputs import observed_scales
 from jaxtune.pallas.formats import dense
 
 gguf = pytest.importorskip("gguf")
@@ -169,13 +171,85 @@ def test_mxfp4_holds_the_numbers_that_training_saw(tmp_path, family, how, format
     assert group["input_activations"] == (number | {"dynamic": True} if to == "mxfp4-mxfp4" else None)
 
 
+TOKENS = np.arange(36, dtype=np.int32).reshape(3, 12)
+
+
+@pytest.mark.parametrize(("how", "dtype"), [("full", "float32"), ("full", "bfloat16"), ("lora", "bfloat16")])
+@pytest.mark.parametrize("to", ["nvfp4-nvfp4", "nvfp4"])
+def test_nvfp4_with_activations_holds_what_training_saw(tmp_path, how, dtype, to):
+    """The weights' numbers, read by the layout's definition and by jaxtune, and the observed scales; without
+    activations the same weights alone. From a merged folder and from the adapter's, by the command."""
+    jaxtune.save_pretrained(model_of(dtype), tmp_path / "base")
+    base, _ = jaxtune.from_pretrained(tmp_path / "base", dtype=dtype)
+    scales = observed_scales(base, "nvfp4-nvfp4", TOKENS)
+    model = base if how == "full" else adapted_model(base, r=2)
+    prepared = prepare_qat(model, "nvfp4-nvfp4", input_scales=scales)
+    whole = convert_qat(prepared) if how == "full" else jaxtune.merge_adapter(prepared)
+    jaxtune.save_pretrained(whole, tmp_path / "merged")
+    if how == "lora":
+        jaxtune.save_adapter(prepared, tmp_path / "adapter")
+    for folder in ("merged", "adapter") if how == "lora" else ("merged",):
+        out = tmp_path / f"{folder}_{to}"
+        assert cli.main(["export", str(tmp_path / folder), str(out), "--to", to, "--dtype", dtype]) == 0
+        entries = read_header(out / "model.safetensors")
+        loaded, _ = jaxtune.from_pretrained(out, dtype=dtype)
+        for (name, ours), (_, theirs) in zip(linears(whole), linears(loaded), strict=True):
+            packed, own, of_matrix = (
+                read_tensor(entries[f"{name}.weight_{part}"]) for part in ("packed", "scale", "global_scale")
+            )
+            found = e2m1_numbers(packed) * np.repeat(own.astype(np.float32) / of_matrix, 16, axis=1)
+            wanted = np.asarray(ours.weight[...])
+            np.testing.assert_array_equal(found.astype(wanted.dtype), wanted, err_msg=name)
+            np.testing.assert_array_equal(np.asarray(dense(theirs.stored_weight, dtype)), wanted, err_msg=name)
+            stored = entries.get(f"{name}.input_global_scale")
+            if to == "nvfp4":
+                assert stored is None and theirs.stored_weight.input_scale is None
+            else:
+                assert read_tensor(stored).tolist() == [scales[name]] and read_tensor(stored).dtype == np.float32
+                assert theirs.stored_weight.input_scale.item() == scales[name]
+        says = json.loads((out / "config.json").read_text())
+        (group,) = says["quantization_config"]["config_groups"].values()
+        local = group["weights"] | {"dynamic": "local"}
+        assert group["input_activations"] == (local if to == "nvfp4-nvfp4" else None) and "qat" not in says
+
+
+def test_a_scale_of_which_float32_rounds_a_product_to_a_middle_is_found():
+    """In one of these matrices the scale of training is outside of what its numbers allow in exact arithmetic."""
+    shape = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    model = convert_qat(prepare_qat(made("qwen2", "bfloat16", **shape), "nvfp4"))
+    for name, linear in linears(model):
+        weight = linear.weight[...]
+        np.testing.assert_array_equal(grids._exactly(name, "nvfp4", weight).decode("bfloat16"), weight, err_msg=name)
+
+
+def test_nvfp4_with_activations_needs_their_ranges(tmp_path):
+    for model in (model_of(), convert_qat(prepare_qat(model_of(), "nvfp4"))):
+        with pytest.raises(ValueError, match="nvfp4-nvfp4"):
+            jaxtune.export_model(model, tmp_path / "out", "nvfp4-nvfp4")
+    with pytest.raises(
+        ValueError, match="the model has no ranges of activations, which quantisation-aware training ob"
+    ):
+        jaxtune.export_model(model_of(), tmp_path / "out", "nvfp4-nvfp4")
+    scales = observed_scales(model_of(), "nvfp4-nvfp4", TOKENS)
+    whole = convert_qat(prepare_qat(model_of(), "nvfp4-nvfp4", input_scales=scales))
+    with pytest.raises(
+        ValueError, match="take nvfp4-nvfp4, which stores that grid, or nvfp4, which stores that grid, or"
+    ):
+        jaxtune.export_model(whole, tmp_path / "out", "mxfp4")
+    assert not (tmp_path / "out").exists()
+
+
+def e2m1_numbers(packed: np.ndarray) -> np.ndarray:
+    """The numbers float32[out, in] of codes uint8[out, in / 2] of e2m1, the first of two in the low bits."""
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    return np.concatenate([numbers, -numbers])[np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)]
+
+
 def e2m1_blocks(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """A weight float32[out, in] of mxfp4-pack-quantized: codes uint8[out, in / 2], the first of two in the low bits,
     and exponents uint8[out, in / 32] with a bias of 127."""
     assert packed.dtype == scales.dtype == np.uint8
-    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    values = np.concatenate([numbers, -numbers])[np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)]
-    return values * np.repeat(np.float32(2) ** (scales.astype(np.float32) - 127), 32, axis=1)
+    return e2m1_numbers(packed) * np.repeat(np.float32(2) ** (scales.astype(np.float32) - 127), 32, axis=1)
 
 
 def test_what_mxfp4_cannot_hold_stays_in_16_bits_or_is_refused(tmp_path):

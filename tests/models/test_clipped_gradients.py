@@ -41,6 +41,8 @@ OUTSIDE = {
     ("int8 by rows", "bfloat16"): (10, 64),
     ("nvfp4", "float32"): (100, 400),
     ("nvfp4", "bfloat16"): (100, 400),
+    ("nvfp4-nvfp4", "float32"): (100, 400),
+    ("nvfp4-nvfp4", "bfloat16"): (100, 400),
     ("mxfp4", "float32"): (50, 250),
     ("mxfp4", "bfloat16"): (50, 250),
     ("mxfp4-mxfp4", "float32"): (50, 250),
@@ -80,7 +82,7 @@ def bounds(name: str, size: int | None, weight: np.ndarray, dtype: str) -> tuple
     if name == "int8" and size is None:  # bitsandbytes' rows, in float16
         high = abs(weight.astype(np.float16)).max(1, keepdims=True).astype(np.float64)
         return -high, high
-    if name == "nvfp4":
+    if name.startswith("nvfp4"):
         of_tensor = np.float32(448 * 6) * (np.float32(1) / abs(weight).max())
         block = abs(weight.reshape(-1, 16)).max(1)
         scale = (block / np.float32(6) * of_tensor).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -145,6 +147,9 @@ def test_weights_outside_their_range_get_no_gradient(name, size, dtype):
     assert least <= (~kept).sum() <= most
 
 
+OBSERVED = np.float32(448 * 6 / 3)  # the scale of activations whose largest magnitude was 3 when it was observed
+
+
 def activation_bounds(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The least and the largest number of each activation's scale, float64, by the definition of the format."""
     wide = x.astype(np.float64)
@@ -158,6 +163,11 @@ def activation_bounds(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]
         scale = (most - least) / 255
         zero = np.clip(-128 - np.rint(least / scale), -128, 127)
         return (-128 - zero) * scale, (127 - zero) * scale
+    if name == "nvfp4-nvfp4":
+        block = abs(x.reshape(-1, 16)).max(1) / np.float32(6)
+        scale = np.minimum(block * OBSERVED, np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
+        high = np.repeat(6 * scale.astype(np.float64) / OBSERVED, 16).reshape(x.shape)
+        return -high, high
     block = abs(wide.reshape(-1, 32)).max(1)
     power = np.floor(np.log2(block))
     high = 6 * 2.0 ** np.where(block >= 1.75 * 2.0**power, power - 1, power - 2)
@@ -169,10 +179,12 @@ def activation_bounds(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def test_activations_outside_their_range_get_no_gradient(name):
     x = DRAWN.reshape(2, 32, 128)
     spec = FakeQuant(name, QAT_GROUPS[name][0], "float32", gradients="clipped")
-    value, pullback = jax.vjp(spec.round_inputs, jnp.asarray(x))
+    scale = jnp.asarray(OBSERVED) if spec.observes else None
+    value, pullback = jax.vjp(lambda x: spec.round_inputs(x, scale), jnp.asarray(x))
     kept = inside(x, *activation_bounds(name, x))
     np.testing.assert_array_equal(pullback(value)[0], np.where(kept, value, 0))
-    np.testing.assert_array_equal(value, dataclasses.replace(spec, gradients="straight_through").round_inputs(x))
+    straight = dataclasses.replace(spec, gradients="straight_through")
+    np.testing.assert_array_equal(value, straight.round_inputs(jnp.asarray(x), scale))
     assert kept.all() if name == "fp8" else 10 < (~kept).sum() < 400
 
 

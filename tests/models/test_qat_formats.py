@@ -13,7 +13,7 @@ from checks import mean_loss
 from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
-from jaxtune.models import fake_quant
+from jaxtune.models import rounded_inputs
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.fake_quant import ROUNDINGS, FakeQuant
@@ -87,18 +87,18 @@ def test_rounded_activations_are_those_of_the_format():
     scale = abs(wide).max(-1, keepdims=True) / np.float32(127.5)
     scale = np.where(scale == 0, np.finfo(np.float32).eps, scale)
     wanted = np.clip(np.rint(wide / scale), -128, 127) * scale
-    np.testing.assert_array_equal(fake_quant.int8_by_token(x), wanted)
+    np.testing.assert_array_equal(rounded_inputs.int8_by_token(x), wanted)
 
     low, high = np.minimum(wide.min(-1, keepdims=True), 0), np.maximum(wide.max(-1, keepdims=True), 0)
     scale = np.maximum((high - low) / np.float32(255), np.finfo(np.float32).eps)
     zero = np.clip(-128 - np.rint(low / scale), -128, 127)
     wanted = (np.clip(np.rint(wide * (np.float32(1) / scale)) + zero, -128, 127) - zero) * scale
-    np.testing.assert_array_equal(fake_quant.int8_by_token_asymmetric(x), wanted)
+    np.testing.assert_array_equal(rounded_inputs.int8_by_token_asymmetric(x), wanted)
 
     scale = abs(wide).max(-1, keepdims=True) / np.float32(448)
     scale = np.where(scale == 0, 1, scale)
     wanted = (wide / scale).astype(jnp.float8_e4m3fn).astype(np.float32) * scale
-    np.testing.assert_array_equal(fake_quant.fp8_by_token(x), wanted)
+    np.testing.assert_array_equal(rounded_inputs.fp8_by_token(x), wanted)
 
     blocks = wide.reshape(-1, 32)
     largest = np.where((blocks == 0).all(1), 1, abs(blocks).max(1)).astype(np.float64)
@@ -106,14 +106,31 @@ def test_rounded_activations_are_those_of_the_format():
     scale = np.where(largest >= 1.75 * power, power / 2, power / 4)[:, None]
     numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # no number drawn lies between two
     wanted = np.sign(blocks) * numbers[abs(abs(blocks / scale)[..., None] - numbers).argmin(-1)] * scale
-    np.testing.assert_array_equal(fake_quant.mxfp4_activations(x), wanted.reshape(x.shape))
+    np.testing.assert_array_equal(rounded_inputs.mxfp4_activations(x), wanted.reshape(x.shape))
+
+
+@pytest.mark.parametrize("observed", [np.float32(abs(DRAWN).max()), np.float32(0.01)])
+def test_activations_in_nvfp4_are_rounded_under_their_observed_scale(observed):
+    """Also where the range that was observed is so much smaller that scales of blocks end at 448: the numbers beyond it
+    become its bound."""
+    x = jnp.asarray(DRAWN).at[0].set(0.0).reshape(2, 3, 128)
+    scale = np.float32(448 * 6) * (np.float32(1) / observed)
+    blocks = np.asarray(x).reshape(-1, 16)
+    own = np.minimum(abs(blocks).max(1, keepdims=True) / np.float32(6) * scale, np.float32(448))
+    own = own.astype(jnp.float8_e4m3fn).astype(np.float32)
+    own = np.where(own == 0, np.float32(0.125), own) / scale
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # no number drawn lies between two
+    wanted = np.sign(blocks) * numbers[abs(abs(blocks / own)[..., None] - numbers).argmin(-1)] * own
+    found = rounded_inputs.nvfp4_activations(x, rounded_inputs.nvfp4_scale(observed, "float32"))
+    np.testing.assert_array_equal(found, wanted.reshape(x.shape))
+    assert abs(found).max() == pytest.approx(min(abs(np.asarray(x)).max(), observed), rel=0.1)
 
 
 def test_activations_are_rounded_before_products_and_gradients_pass():
-    for name in ("int8-int4", "fp8", "mxfp4-mxfp4"):
+    for name in ("int8-int4", "fp8", "nvfp4-nvfp4", "mxfp4-mxfp4"):
         spec = FakeQuant(name, QAT_GROUPS[name][0], "float32")
-        x = jnp.asarray(DRAWN)
-        value, pullback = jax.vjp(spec.round_inputs, x)
+        x, scale = jnp.asarray(DRAWN), jnp.float32(800) if name == "nvfp4-nvfp4" else None
+        value, pullback = jax.vjp(lambda x, spec=spec, scale=scale: spec.round_inputs(x, scale), x)
         assert spec.rounds_inputs and not np.array_equal(value, x)
         np.testing.assert_array_equal(pullback(2 * x)[0], 2 * x)
         assert dataclasses.replace(spec, inputs=False).round_inputs(x) is x

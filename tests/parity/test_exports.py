@@ -10,19 +10,25 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from compressed_tensors.compressors import MXFP4PackedCompressor, PackedQuantizationCompressor
+from compressed_tensors.compressors import (
+    MXFP4PackedCompressor,
+    NVFP4PackedCompressor,
+    PackedQuantizationCompressor,
+)
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize, forward_quantize
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp, generate_gparam
 from llama_cpp_models import made
 from tiny_models import adapted_model
 
 import jaxtune
 from jaxtune import cli
+from jaxtune.models import rounded_inputs
 from jaxtune.models.fake_quant import ROUNDINGS
 from jaxtune.models.files.quant import convert_qat, prepare_qat
 from jaxtune.models.lora import linears
+from jaxtune.models.observed_inputs import observed_scales
 
 
 def same_in_transformers(folder, ours, model):
@@ -102,6 +108,57 @@ def decompressed(folder, reader=PackedQuantizationCompressor) -> dict[str, np.nd
     return {name: weight.float().numpy() for name, weight in weights.items()}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("most", [None, 0.5])
+def test_qat_rounds_to_nvfp4_under_the_scale_of_compressed_tensors(dtype, most):
+    """Both the scale that follows from an observed magnitude and the numbers under it, also beyond its range."""
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 9, 64)).astype(np.float32) * 3)
+    x = x.to(getattr(torch, dtype))
+    seen = x if most is None else x * most
+    of_all = generate_gparam(seen.amin(), seen.amax())
+    largest = jnp.float32(float(seen.abs().max()))
+    ours = rounded_inputs.nvfp4_scale(largest, dtype)
+    assert float(ours) == float(of_all)
+    args = PRESET_SCHEMES["NVFP4"]["input_activations"]
+    scale, zero = compute_dynamic_scales_and_zp(x, args, None, of_all)
+    theirs = fake_quantize(x, scale, zero, args, global_scale=of_all)
+    found = ROUNDINGS["nvfp4-nvfp4"].activations(jnp.asarray(x.float().numpy(), dtype), ours)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), theirs.float().numpy())
+
+
+def test_nvfp4_with_activations_is_read_by_compressed_tensors(tmp_path):
+    """The numbers that training saw, the scheme by its own name, and activations rounded as training did, under the
+    scales of the file."""
+    model = made("qwen2", "bfloat16", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    scales = observed_scales(model, "nvfp4-nvfp4", np.arange(60, dtype=np.int32).reshape(5, 12))
+    whole = convert_qat(prepare_qat(model, "nvfp4-nvfp4", input_scales=scales))
+    jaxtune.export_model(whole, tmp_path / "out", to="nvfp4-nvfp4")
+    same_scheme(tmp_path / "out", "NVFP4")
+    found = decompressed(tmp_path / "out", NVFP4PackedCompressor)
+    assert len(found) == len(list(linears(whole)))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    draw = np.random.default_rng(0)
+    for name, linear in linears(whole):
+        weight = np.asarray(linear.weight[...], np.float32)
+        np.testing.assert_array_equal(found[name], weight, err_msg=name)
+        x = 3 * draw.standard_normal((7, weight.shape[1])).astype(np.float32)  # some beyond the range that was observed
+        module = theirs.get_submodule(name)
+        assert module.input_global_scale.item() == scales[name]
+        rounded = forward_quantize(module, torch.from_numpy(x), "input", module.quantization_scheme.input_activations)
+        ours = rounded_inputs.nvfp4_activations(jnp.asarray(x), jnp.float32(scales[name]))
+        np.testing.assert_array_equal(ours, rounded.numpy(), err_msg=name)
+
+
+def same_scheme(folder, scheme):
+    """The scheme that a folder's config.json says is one of compressed-tensors' own."""
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    group = QuantizationConfig.model_validate(said).config_groups["group_0"]
+    keys = ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic", "scale_dtype", "zp_dtype")
+    for part in ("weights", "input_activations"):
+        wanted, own = PRESET_SCHEMES[scheme].get(part), getattr(group, part)
+        assert [getattr(own, key, None) for key in keys] == [getattr(wanted, key, None) for key in keys]
+
+
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("how", ["full", "lora"])
 def test_qat_exports_the_numbers_that_training_saw(tmp_path, how, group):
@@ -138,9 +195,4 @@ def test_mxfp4_is_read_by_compressed_tensors(tmp_path, format, scheme):
     assert len(found) == len(list(linears(whole)))
     for name, linear in linears(whole):
         np.testing.assert_array_equal(found[name], np.asarray(linear.weight[...], np.float32), err_msg=name)
-    said = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
-    group = QuantizationConfig.model_validate(said).config_groups["group_0"]
-    keys = ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic", "scale_dtype", "zp_dtype")
-    for part in ("weights", "input_activations"):
-        wanted, own = PRESET_SCHEMES[scheme].get(part), getattr(group, part)
-        assert [getattr(own, key, None) for key in keys] == [getattr(wanted, key, None) for key in keys]
+    same_scheme(tmp_path / "out", scheme)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,6 +16,8 @@ from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.models.observed_inputs import known_scales, observed_scales
+from jaxtune.train import setup
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -23,6 +26,7 @@ from jaxtune.train.config import (
     QatConfig,
 )
 from jaxtune.train.config.file import config_from_dict, config_to_dict
+from jaxtune.train.program import trained_model
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, make_config
 
@@ -165,6 +169,80 @@ def test_rounded_activations_are_resumed_and_divided(tmp_path, of_experts):
     divided = trainer(tmp_path / "divided", mesh=MeshConfig(fsdp=2))
     divided.train()
     np.testing.assert_allclose(losses(divided), losses(one), rtol=2e-3)
+
+
+def copied_until(run, output, step):
+    """A copy of a run's folder without the checkpoints after `step`."""
+    shutil.copytree(run, output)
+    for folder in (output / "checkpoints").glob("step_*"):
+        if int(folder.name[5:]) > step:
+            shutil.rmtree(folder)
+    return output
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+@pytest.mark.parametrize(("start", "saved"), [(0, START), (3, START)])
+def test_observed_scales_are_those_of_the_first_rows_and_stay(tmp_path, monkeypatch, rank, start, saved):
+    """They are observed once, before the first step, also if rounding begins later, after a resume: that takes them
+    from the checkpoint and gives equal bits."""
+    evaluation = EvaluationConfig(every_steps=1, at_start=True)
+
+    def trainer(output, **changes):
+        return trainer_of(
+            output, model_of(rank=rank), QatConfig("nvfp4-nvfp4", start=start), evaluation=evaluation, **changes
+        )
+
+    one = trainer(tmp_path / "one")
+    rows = one.batches.batch_at(0)
+    wanted = observed_scales(model_of(rank=rank), "nvfp4-nvfp4", rows.tokens, rows.segment_ids, rows.positions)
+    trained = one.train()
+    assert known_scales(trained) == wanted and len(wanted) == 7
+    assert one.model.recorded() == {"input_global_scales": wanted}
+    monkeypatch.setattr(trained_model, "observed_scales", None)  # nothing is observed after this
+    other = trainer(tmp_path / "other").evaluate_checkpoint(tmp_path / "one" / "checkpoints")[0]["eval_loss"]
+    assert other == eval_losses(one)[STEPS]
+    again = trainer(copied_until(tmp_path / "one", tmp_path / "again", saved))
+    trained_again = again.train()
+    same(trained_again, trained)
+    assert known_scales(trained_again) == wanted and losses(again) == losses(one)[saved:]
+    if rank:  # a model that has scales keeps them
+        more = trainer_of(tmp_path / "more", trained, QatConfig("nvfp4-nvfp4"))
+        assert more.evaluate()["eval_loss"] == pytest.approx(eval_losses(one)[STEPS], rel=1e-6)
+
+
+def test_observed_scales_are_equal_on_every_mesh_and_the_loss_sees_them(tmp_path):
+    def trainer(name, **changes):
+        return trainer_of(tmp_path / name, model_of(), QatConfig("nvfp4-nvfp4"), steps=1, **changes)
+
+    one = trainer("one")
+    wanted = known_scales(one.train())
+    for name, mesh in (("data", MeshConfig(data=2)), ("fsdp", MeshConfig(fsdp=2))):
+        divided = trainer(name, mesh=mesh)
+        assert known_scales(divided.train()) == wanted
+        np.testing.assert_allclose(losses(divided), losses(one), rtol=1e-5)
+    wide = trainer("wide")
+    wide.model._set_scales({name: scale / 1000 for name, scale in wanted.items()})
+    wide.train()
+    assert losses(wide) != pytest.approx(losses(one), rel=1e-3)
+
+
+def test_what_cannot_be_observed_is_refused(tmp_path, monkeypatch):
+    of_run = trainer_of(tmp_path / "run", model_of(), QatConfig("nvfp4-nvfp4"))
+    before = "nvfp4-nvfp4 observes activations on the rows of the first step"
+    with pytest.raises(
+        ValueError, match=f"{before}, and this objective samples its rows during the run: take nvfp4 or"
+    ):
+        setup._require_observable(of_run.model, SimpleNamespace(sees_model=True))
+    monkeypatch.setattr(setup.processes, "count", lambda: 2)
+    with pytest.raises(ValueError, match=f"{before}, in a run of one process: this one has 2"):
+        setup._require_observable(of_run.model, of_run.batches)
+    monkeypatch.undo()
+    model = model_of()
+    _, linear = next(linears(model))
+    halves = jax.sharding.NamedSharding(jax.make_mesh((2,), ("half",)), jax.sharding.PartitionSpec("half"))
+    linear.weight.set_value(jax.device_put(linear.weight[...], halves))
+    with pytest.raises(ValueError, match="the range of activations: the model's weights are divided over 2 devices"):
+        trainer_of(tmp_path / "halves", model, QatConfig("nvfp4-nvfp4")).evaluate()
 
 
 def test_the_config_says_it_briefly_and_refuses(tmp_path):

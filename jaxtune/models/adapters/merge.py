@@ -30,7 +30,8 @@ from jaxtune.models.files.quant import qat_spec, round_to_grid
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Frozen, Linear, merged_weight, row_norm, trained
-from jaxtune.models.lora import copy_structure, has_adapter, matrices
+from jaxtune.models.lora import copy_structure, has_adapter, matrices, stop_rounding
+from jaxtune.models.observed_inputs import recorded
 from jaxtune.models.placement import partition
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import Stored, dense
@@ -215,7 +216,7 @@ def merged_weights(model: Decoder) -> Weights:
         form = jax.ShapeDtypeStruct(given.shape, model.dtype if isinstance(given, Stored) else given.dtype)
         linear.weight = trained(linear.weight, form)
         linear.lora = nnx.data(None)
-        linear.fake_quant = None
+        stop_rounding(linear)
         makers[id(linear.weight)], views[id(linear.weight)] = make, _Merged.of(own, model.dtype)
     for module in (merged.embedding, merged.head):
         if module is not None and isinstance(module.weight, nnx.Param):
@@ -227,7 +228,7 @@ def merged_weights(model: Decoder) -> Weights:
             if module.original is not None:
                 del module.original
     spec = qat_spec(model)
-    merged.qat = None if spec is None else spec.grid
+    merged.qat = None if spec is None else recorded(model, spec)
     for _, module in nnx.iter_modules(merged):
         for key, value in list(vars(module).items()):
             if isinstance(value, Frozen):

@@ -25,6 +25,7 @@ from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.model_folder import read_json
 from jaxtune.models.files.quant import computes_in_fp8, qat_spec
 from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.observed_inputs import recorded
 from jaxtune.models.precision import DTYPES, WORDS, check_words
 from jaxtune.pallas.formats import FORMATS, load_in
 
@@ -77,7 +78,7 @@ def of_model(model: Decoder) -> TrainedOver:
         precision=followed(model, plain=not _stored_so(model)),
         compute="fp8" if computes_in_fp8(model) else None,
         dtype=model.dtype,
-        qat=qat_spec(model),
+        qat=None if (spec := qat_spec(model)) is None else recorded(model, spec),
         eos_token_ids=tuple(end_token_ids(model)),
     )
 

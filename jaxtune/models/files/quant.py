@@ -5,6 +5,7 @@ write and check what config.json says about quantisation and QAT."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -16,7 +17,8 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import STRAIGHT_THROUGH, FakeQuant
 from jaxtune.models.layers.expert_linear import ExpertLinear
-from jaxtune.models.lora import copy_structure, freeze, has_adapter, matrices, name_matches
+from jaxtune.models.lora import copy_structure, experts, freeze, has_adapter, matrices, name_matches, stop_rounding
+from jaxtune.models.observed_inputs import known_scales, recorded, with_input_scales
 from jaxtune.models.registry import weights_stored_in
 from jaxtune.pallas.format_names import QAT_GROUPS
 from jaxtune.pallas.formats import FORMATS, Stored, dense, format_of, load_in
@@ -130,7 +132,11 @@ def _stored(model: Decoder) -> dict[str, Stored]:
 
 
 def prepare_qat(
-    model: Decoder, format: str = "int4", group_size: int | None = None, gradients: str = STRAIGHT_THROUGH
+    model: Decoder,
+    format: str = "int4",
+    group_size: int | None = None,
+    gradients: str = STRAIGHT_THROUGH,
+    input_scales: Mapping[str, float] | None = None,
 ) -> Decoder:
     """A new model over the same arrays whose layers compute with fake-quantised weights, and with fake-quantised
     activations where the format has them (fake_quant.py): they are rounded in each forward, and gradients pass to the
@@ -145,11 +151,15 @@ def prepare_qat(
       group_size: how many consecutive weights of a row share a scale; None: the format's default, which is 128 for the
         int4 formats, and for others what the format itself says.
       gradients: "straight_through": they pass unchanged; "clipped": not to numbers outside the range of their scale.
+      input_scales: {name of a linear: scale under which its activations are rounded}, from observed_scales, for formats
+        that observe scales (nvfp4-nvfp4); None: those that the model has from an earlier QAT. Other formats ignore it.
     Raises:
-      ValueError: another format or size; a size that divides no matrix's input.
+      ValueError: another format or size; a size that divides no matrix's input; a format that observes scales, and a
+        linear without one, or a model with experts.
     """
     size = QAT_GROUPS[format][-1] if group_size is None and format in QAT_GROUPS else group_size
-    return rounded_by(model, FakeQuant(format, size, model.dtype, gradients=gradients))
+    scales = tuple((known_scales(model) if input_scales is None else input_scales).items())
+    return rounded_by(model, FakeQuant(format, size, model.dtype, gradients=gradients, input_scales=scales))
 
 
 def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
@@ -159,17 +169,25 @@ def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
     no multiple of the numbers that share a scale, are not rounded.
 
     Raises:
-      ValueError: a size that divides no matrix's input.
+      ValueError: a size that divides no matrix's input; a grid whose format observes scales of activations and that
+        lacks one in `input_scales`, or such a format and a model with experts.
     """
-    model = copy_structure(model)
+    model, scales = copy_structure(model), dict(spec.input_scales)
+    spec = dataclasses.replace(spec, input_scales=())  # equal for all matrices
+    if spec.observes and any(matrix.quantizable for _, matrix in experts(model)):
+        raise ValueError(
+            f"qat: {spec.format} does not round experts, each of which would need an observed scale of its own: take "
+            f"{spec.format.partition('-')[0]}, or mxfp4-mxfp4"
+        )
     for _, matrix in matrices(model):
+        stop_rounding(matrix)
         if matrix.quantizable and spec.fits(matrix.sizes[-1]):
             matrix.fake_quant = spec
     if qat_spec(model) is None:
         inputs = sorted({matrix.sizes[-1] for _, matrix in matrices(model)})
         key = f"format = {spec.format}" if spec.group_size is None else f"group_size = {spec.group_size}"
         raise ValueError(f"qat: {key} divides no linear's input (they are {inputs}): nothing to do")
-    return model
+    return with_input_scales(model, scales) if spec.observes else model
 
 
 def unrounded(model: Decoder) -> Decoder:
@@ -178,7 +196,7 @@ def unrounded(model: Decoder) -> Decoder:
     rounded."""
     model = copy_structure(model)
     for _, matrix in matrices(model):
-        matrix.fake_quant = None
+        stop_rounding(matrix)
     return model
 
 
@@ -196,7 +214,7 @@ def convert_qat(model: Decoder) -> Decoder:
     spec = qat_spec(model)
     if spec is None:
         raise ValueError("convert_qat: this model is not prepared for QAT (prepare_qat)")
-    model = copy_structure(model)
+    model, grid = copy_structure(model), recorded(model, spec)
     for name, matrix in matrices(model):
         if matrix.fake_quant is None:
             continue
@@ -205,8 +223,8 @@ def convert_qat(model: Decoder) -> Decoder:
         weight = dense(matrix.stored_weight, model.dtype)
         transposed = isinstance(matrix, ExpertLinear) and matrix.transposed
         matrix.weight = matrix.weight.replace(round_to_grid(weight, matrix.fake_quant, transposed))
-        matrix.fake_quant = None
-    model.qat = spec.grid
+        stop_rounding(matrix)
+    model.qat = grid
     return model
 
 

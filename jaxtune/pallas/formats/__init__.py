@@ -14,6 +14,7 @@ from jaxtune.pallas.formats.four_bit import FP4, NF4, FourBit
 from jaxtune.pallas.formats.fp8 import FP8
 from jaxtune.pallas.formats.layout import Export, Format, Layout
 from jaxtune.pallas.formats.mxfp4 import MXFP4
+from jaxtune.pallas.formats.nvfp4 import NVFP4
 from jaxtune.pallas.formats.stored import Stored, dense
 
 # {name: format}, the formats to which weights can be quantised first, then those that are only read and written.
@@ -64,6 +65,7 @@ __all__ = [
     "FP8",
     "MXFP4",
     "NF4",
+    "NVFP4",
     "Export",
     "Format",
     "FourBit",

@@ -85,7 +85,31 @@ class NVFP4(Stored):
             raise ValueError(
                 f"NVFP4.encode: array has the shape {tuple(array.shape)}; the last axis must be a multiple of {BLOCK}"
             )
-        return _encode(jnp.asarray(array))
+        return _encode(jnp.asarray(array), None)
+
+    @staticmethod
+    def encode_activations(x: jax.Array, scale: jax.Array) -> NVFP4:
+        """Quantises activations float[..., tokens, n], n a multiple of 16, under a scale of the whole tensor that was
+        observed before, by compressed-tensors' rule for `dynamic: local`. The scales of blocks follow from their
+        largest magnitudes as those of weights do. A block with a number beyond 448 * 6 / scale gets the largest scale,
+        448, and such numbers become that bound. Quantisation-aware training rounds activations so.
+
+        scale: float32[], what files call input_global_scale (`global_scale` of the largest magnitude that was
+        observed); the tensor_scale of the result, by which the scales of blocks are divided."""
+        return _encode(x, jnp.broadcast_to(scale, (*x.shape[:-2], 1, 1)))
+
+    @staticmethod
+    def global_scale(largest: jax.Array, dtype) -> jax.Array:
+        """The scale of a whole tensor, float32 in the shape of `largest`, as compressed-tensors computes it
+        (generate_gparam): 448 * 6 / the largest magnitude, so that the largest scale of a block is the largest number
+        of e4m3. It is 1 for zeros and where it would be infinite.
+
+        largest: float32, the largest magnitude of each tensor. dtype: that of the tensor's numbers, in which the
+        quotient is rounded."""
+        largest = jnp.maximum(largest, jnp.finfo(dtype).tiny)
+        inverse = _rounded(divide(jnp.ones_like(largest), largest), dtype)  # as torch divides a number by a tensor
+        scale = _rounded(inverse * (LARGEST * _LARGEST_SCALE), dtype)
+        return jnp.where(jnp.isfinite(scale), scale, 1.0)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,6 +152,11 @@ class NVFP4(Stored):
         return dataclasses.replace(
             self, tensor_scale=jnp.asarray(np.float32(whole / factor if self.divides else whole * factor))
         )
+
+    def with_input_scale(self, scale: float) -> NVFP4:
+        """The same weight with `scale` as its scale of activations, input_scale (Stored.with_input_scale)."""
+        of_inputs = jnp.full((*self.shape[:-2], 1, 1), scale, jnp.float32)
+        return dataclasses.replace(self, input_scale=of_inputs)
 
     def largest(self) -> jax.Array:
         """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
@@ -225,23 +254,23 @@ def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: boo
     return divide(scales, whole) if divides else scales * whole
 
 
+def _rounded(value: jax.Array, dtype) -> jax.Array:
+    """A float32 array rounded to `dtype`, as float32: compressed-tensors computes quotients of scales in the dtype of
+    the numbers that it quantises."""
+    return value.astype(dtype).astype(jnp.float32)
+
+
 @jax.jit
-def _encode(array: jax.Array) -> NVFP4:
-    """Quantises an array [..., out, in], whose rows must be whole blocks, with a tensor scale for each matrix, [..., 1,
-    1]. It is the jitted computation of NVFP4.encode, which checks the argument before."""
+def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
+    """Quantises an array [..., out, in], whose rows must be whole blocks. It is the jitted computation of NVFP4.encode,
+    which checks the argument before, and of NVFP4.encode_activations. tensor_scale: float32[..., 1, 1], the scale of
+    each matrix; None: it follows from the matrix's largest magnitude."""
     wide = array.astype(jnp.float32)
-    largest = jnp.abs(wide).max((-2, -1), keepdims=True)
-
-    def rounded(value):  # compressed-tensors computes these quotients in the weights' dtype
-        return value.astype(array.dtype).astype(jnp.float32)
-
-    largest = jnp.maximum(largest, jnp.finfo(array.dtype).tiny)
-    inverse = rounded(divide(jnp.ones_like(largest), largest))  # as torch divides a number by a tensor
-    tensor_scale = rounded(inverse * (LARGEST * _LARGEST_SCALE))
-    tensor_scale = jnp.where(jnp.isfinite(tensor_scale), tensor_scale, 1.0)
+    if tensor_scale is None:
+        tensor_scale = NVFP4.global_scale(jnp.abs(wide).max((-2, -1), keepdims=True), array.dtype)
     blocks = wide.reshape(*wide.shape[:-1], -1, BLOCK)
     magnitude = jnp.abs(blocks).max(-1)
-    sixth = rounded(divide(magnitude, jnp.full_like(magnitude, LARGEST)))
+    sixth = _rounded(divide(magnitude, jnp.full_like(magnitude, LARGEST)), array.dtype)
     scales = jnp.minimum(sixth * tensor_scale, _LARGEST_SCALE).astype(jnp.float8_e4m3fn)
     scales = jnp.where(scales.astype(jnp.float32) == 0, _SCALE_OF_ZEROS, scales.astype(jnp.float32))
     scales = scales.astype(jnp.float8_e4m3fn)

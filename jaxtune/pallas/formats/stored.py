@@ -134,6 +134,12 @@ class Stored:
         factor: float64, of the decoded tensor's shape but with 1 along `scale_axes`."""
         raise NotImplementedError
 
+    def with_input_scale(self, scale: float) -> Self:
+        """The same weight with a scale of activations, which files store beside it and by which servers round what they
+        multiply by it. An export calls it for a model that was trained with such a scale. Formats whose files have one
+        implement it; others raise NotImplementedError."""
+        raise NotImplementedError
+
     def largest(self) -> jax.Array:
         """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
         shape. Quantisation-aware training compares weights with it to find those that are clipped. Formats that it

@@ -23,9 +23,20 @@ class QatConfig:
 
     format: Annotated[
         Literal[
-            "int4", "int8-int4", "int8-int4-asymmetric", "int8", "fp8", "nvfp4", "mxfp4", "mxfp4-mxfp4", "q4_0", "q8_0"
+            "int4",
+            "int8-int4",
+            "int8-int4-asymmetric",
+            "int8",
+            "fp8",
+            "nvfp4",
+            "nvfp4-nvfp4",
+            "mxfp4",
+            "mxfp4-mxfp4",
+            "q4_0",
+            "q8_0",
         ],
-        "What weights are rounded to; int8-int4, fp8 and mxfp4-mxfp4 round activations too. q4_0, q8_0 are GGUF's.",
+        "What weights are rounded to; int8-int4, fp8, nvfp4-nvfp4 and mxfp4-mxfp4 round activations too. q4_0 and q8_0 "
+        "are GGUF's.",
     ] = "int4"
     group_size: Annotated[
         int | None,

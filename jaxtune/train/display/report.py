@@ -215,7 +215,8 @@ def precision_notes(
         what = "weights and activations" if qat.rounds_inputs else "weights"
         groups = "" if qat.group_size is None else f", groups of {qat.group_size}"
         clipped = "; numbers outside the range of their scale get no gradient" if qat.clips else ""
-        notes.append(f"QAT: {what} rounded to {qat.format}{groups}, from step {start}{left}{clipped}")
+        observed = "; activations under scales observed on the rows of the first step" if qat.observes else ""
+        notes.append(f"QAT: {what} rounded to {qat.format}{groups}, from step {start}{left}{clipped}{observed}")
     before = qat_spec(model)
     if before is not None and (qat is None or before.grid != qat.grid):
         notes.append(

@@ -21,6 +21,7 @@ import jax
 
 from jaxtune.models.components import common_format, followed
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.fake_quant import INPUT_SCALES
 from jaxtune.models.files.quant import computes_in_fp8
 from jaxtune.models.lora import adapter_settings, gives_adapter
 from jaxtune.system import processes
@@ -125,13 +126,13 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
     forbid to continue, each as a line that begins with "changed", or with "not bit for bit the same run".
 
     Args:
-      saved: the checkpoint's record; an entry POSITION (where its rows continue) is ignored.
+      saved: the checkpoint's record; entries POSITION (where its rows continue) and INPUT_SCALES are ignored.
       current: the record of this run.
       output: the run's folder, for messages.
     Raises:
       CheckpointError: the checkpoint is of another run; the message lists the differences.
     """
-    saved = {key: value for key, value in saved.items() if key != POSITION}
+    saved = {key: value for key, value in saved.items() if key not in (POSITION, INPUT_SCALES)}
     keys = _INCOMPATIBLE
     if not is_longer(saved, current):
         keys = (*keys, "config.schedule.warmup_steps", *(() if _of_any_length(current) else _LENGTH))

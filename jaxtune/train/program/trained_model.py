@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,8 +14,11 @@ from flax import nnx
 
 from jaxtune.models.components import follow
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.fake_quant import INPUT_SCALES
 from jaxtune.models.files.quant import convert_qat, prepare_qat, qat_spec, unrounded
-from jaxtune.models.lora import copy_structure, has_adapter, matrices
+from jaxtune.models.linear import InputScale
+from jaxtune.models.lora import copy_structure, has_adapter, linears, matrices
+from jaxtune.models.observed_inputs import known_scales, observed_scales, with_input_scales
 from jaxtune.models.placement import host_table, partition
 from jaxtune.system import processes
 from jaxtune.train.config import TrainConfig
@@ -46,6 +51,8 @@ class TrainedModel:
       plain_graph: the same without QAT.
       qat: how linears are rounded, or None without QAT.
       trainable, frozen: nnx.States of the weights that train and of the others.
+      scales: nnx.State of the scales under which QAT rounds activations, if its format observes them; else empty. NaN
+        until they are observed, by `placed_frozen` of a new run, or come from a checkpoint (`resume`).
       fresh: whether the run started with an adapter that does not change the model's outputs yet.
     """
 
@@ -62,17 +69,22 @@ class TrainedModel:
         if config.components:
             model = copy_structure(model)
             follow(model, config.components)
-        self.given = without_teacher(model)
+        self.given, known = without_teacher(model), known_scales(model)
         model = unrounded(model)  # only config.qat decides whether weights are rounded
         model.dtype = config.dtype
         if config.components:
             follow(model, config.components)
         if model.teacher is not None:
             model.teacher.dtype = model.dtype
-        self.plain_graph, self.trainable, self.frozen = nnx.split(model, nnx.Param, ...)
         if config.qat is not None:
-            model = prepare_qat(model, config.qat.format, config.qat.group_size, config.qat.gradients)
+            scales = known or {name: math.nan for name, _ in linears(model)}
+            model = prepare_qat(model, config.qat.format, config.qat.group_size, config.qat.gradients, scales)
         self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
+        self._unobserved = self.qat is not None and self.qat.observes and not known
+        plain = copy_structure(model)
+        for _, matrix in matrices(plain):
+            matrix.fake_quant = None
+        self.plain_graph, self.trainable, self.scales, self.frozen = nnx.split(plain, nnx.Param, InputScale, ...)
         self._graph_alone = nnx.graphdef(without_teacher(model))
         if self.qat is not None and not self.qat.represented_by(self.given.dtype):
             raise ValueError(
@@ -84,7 +96,38 @@ class TrainedModel:
     def prepared(self) -> Decoder:
         """The model that the run computes with: in the compute dtype, with rounded weights under QAT, and with its
         teacher. Each call makes a new object over the same arrays."""
-        return nnx.merge(self.graph, self.trainable, self.frozen)
+        return nnx.merge(self.graph, self.trainable, self.frozen, self.scales)
+
+    # ---- the scales of activations
+
+    def recorded(self) -> dict[str, dict[str, float]]:
+        """What a checkpoint records beside the run's record: {INPUT_SCALES: {name of a linear: scale}} if QAT rounds
+        activations under observed scales, else {}."""
+        observes = self.qat is not None and self.qat.observes
+        return {INPUT_SCALES: known_scales(self.prepared)} if observes else {}
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Makes the model ready for the state of a checkpoint, before it is read: takes the scales of activations from
+        its metadata, if QAT needs them, so that a resumed run and an evaluation of the checkpoint round as the run did,
+        and frees the given weights (`free_given`). saved: the metadata, with what `recorded` returned. Raises
+        ValueError if it lacks the scale of a linear."""
+        if self.qat is not None and self.qat.observes:
+            self._set_scales(saved.get(INPUT_SCALES, {}))
+        self.free_given()
+
+    def _set_scales(self, scales: Mapping[str, float]) -> None:
+        """Sets the scales of activations, {name of a linear: scale}."""
+        model = with_input_scales(self.prepared, scales)
+        self.scales, self._unobserved = nnx.state(model, InputScale), False
+
+    def _observe(self, engine: Engine) -> None:
+        """Observes the scales of activations, by a forward pass of the model as it was given over the rows of the run's
+        first step. Nothing is rounded in it."""
+        model = nnx.merge(self.plain_graph, self.trainable, self.frozen, self.scales)
+        rows = engine.batches.batch_at(0)
+        assert self.qat is not None
+        scales = observed_scales(without_teacher(model), self.qat.format, rows.tokens, rows.segment_ids, rows.positions)
+        self._set_scales(scales)
 
     # ---- the start
 
@@ -124,7 +167,7 @@ class TrainedModel:
             state = init(trainable, self._config.seed)
         return state, frozen
 
-    def weights(self, engine: Engine) -> tuple[Any, Any]:
+    def weights(self, engine: Engine) -> tuple[nnx.State, nnx.State]:
         """(trainable, frozen) for a forward pass, on the mesh of `engine`. The trained tensors are the given ones in
         their own dtypes: nothing is copied on one device, and there is no optimizer. An evaluation without training
         uses it. Waits for weights that are being loaded."""
@@ -132,15 +175,25 @@ class TrainedModel:
         frozen = self.placed_frozen(engine)
         return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
 
-    def placed_frozen(self, engine: Engine) -> Any:
-        """The frozen weights on the mesh of `engine`, whole or divided over devices as its plan in force says. Raises
-        ValueError if processes have loaded different base models.
+    def placed_frozen(self, engine: Engine) -> nnx.State:
+        """The frozen weights, whole or divided over devices as the plan in force says, and the scales of activations,
+        if QAT observes any, on the mesh of `engine`. If the scales are not known yet, they are observed here. Raises
+        ValueError if processes have loaded different base models, or if scales are to be observed and the weights are
+        divided already.
 
         If the caller does not keep the model, each array is freed before the next one is moved, so that a device never
         has all whole arrays beside its shares of them. All processes start this at the same time, because gathering is
         collective and must not wait for a process that is still loading."""
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
         self._move_table(engine)
+        if self._unobserved:
+            self._observe(engine)
+        scales = partition.put(self.scales, partition.shardings(self.scales, engine.mesh))
+        return _with_scales(self._placed_frozen(engine), scales)
+
+    def _placed_frozen(self, engine: Engine) -> nnx.State:
+        """The frozen weights on the mesh of `engine`, as `placed_frozen` describes it, without the scales of
+        activations."""
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
         if partition.MeshShape.of(engine.mesh).parts == 1:
@@ -160,7 +213,7 @@ class TrainedModel:
             self.given = nnx.merge(graph, trainable, own)
         return jax.tree.unflatten(as_declared, arrays)
 
-    def _declared(self, engine: Engine) -> Any:
+    def _declared(self, engine: Engine) -> nnx.State:
         """The frozen weights as nnx variables whose axes tell partition.shardings where to place them, by the plan in
         force (`engine.planner.plan`): variables of layers that the plan keeps whole on every device have empty axes,
         and the others are divided over the mesh. No array is moved or copied. If the plan has the table of per-layer
@@ -189,7 +242,7 @@ class TrainedModel:
         program, state = engine.program, self.state_shapes(engine)
         sums = jax.eval_shape(program.zero_sums, state.trainable)
         sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
-        frozen = self._declared(engine)
+        frozen = _with_scales(self._declared(engine), self.scales)
         return state, sums, _placed(frozen, partition.shardings(frozen, engine.mesh))
 
     def state_shapes(self, engine: Engine) -> TrainState:
@@ -244,7 +297,7 @@ class TrainedModel:
         converts it; a model without adapters is converted here: its weights have the rounded values."""
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
         trained, frozen = partition.colocated(trainable, frozen)
-        model = nnx.merge(self._graph_alone, trained, frozen)
+        model = nnx.merge(self._graph_alone, trained, frozen, self.scales)
         if not has_adapter(model):
             # The weights changed, so adapters trained over the old base do not belong to them.
             model.base_digest = model.base_fingerprint = None
@@ -256,6 +309,12 @@ class TrainedModel:
         model = nnx.merge(graph, trainable, frozen)
         model.dtype = self.given.dtype
         return model
+
+
+def _with_scales(frozen: nnx.State, scales: nnx.State) -> nnx.State:
+    """The frozen weights with the scales of activations, which programs take as one nnx.State. frozen: an nnx.State,
+    which is returned as it is if QAT observes no scales. scales: TrainedModel.scales, placed where the weights are."""
+    return nnx.merge_state(frozen, scales) if jax.tree.leaves(scales) else frozen
 
 
 def _placed(tree, shardings):

@@ -1,0 +1,136 @@
+"""How quantisation-aware training (QAT) rounds activations, the inputs of linears and experts: a function for each
+format that rounds them, and one that says which of them are in its range. models/fake_quant.py assigns them to formats
+and adds the gradients."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.pallas import formats
+from jaxtune.pallas.formats.division import divide
+
+
+def int8_by_token(x: jax.Array) -> jax.Array:
+    """Rounds activations [..., in] to symmetric int8 with one scale for each token (each vector of the last axis):
+    integers from -128 to 127 times its largest magnitude / 127.5, computed in float32. This is compressed-tensors'
+    definition for W4A8 (dynamic, by token). The result has x's dtype. `FakeQuant.round_inputs` adds the
+    straight-through gradient."""
+    wide = x.astype(jnp.float32)
+    scale = _token_scales(wide)
+    codes = jnp.clip(jnp.round(divide(wide, jnp.broadcast_to(scale, wide.shape))), -128, 127)
+    return (codes * scale).astype(x.dtype)
+
+
+def _token_scales(wide: jax.Array) -> jax.Array:
+    """The scales by which int8_by_token rounds activations, float32[..., 1], one for each token (each vector of the
+    last axis): its largest magnitude / 127.5, or float32's eps for a token of zeros. wide: float32[..., in], the
+    activations."""
+    largest = jnp.abs(wide).max(-1, keepdims=True)
+    scale = divide(largest, jnp.full_like(largest, 127.5))
+    return jnp.where(scale == 0, jnp.finfo(jnp.float32).eps, scale)
+
+
+def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
+    """Rounds activations [..., in] to int8 with one scale and one zero point for each token (each vector of the last
+    axis), as torchao's Int8DynamicActivationInt4WeightConfig does: the scale is (max - min) / 255, where min is at most
+    0 and max at least 0, and the zero point -128 - round(min / scale). Computed in float32; the result has x's dtype.
+    `FakeQuant.round_inputs` adds the straight-through gradient."""
+    wide = x.astype(jnp.float32)
+    scale, zero = _token_zero_points(wide)
+    # torchao multiplies by the reciprocal of the scale.
+    inverse = divide(jnp.ones_like(scale), scale)
+    codes = jnp.clip(jnp.round(wide * inverse) + zero, -128, 127)
+    return ((codes - zero) * scale).astype(x.dtype)
+
+
+def _token_zero_points(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The scales and zero points by which int8_by_token_asymmetric rounds activations, both float32[..., 1], one for
+    each token (each vector of the last axis). With min at most 0 and max at least 0, a scale is (max - min) / 255, at
+    least float32's eps, and a zero point -128 - round(min / scale), a whole number from -128 to 127. wide: float32[...,
+    in], the activations."""
+    low = jnp.minimum(wide.min(-1, keepdims=True), 0)
+    high = jnp.maximum(wide.max(-1, keepdims=True), 0)
+    scale = jnp.maximum(divide(high - low, jnp.full_like(low, 255)), jnp.finfo(jnp.float32).eps)
+    return scale, jnp.clip(-128 - jnp.round(divide(low, scale)), -128, 127)
+
+
+def fp8_by_token(x: jax.Array) -> jax.Array:
+    """Rounds activations [..., in] to e4m3 with one float32 scale for each token (each vector of the last axis), its
+    largest magnitude / 448, as servers do with FP8 checkpoints whose activation scales are dynamic. The result has x's
+    dtype. `FakeQuant.round_inputs` adds the straight-through gradient."""
+    return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
+
+
+def mxfp4_activations(x: jax.Array) -> jax.Array:
+    """Rounds activations [..., in], `in` a multiple of 32, to MXFP4 with a scale for each block of 32 numbers, as
+    compressed-tensors does in its scheme MXFP4 (MXFP4.encode_activations). The result has x's dtype. `_rounded_inputs`
+    adds the straight-through gradient."""
+    return formats.MXFP4.encode_activations(x).decode(x.dtype)
+
+
+def nvfp4_activations(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Rounds activations [..., in], `in` a multiple of 16, to NVFP4 with a scale in e4m3 for each block of 16 numbers
+    under the observed scale of the whole tensor, as compressed-tensors does in its scheme NVFP4
+    (NVFP4.encode_activations). Numbers beyond what that scale allows, 448 * 6 / scale, become that bound. The result
+    has x's dtype. `FakeQuant.round_inputs` adds the straight-through gradient. scale: float32[], input_global_scale of
+    compressed-tensors' files, by which the scales of blocks are divided."""
+    return formats.NVFP4.encode_activations(x, scale).decode(x.dtype)
+
+
+def nvfp4_scale(largest: jax.Array, dtype: str) -> jax.Array:
+    """The scale for `nvfp4_activations`, float32[], of activations in `dtype` (its name) whose largest magnitude is
+    `largest`, float32[]."""
+    return formats.NVFP4.global_scale(largest, jnp.dtype(dtype))
+
+
+# ---- the ranges, beyond which numbers are clipped
+
+
+def between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Where numbers are between the least and the largest number of their grid, bool in their shape. What the rounding
+    of a float32 scale may add, 2^-22 of the bound, does not count. numbers: float32[...]. low, high: the bounds, whose
+    shapes broadcast to that of `numbers`."""
+    slack = np.float32(2**-22)
+    return (numbers >= low - slack * jnp.abs(low)) & (numbers <= high + slack * jnp.abs(high))
+
+
+def within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
+    """Where numbers are in the range that their scales have in a format of quantised weights, bool in their shape.
+    stored: the numbers, encoded in the format. numbers: of any floating-point dtype."""
+    largest = stored.largest()
+    return between(numbers.astype(jnp.float32), -largest, largest)
+
+
+def within_int8_by_token(x: jax.Array) -> jax.Array:
+    """Where activations [..., in] are between -128 and 127 times the scale of int8_by_token, bool in their shape. The
+    largest magnitude is at 127.5 scales, so a positive one is outside."""
+    wide = x.astype(jnp.float32)
+    scale = _token_scales(wide)
+    return between(wide, -128 * scale, 127 * scale)
+
+
+def within_int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
+    """Where activations [..., in] are in the range of int8_by_token_asymmetric, bool in their shape. The rounded zero
+    point moves it by up to half a scale to one side."""
+    wide = x.astype(jnp.float32)
+    scale, zero = _token_zero_points(wide)
+    return between(wide, (-128 - zero) * scale, (127 - zero) * scale)
+
+
+def within_fp8_by_token(x: jax.Array) -> jax.Array:
+    """Where activations [..., in] are in the range of fp8_by_token, bool in their shape: everywhere."""
+    rows = x.reshape(-1, x.shape[-1])
+    return within_stored(formats.FP8.encode(rows), rows).reshape(x.shape)
+
+
+def within_mxfp4_activations(x: jax.Array) -> jax.Array:
+    """Where activations [..., in] are between -6 and 6 times the scale of their block in MXFP4, bool in their shape."""
+    return within_stored(formats.MXFP4.encode_activations(x), x)
+
+
+def within_nvfp4_activations(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Where activations [..., in] are between -6 and 6 times the scale of their block in NVFP4, bool in their shape.
+    scale: float32[], the observed scale of the whole tensor, as in `nvfp4_activations`."""
+    return within_stored(formats.NVFP4.encode_activations(x, scale), x)
