@@ -87,8 +87,7 @@ def read_tensors(
         is quantised or encoded; its digest, which needs all of it, is cached on disk.
       dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
       stay: names of tensors, none of them quantised, that stay in host memory besides, as numpy arrays.
-    Returns:
-      ({name: array or quantised weight}, digest of all tensors as they are stored, in the order of their names)
+    Returns ({name: array or quantised weight}, digest of all tensors as they are stored, in the order of their names).
     Raises ValueError for values that are not finite in `dtype` or that a format does not allow, and CancelledError.
     """
     one_at_a_time, digest_cache = threading.Lock(), DigestCache(entry.file for entry in entries.values())

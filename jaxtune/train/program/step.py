@@ -346,8 +346,7 @@ class StepProgram:
             scale = 1.0 / (count * state.loss_scale)
             gradients = [g.astype(jnp.float32) * scale for g in jax.tree.leaves(sums.gradients)]
             squares = of_each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
-            norm = jnp.sqrt(squares.sum())
-            # A layer's loss that is not finite shows in the gradient.
+            norm = jnp.sqrt(squares.sum())  # shows a layer's loss that is not finite
             finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
             if self.max_grad_norm is not None:
                 scale *= jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
@@ -355,8 +354,8 @@ class StepProgram:
             in_parts = partition.which_are_divided(state.trainable, self.mesh)
 
             def moved(parameters, opt_state, gradients, finite, divided=in_parts, **own):
-                """(float32 weights after the update of `parameters`, the new `opt_state`, or the old one if not
-                `finite`), by `gradients`. divided, own: further arguments of optimizer.update."""
+                """(float32 `parameters` after the update, the new `opt_state`, or the old one if not `finite`), by
+                `gradients`. divided, own: further arguments of optimizer.update."""
                 wide = jax.tree.map(lambda a: a.astype(jnp.float32), parameters)
                 updates, opt_state = optimizer.update(
                     gradients, opt_state, wide, scale=scale, finite=finite, divided=divided, **own
