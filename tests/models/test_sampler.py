@@ -20,6 +20,8 @@ from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.slot_plan import plan_slots, room_bytes, slots_for
 from jaxtune.models.generation.structure import flattened
+from jaxtune.models.lora import experts as experts_of
+from jaxtune.models.lora import freeze
 from jaxtune.models.lora import linears as linears_of
 from jaxtune.pallas.formats import Stored
 
@@ -386,6 +388,33 @@ def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monk
     assert {id(codes): array for codes, array in sampler._decoded._kept.values()} == decoded
     after = [row.ids for row in sampler.run(prompts, 8)]
     assert before == generate(models[0], prompts, 8) != after == generate(models[1], prompts, 8)
+
+
+@pytest.mark.parametrize("settings", [{"lora_alpha": 8}, {"use_rslora": True}], ids=str)
+def test_adapters_of_experts_are_cast_and_padded_once(settings, monkeypatch):
+    """Where the kernel would do both in each product; the tokens do not change, nor what other layers do."""
+    asked = []
+    monkeypatch.setattr("jaxtune.models.generation.decoded.fills_adapters", lambda *call: asked.append(call) or True)
+    monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: 1e9)
+    base = freeze(golden_model("qwen3_moe"))
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    models = [adapted_model(base, seed, r=4, target_parameters=parameters, **settings) for seed in (1, 2)]
+    sampler = Sampler(models[0], slots=17, length=64)
+    assert sampler.plan.decoded_layers == len(base.layers)
+    assert {("float32", *matrix.sizes[:0:-1]) for _, matrix in experts_of(base)} == set(asked)
+    prompts = prompts_of(base.config.vocab_size)
+    found = []
+    for model in models:
+        sampler.update(model)
+        used = sampler._structure.model(sampler._leaves)
+        pairs = [(m.lora, own.lora) for (_, m), (_, own) in zip(experts_of(used), experts_of(model), strict=True)]
+        for lora, own in pairs:
+            assert (lora.rank, own.rank, lora.scale) == (64, 4, own.scale)
+            np.testing.assert_array_equal(lora.b[...][..., :4], own.b[...])
+            assert not np.any(lora.a[...][:, 4:])
+        found.append([row.ids for row in sampler.run(prompts, 8, eos_token_ids=())])
+        assert found[-1] == generate(model, prompts, 8, eos_token_ids=())
+    assert found[0] != found[1]
 
 
 def test_decoded_weights_take_memory_that_no_slot_needs():

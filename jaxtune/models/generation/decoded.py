@@ -1,5 +1,5 @@
-"""Weights that a sampler decodes once instead of in each step: the quantised weights of as many layers as there is free
-memory for.
+"""Weights that a sampler converts once instead of in each step, those of as many layers as there is free memory for: it
+decodes quantised weights, and casts and pads adapters of experts to the form that the kernels of experts read.
 
 The values of decoded weights are those that each product would decode, so the tokens are those of the quantised model.
 A step of some dozen rows multiplies weights of 16 bits at the speed at which it reads them, which no product that
@@ -12,14 +12,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.structure import Structure, structure_of
+from jaxtune.models.layers.expert_linear import RANK_STEP, ExpertLinear
 from jaxtune.models.linear import Linear, frozen
-from jaxtune.models.lora import copy_structure
 from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.grouped_matmul import fills_adapters
 from jaxtune.pallas.linear_cross_entropy import filled_up
 from jaxtune.pallas.quant_matmul import decoded
 
@@ -31,7 +36,8 @@ class Decodable:
     """What the decoded weights of a model would take, by which the sampler's plan (plan_slots) decides how many layers
     it decodes."""
 
-    # for each layer, device bytes of its decoded weights in the model's compute dtype; 0: it has none to decode
+    # for each layer, device bytes of its decoded weights in the model's compute dtype and of its experts' adapters in
+    # the form that kernels read; 0: it has nothing to convert
     layers: tuple[int, ...]
     # device bytes of buffers that the sampler's programs need at most beside slots, weights and the states of prompts
     # that they prefill; decoded weights leave them free
@@ -44,6 +50,8 @@ class Decodable:
         `prefill_tokens` tokens at a time. most: only this many layers from the first one are decoded; None: all."""
         itemsize = jnp.dtype(model.dtype).itemsize
         sizes = [sum(weight.size for _, weight in layer) * itemsize for layer in _quantised(model)]
+        adapters = [sum(int(matrix.adapter_bytes(itemsize)) for matrix in layer) for layer in _adapted(model)]
+        sizes = [size + added for size, added in zip(sizes, adapters, strict=True)]
         return cls(tuple(sizes[:most]), _buffer_bytes(model, prefill_tokens), prefill_tokens)
 
     def within(self, room: float) -> tuple[int, int]:
@@ -52,6 +60,15 @@ class Decodable:
         sums = [0, *itertools.accumulate(self.layers)]
         count = max((count for count, size in enumerate(sums) if size <= room), default=0)
         return (count, sums[count]) if sums[count] else (0, 0)
+
+
+@functools.lru_cache(32)
+def decodable_of(
+    structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], prefill_tokens: int, most: int | None
+) -> Decodable:
+    """The Decodable of a model, computed once for models of one structure. shapes: of the model's arrays.
+    prefill_tokens, most: as for Decodable.of."""
+    return Decodable.of(structure.model(shapes), prefill_tokens, most)
 
 
 def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
@@ -66,6 +83,24 @@ def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
             (linear, weight)
             for linear in layer
             if isinstance(weight := linear.stored_weight, Stored) and not linear.fp8 and linear.fake_quant is None
+        ]
+        for layer in layers
+    ]
+
+
+def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
+    """For each layer of `model` the list of the experts' matrices whose adapters each product would cast and pad
+    (fills_adapters); not those that round their weights, whose adapters' float32 numbers are used too, nor those that
+    multiply in FP8."""
+    layers = [[matrix for *_, matrix in layer.matrices() if matrix.num_experts] for layer in model.layers]
+    return [
+        [
+            matrix
+            for matrix in layer
+            if matrix.lora is not None
+            and matrix.fake_quant is None
+            and not matrix.fp8
+            and fills_adapters(matrix.compute or model.dtype, *matrix.sizes[:0:-1])
         ]
         for layer in layers
     ]
@@ -101,25 +136,90 @@ def _decoded(weight: Stored, dtype: str) -> jax.Array:
     return decoded(weight, jnp.zeros((), dtype))[0]
 
 
+class _Form(NamedTuple):
+    """How the arrays of a model with converted weights follow from those of the model."""
+
+    structure: Structure  # of the model with converted weights
+    dtype: str  # in which weights are decoded
+    # for each of its arrays the place among the given ones, followed by those that `weights`, `adapters` make
+    places: list[int]
+    weights: list[tuple[Any, list[int]]]  # of each weight that is decoded: (its tree structure, its arrays' places)
+    adapters: list[tuple[int, int, str]]  # of each side of an adapter: (its place, the axis of the rank, the dtype)
+
+
+@functools.lru_cache(32)
+def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers: int) -> _Form:
+    """The form of the first `layers` layers of models of one structure. shapes: of their arrays."""
+    marks = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
+    place_of = {id(mark): place for place, mark in enumerate(marks)}
+    model, form = structure.model(marks), _Form(structure, "", [], [], [])
+
+    def made(shape, dtype) -> jax.ShapeDtypeStruct:
+        """The mark of an array that is made, behind all others."""
+        marks.append(jax.ShapeDtypeStruct(shape, dtype))
+        place_of[id(marks[-1])] = len(marks) - 1
+        return marks[-1]
+
+    for linear, weight in itertools.chain(*_quantised(model)[:layers]):
+        arrays, tree = jax.tree.flatten(weight)
+        form.weights.append((tree, [place_of[id(array)] for array in arrays]))
+        linear.weight = frozen(linear.weight.replace(made(weight.shape, model.dtype)))
+    for matrix in itertools.chain(*_adapted(model)[:layers]):
+        lora, dtype = matrix.lora, matrix.compute or model.dtype
+        assert lora is not None
+        rank, scale = -(-lora.rank // RANK_STEP) * RANK_STEP, lora.scale
+        for name, axis in (("a", 1), ("b", 2)):
+            side = getattr(lora, name)
+            given = side.get_value()
+            form.adapters.append((place_of[id(given)], axis, dtype))
+            setattr(lora, name, side.replace(made((*given.shape[:axis], rank, *given.shape[axis + 1 :]), dtype)))
+        lora.alpha, lora.rslora = scale * rank, False  # which leaves the scale as it is
+    graph, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+    places = [place_of[id(leaf)] for leaf in leaves]
+    return form._replace(structure=structure_of(graph, treedef, model.config), dtype=model.dtype, places=places)
+
+
 class Decoded:
-    """Decodes the quantised weights of the first `layers` layers of models that share them, such as one model with the
-    adapters of several training steps, each weight once. Experts, and linears that multiply in FP8 or round their
-    weights (QAT), stay as they are. A sampler has one, and calls `of` for its first model and in each update."""
+    """Converts the weights of the first `layers` layers of models that share them, such as one model with the adapters
+    of several training steps: each quantised weight once, and experts' adapters each time. Quantised experts, and
+    linears that multiply in FP8 or round their weights (QAT), stay as they are. A sampler has one, and calls `of` for
+    its first model and in each update."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}
 
-    def of(self, model: Decoder) -> Decoder:
-        """Returns a new model with decoded weights, in the compute dtype and frozen, in place of quantised ones in its
-        first layers; its other arrays are those of `model`. Weights that the last call decoded and this model has too
-        are not decoded again, and others are freed."""
-        model, kept = copy_structure(model), {}
-        for linear, weight in itertools.chain(*_quantised(model)[: self._layers]):
-            codes = jax.tree.leaves(weight)[0]
+    def of(self, structure: Structure, leaves: Sequence[jax.Array]) -> tuple[Structure, list[jax.Array]]:
+        """Returns (the structure, the arrays) of a model with converted weights, of which decoded ones are frozen and
+        in the compute dtype, in its first layers; all other arrays are those of the model, which structure and leaves
+        (structure.flattened) give. Weights that the last call decoded and this model has too are not decoded again, and
+        others are freed."""
+        shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        form, every, kept = _form(structure, shapes, self._layers), list(leaves), {}
+        for tree, places in form.weights:
+            codes = leaves[places[0]]
             # The codes are kept, so that no other array gets their id.
-            found = self._kept.get(id(codes)) or (codes, _decoded(weight, model.dtype))
+            found = self._kept.get(id(codes))
+            if found is None:
+                weight = jax.tree.unflatten(tree, [leaves[place] for place in places])
+                found = codes, _decoded(weight, form.dtype)
             kept[id(codes)] = found
-            linear.weight = frozen(linear.weight.replace(found[1]))
+            every.append(found[1])
+        every += _filled(
+            [leaves[place] for place, *_ in form.adapters], tuple((axis, dtype) for _, axis, dtype in form.adapters)
+        )
         self._kept = kept
-        return model
+        return form.structure, [every[place] for place in form.places]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _filled(sides: list[jax.Array], how) -> list[jax.Array]:
+    """Casts and pads the A and B of experts' adapters as grouped_matmul's kernels would do in each product, in one
+    program. sides: [E, r, in] or [E, out, r] each. how: for each (the axis of the rank r, the dtype)."""
+    filled = []
+    for side, (axis, dtype) in zip(sides, how, strict=True):
+        widths = [(0, 0)] * side.ndim
+        widths[axis] = (0, -side.shape[axis] % RANK_STEP)
+        filled.append(jnp.pad(side.astype(dtype), widths))
+    return filled

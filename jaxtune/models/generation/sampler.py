@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.decoded import Decodable, Decoded
+from jaxtune.models.generation.decoded import Decoded, decodable_of
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.requests import (
@@ -107,7 +107,7 @@ class Sampler:
       length: tokens that a row may have, its prompt included. None: as many as there is memory for, at most the model's
         positions. Caches grow in buckets up to the longest row that is requested.
       most_slots: the limit of slots if `slots` is None.
-      most_decoded: the most layers whose quantised weights are decoded once; None: as many as there is memory for.
+      most_decoded: the most layers whose weights are converted once (decoded.py); None: as many as there is memory for.
       memory_share: the share of the free memory that slots may take; the rest is for samplers that are made next.
       deterministic: a row's tokens and log-probabilities have the same bits whatever else is sampled, in any slot and
         any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, and matrix products
@@ -154,11 +154,11 @@ class Sampler:
             slots,
             length,
             most_slots,
-            None if deterministic else Decodable.of(model, prefill_tokens, most_decoded),
+            None if deterministic else decodable_of(self._structure, self._shapes, prefill_tokens, most_decoded),
         )
         self._decoded = Decoded(self.plan.decoded_layers) if self.plan.decoded_layers else None
         if self._decoded is not None:
-            self._structure, self._leaves = flattened(self._decoded.of(model))
+            self._structure, self._leaves = self._decoded.of(self._structure, self._leaves)
             self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
         count, one = self.plan.slots, deterministic or prefills_alone
@@ -321,14 +321,14 @@ class Sampler:
 
     def update(self, model: Decoder) -> None:
         """Sets the weights to those of a model with the same structure, such as one that is being trained. Only what
-        must be cast or decoded is copied: the model's arrays must not be deleted while the sampler uses them.
-
-        Raises:
-          ValueError: requests are not done, whose states were computed with the old weights; another structure.
-        """
+        must be cast or decoded is copied: the model's arrays must not be deleted while the sampler uses them. Raises
+        ValueError for requests that are not done, as their states were computed with the old weights, and for another
+        structure."""
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
-        structure, leaves = flattened(model if self._decoded is None else self._decoded.of(model))
+        structure, leaves = flattened(model)
+        if self._decoded is not None:
+            structure, leaves = self._decoded.of(structure, leaves)
         if structure is not self._structure:
             raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
         self._leaves = leaves

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.decoded import LEAST_ROWS, Decodable
+from jaxtune.models.generation.decoded import LEAST_ROWS, Decodable, decodable_of
 from jaxtune.models.generation.structure import Structure, structure_of
 
 SLOTS = 64  # the default number of slots
@@ -85,7 +85,7 @@ def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, d
     def bytes_of(slots: int, tokens: int) -> int:
         return slot_bytes(structure, shapes, slots, tokens)
 
-    decodable = None if deterministic else Decodable.of(model, PREFILL_TOKENS)
+    decodable = None if deterministic else decodable_of(structure, shapes, PREFILL_TOKENS, None)
     return plan_slots(bytes_of, model.config.context_length, room_bytes, None, length, most_slots, decodable)
 
 

@@ -23,7 +23,7 @@ from jaxtune.pallas.grouped_matmul import (
     reference,
     triton,
 )
-from jaxtune.pallas.grouped_matmul.layout import Groups
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.quant_matmul import decoded
 from jaxtune.pallas.quant_matmul.reference import scaled
 
@@ -67,6 +67,13 @@ class Static:
     # requests, or None; empty for every other weight
     fp8: tuple[str | None, ...] = ()
     weight_trains: bool = True  # whether the backward computes the weight's gradient; False: it is zero
+
+
+def fills_adapters(dtype, in_size: int, out_size: int) -> bool:
+    """Whether each product of rows in `dtype` with experts' weights [out_size, in_size] casts and pads the adapters, as
+    Mosaic's kernel does, which sums over ranks in steps of 64. A caller that multiplies often by the same adapters can
+    then do both once, with the same results, as a sampler does."""
+    return mosaic.refusal(jnp.dtype(dtype), in_size, out_size, TILE_ROWS) is None
 
 
 def implementations(

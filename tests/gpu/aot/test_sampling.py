@@ -33,7 +33,7 @@ def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | N
 
     def make():
         model = Decoder(config_from_hf(hf), jax.random.key(0), "bfloat16")
-        model = Decoded(decodes).of(quantize(model, load_in)) if load_in else model
+        model = quantize(model, load_in) if load_in else model
         return get_peft_model(model, r=16) if adapter else model
 
     model = nnx.eval_shape(make)
@@ -42,6 +42,16 @@ def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | N
     structure = structure_of(graph, treedef, model.config)
     for place in rounded_places(structure, tuple(leaf.shape for leaf in leaves)):
         leaves[place] = leaves[place].update(dtype=jnp.bfloat16)
+    if decodes:
+        found = []
+
+        def of(arrays):
+            new, arrays = Decoded(decodes).of(structure, arrays)
+            found.append(new)
+            return arrays
+
+        leaves = jax.eval_shape(of, leaves)
+        structure = found[0]
     return structure, tuple(leaves)
 
 
