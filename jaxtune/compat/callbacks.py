@@ -49,12 +49,12 @@ class TrainerState:
     logging_steps: int = 1  # steps between two logged lines
     eval_steps: int | None = None
     save_steps: int | None = None
-    train_batch_size: int | None = None  # per_device_train_batch_size
+    train_batch_size: int | None = None  # per_device_train_batch_size; None until a trainer has set it
     # the numbers of every step and evaluation, as in metrics.jsonl
     log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     # the best value of metric_for_best_model in this call of train(); None: nothing was evaluated, or none is named
     best_metric: float | None = None
-    best_global_step: int | None = None  # the step after which it was measured
+    best_global_step: int | None = None  # the step after which it was measured; None: there is no best_metric
     # the checkpoint-N folder of that step, written at the end of train() with load_best_model_at_end
     best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True  # always True here

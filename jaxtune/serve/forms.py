@@ -174,7 +174,8 @@ class Answer:
         return self._head | {"choices": choices, "usage": self._usage()}
 
     def first_chunks(self) -> list[dict[str, object]]:
-        """The JSON objects that a stream begins with: for a chat, the role of each choice; else none."""
+        """The JSON objects that a stream begins with: for a chat, one for each choice, with its role; for a completion,
+        []."""
         if not self._asked.chat:
             return []
         begin = {"role": "assistant", "content": ""}
