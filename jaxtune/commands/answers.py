@@ -198,8 +198,9 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
 
 
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:
-    """Counts the lines of answers that an output has already, so that a stopped command continues after them. A last
-    line that is not whole, which a killed process or a full disk left, is cut off the file.
+    """Counts the lines of answers that an output has already, so that a stopped command continues after them. Line n
+    (from 0) belongs to row n // num_answers: it must be that row with an answer. A last line that is not whole, which a
+    killed process or a full disk left, is cut off the file.
 
     Args:
       file: the output, opened for reading and appending.
@@ -207,7 +208,8 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
       rows: the rows of the prompts.
       num_answers: the number of answers to each of them.
     Raises:
-      ValueError: a line is not an answer to the row that it belongs to; the file is left unchanged.
+      ValueError: a line is not an answer to the row that it belongs to, or there are more lines than answers; the file
+        is left unchanged.
     """
     file.seek(0)
     *whole, rest = file.read().split(b"\n")

@@ -48,7 +48,8 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
 def add_processes(parser: argparse.ArgumentParser) -> None:
     """Adds to `parser` the options --coordinator, --processes and --process, which make a command one of several
     processes of one run. They are the address of the first process (HOST:PORT), the number of processes and this one's
-    index; None if they are not given, as where SLURM or Open MPI started the processes."""
+    index; a command line has all three or none; None if they are not given, as where SLURM or Open MPI started the
+    processes."""
     several = "one of several processes that SLURM and Open MPI did not start: all three"
     parser.add_argument("--coordinator", metavar="HOST:PORT", help=several)
     parser.add_argument("--processes", type=int, metavar="N", help=argparse.SUPPRESS)

@@ -25,7 +25,7 @@ _GRACE_SECONDS = 20.0  # after one process has failed, the others have this long
 
 # arguments: the words after `jaxtune launch`: exactly one of --gpus N (N processes with one GPU each) and --processes N
 # (N processes that share the CPUs), and then those of `jaxtune train`, which each process gets. ValueError: N is below
-# 1, or CUDA_VISIBLE_DEVICES names fewer than N GPUs.
+# 1, or CUDA_VISIBLE_DEVICES names fewer than N GPUs; whether the machine has them is not checked.
 def run(arguments: Sequence[str]) -> int:
     """Run `jaxtune train` in several processes on this machine, one per GPU.
 

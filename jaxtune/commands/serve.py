@@ -23,7 +23,9 @@ _KEY = "JAXTUNE_API_KEY"
 
 
 # arguments: the words after `jaxtune serve`: a model folder, hub name or adapter folder, and options. It returns after
-# a signal. ValueError: starlette or uvicorn is missing, or a model has no tokenizer or another one's name.
+# one signal. KeyboardInterrupt: a second one came, which makes the exit code 128 plus its number. ValueError: starlette
+# or uvicorn is missing, the address is not available, a model has no tokenizer, two models (adapters included) have the
+# same name, an --adapter is not NAME=FOLDER, or the slots do not fit in memory.
 def run(arguments: Sequence[str]) -> None:
     """Answer programs that speak OpenAI's API, with a model and adapters over it.
 

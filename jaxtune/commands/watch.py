@@ -13,7 +13,8 @@ from jaxtune.system.terminal import say
 
 
 # arguments: the words after `jaxtune watch`: the folders of one or more runs, some of which may start later, and
-# perhaps --port, the page's port (default 8642; 0: a free one).
+# perhaps --port, the page's port (default 8642; 0: a free one). The page's address is printed. ValueError: the port
+# is not available.
 def run(arguments: Sequence[str]) -> None:
     """Show runs side by side on a web page that this machine serves to itself, while they train; Ctrl-C ends it."""
     parser = common.parser("watch", run.__doc__)

@@ -49,12 +49,12 @@ class TrainerState:
     logging_steps: int = 1  # steps between two logged lines
     eval_steps: int | None = None
     save_steps: int | None = None
-    train_batch_size: int | None = None  # per_device_train_batch_size
+    train_batch_size: int | None = None  # per_device_train_batch_size; None until a trainer has set it
     # the numbers of every step and evaluation, as in metrics.jsonl
     log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     # the best value of metric_for_best_model in this call of train(); None: nothing was evaluated, or none is named
     best_metric: float | None = None
-    best_global_step: int | None = None  # the step after which it was measured
+    best_global_step: int | None = None  # the step after which it was measured; None: there is no best_metric
     # the checkpoint-N folder of that step, written at the end of train() with load_best_model_at_end
     best_model_checkpoint: str | None = None
     is_local_process_zero: bool = True  # always True here
@@ -86,7 +86,8 @@ class TrainerCallback:
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before the first step of an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change
-        `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
+        `control`, the TrainerControl, or return another one, with the effect that on_step_begin describes; `kwargs` has
+        `model`, `processing_class` and more."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after the last step of an epoch, and after the last step of the run. `args` is the SFTConfig, `state`
@@ -95,7 +96,9 @@ class TrainerCallback:
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before an optimizer step. `args` is the SFTConfig, `state` the TrainerState. It may change `control`,
-        the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
+        the TrainerControl, or return another one, but only should_training_stop has an effect from here, after this
+        step: the run sets the requests to log, evaluate and save anew before on_step_end. `kwargs` has `model`,
+        `processing_class` and more."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an optimizer step was dispatched; its numbers may not have arrived. `args` is the SFTConfig,
@@ -184,9 +187,10 @@ def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
 
 
 def is_better(args: Any, value: float, best: float | None) -> bool:
-    """Whether a value of metric_for_best_model is better than the best so far (None: there is none). Greater is better
-    if `args`, the SFTConfig, says so by greater_is_better, or, if that is None, if the metric's name does not end with
-    "loss". NaN is never better."""
+    """Whether a value of metric_for_best_model, which must not be None, is better than the best so far (None: there is
+    none); an equal one is not. It decides which weights load_best_model_at_end keeps, and when EarlyStoppingCallback
+    stops. Greater is better if `args`, the SFTConfig, says so by greater_is_better, or, if that is None, if the
+    metric's name does not end with "loss". NaN is never better."""
     greater = args.greater_is_better
     if greater is None:
         greater = not args.metric_for_best_model.endswith("loss")
@@ -364,8 +368,9 @@ class Events(Callback):
 
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
         """Logs, evaluates and saves if the control's fields request it, in the order of transformers, and clears these
-        fields. The numbers of a step are waited for, and on_log is called, only if a callback listens to on_log. A save
-        that is done here is one after which `saved` writes a checkpoint-N folder.
+        fields, which `between` sets for what is due, so that the run need not do it again. The numbers of a step are
+        waited for, and on_log is called, only if a callback listens to on_log. A save that is done here is one after
+        which `saved` writes a checkpoint-N folder.
 
         Args:
           moment: the run between two steps.

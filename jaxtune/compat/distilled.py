@@ -121,9 +121,10 @@ class DistilledTrainer(PreferenceTrainer):
             )
 
     def _room(self, args: object) -> int | None:
-        """The number of tokens of the longest row that a student given by its name is loaded for; None: max_seq_length
-        if it is set, else TRL's default, 1,024. Here it is the config's max_length; DistillationTrainer, whose rows are
-        made of prompts and sampled answers, takes 512 plus max_completion_length. args: the script's config."""
+        """The number of tokens of the longest row that a student given by its name is loaded for. Here it is the
+        config's max_length, or None if that is None or missing: `loaded` then takes the config's max_seq_length if it
+        is set, else TRL's default, 1,024; DistillationTrainer, whose rows are made of prompts and sampled answers,
+        takes 512 plus max_completion_length. args: the script's config."""
         return getattr(args, "max_length", None)
 
     def _to_train(self) -> Decoder:
@@ -181,7 +182,7 @@ class DistillationTrainer(DistilledTrainer):
 
     def _room(self, args: object) -> int:
         """Returns the tokens of the longest row that a student given by its name is loaded for: 512 for the prompt,
-        plus max_completion_length of `args`, the script's config (512 if it has none)."""
+        plus max_completion_length of `args`, the script's config (512 if it has no such field)."""
         return _USUAL_PROMPT + getattr(args, "max_completion_length", DistillationConfig.max_completion_length)
 
     def _drawing(self) -> dict[str, float | int]:

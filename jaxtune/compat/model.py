@@ -42,11 +42,11 @@ def is_bfloat16_supported() -> bool:
 
 
 class ModelSettings(SimpleNamespace):
-    """The values of the model's config.json as attributes, for scripts that read `model.config`. Setting one has no
-    effect."""
+    """The values of the model's config.json as attributes, for scripts that read model.config; setting one does
+    nothing."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the values as a dict, by their names in config.json."""
+        """Returns the values as a new dict, by their names in config.json."""
         return dict(vars(self))
 
 
@@ -94,8 +94,7 @@ class CompatModel(ModelMethods):
 
     @property
     def module(self) -> Decoder:
-        """The current module, a jaxtune.Decoder. In a run, callbacks get a module with the weights of the last step,
-        assembled on access."""
+        """The current module, a jaxtune.Decoder. In a run, it is made on access, with the last step's weights."""
         if not isinstance(self._module, Decoder):
             self._module = self._module()
         return self._module
@@ -224,7 +223,8 @@ class CompatModel(ModelMethods):
     ) -> None:
         """Saves a whole model for transformers, with the adapter merged: in 16 bits (save_method "merged_16bit";
         quantised weights are decoded) or in bitsandbytes' NF4 ("merged_4bit"). "lora" saves what save_pretrained saves.
-        tokenizer: saved with it, if given. The folder must be new or empty; another save_method is a ValueError."""
+        tokenizer: saved with it, if given. The folder must be new or empty. others: the libraries' other arguments, of
+        which those without effect are printed. Another argument or save_method is a ValueError."""
         where = "save_pretrained_merged"
         settle(where, others, SAVE)
         load_in = choose(where, "save_method", save_method, _MERGED)
@@ -451,8 +451,8 @@ class FastLanguageModel:
 
     @staticmethod
     def for_training(model: CompatModel, use_gradient_checkpointing: bool | str = True) -> CompatModel:
-        """Returns the same model, in which it sets whether residuals of the backward pass may be recomputed or
-        offloaded (use_gradient_checkpointing is True or "unsloth") or stay on the device (False)."""
+        """Returns the same model, whose residuals now may be recomputed or offloaded (use_gradient_checkpointing is
+        True or "unsloth", which mean the same) or stay on the device (False). Another value is a ValueError."""
         where = "FastLanguageModel.for_training"
         model.residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         return model
@@ -461,8 +461,7 @@ class FastLanguageModel:
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
     """Returns load_in of jaxtune.from_pretrained, the name of a format or "stored", for these arguments of Unsloth's
     from_pretrained: load_in_4bit (None: not given), load_in_16bit, `flags` ({name of an argument such as load_in_fp8:
-    its value}) and full_finetuning. `where`, the called function, is for messages. Raises ValueError if two
-    contradict."""
+    its value}) and full_finetuning. where: the called function, for messages. Raises ValueError if two contradict."""
     for flag, value in flags.items():
         if not value:
             continue

@@ -84,7 +84,8 @@ class Reports:
             _write(path, known | dict(metrics))
 
     def save_state(self) -> None:
-        """Writes the progress of the run to output_dir/trainer_state.json."""
+        """Writes the progress of the run to output_dir/trainer_state.json, as transformers does: the fields of
+        TrainerState."""
         self._output.mkdir(parents=True, exist_ok=True)
         folders.write_state(self._output, self.state)
 

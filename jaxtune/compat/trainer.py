@@ -67,25 +67,25 @@ class SFTTrainer(Evaluations):
     and saves it in output_dir/checkpoint-N. An update has as many rows as in TRL, and the same ones; see `config`.
 
     Args:
-      model: a CompatModel, as FastLanguageModel makes it; or a hub name or folder, which is loaded, and trained whole
-        if there is no peft_config.
-      args: SFTConfig or TrainingArguments, also transformers' and TRL's own.
+      model: a CompatModel, as FastLanguageModel makes it; or a hub name or folder (`loaded`), which is trained whole
+        without peft_config.
+      args: SFTConfig or TrainingArguments, also transformers' and TRL's own; None: the defaults.
       train_dataset, eval_dataset: a datasets.Dataset, a list of dicts, or a path, with a column dataset_text_field, or
         messages, or prompt and completion. An IterableDataset to train on is read during the run, which needs
         max_steps; one to evaluate on is read whole. As in TRL, all tokens of text and messages are trained on, and only
         completions (assistant_only_loss, completion_only_loss and train_on_responses_only change that).
-      processing_class, tokenizer: the model's by default.
-      formatting_func: maps a row to a text, or the columns of a batch to texts, instead of a column.
+      processing_class, tokenizer: the tokenizer, by either name; the first wins. Both None: the model's.
+      formatting_func: maps a row to a text, or the columns of a batch to texts, instead of any column. Without it, a
+        column dataset_text_field is taken before the others.
       peft_config: LoraConfig, this package's or PEFT's; the trainer's model is then a new one.
-      compute_metrics: maps EvalPrediction(predictions, label_ids) to {name: number}, for each evaluation; see
-        measures.py.
+      compute_metrics: maps EvalPrediction(predictions, label_ids) to {name: number}, for each evaluation (measures.py).
       preprocess_logits_for_metrics: maps (logits, labels) of one row to what compute_metrics gets of it.
       callbacks: of TrainerCallback, this package's or transformers'; see callbacks.py.
       others: arguments that older scripts pass here instead of to SFTConfig (dataset_text_field, max_seq_length,
         packing, dataset_num_proc), and TRL's other ones. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: train_dataset is missing; the model has neither adapter nor full_finetuning=True; an argument is
-        refused.
+      ValueError: train_dataset is missing, a CompatModel has neither adapter nor full_finetuning=True, `args` is of
+        another trainer, the data sets have different formats, or an argument is refused.
     """
 
     config_type: type[SFTConfig] = SFTConfig
@@ -202,8 +202,7 @@ class SFTTrainer(Evaluations):
         self.callbacks.append(checked(callback))
 
     def pop_callback(self, callback: Any) -> Any:
-        """Removes a callback and returns it; None if there is none. `callback` is the instance, or a class, of which
-        the first instance is removed."""
+        """Removes a callback and returns it; None if there is none. `callback`: it, or the class of the first one."""
         for one in self.callbacks:
             if isinstance(one, callback) if isinstance(callback, type) else one is callback:
                 self.callbacks.remove(one)
@@ -450,10 +449,11 @@ class SFTTrainer(Evaluations):
 
 
 def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
-    """Loads a model by its hub name or folder, as TRL does, for rows of at most max_length tokens (1,024 by default):
-    in bfloat16, or as dtype and quantization_config in model_init_kwargs of `args` say. full: True trains all weights,
-    unless they are quantised; False leaves them frozen, for an adapter. Raises ValueError if an argument in
-    model_init_kwargs is unknown or would change the result."""
+    """Loads a model as TRL does, for rows of at most max_length tokens of `args` (else max_seq_length, else 1,024): in
+    bfloat16, or as dtype and quantization_config in model_init_kwargs of `args` say. name: a hub name, a model's
+    folder, or an adapter's, which is loaded over its base. full: True trains all weights, unless quantised; False
+    freezes them, for an adapter. The seed of `args` draws a new adapter. Raises ValueError if an argument in
+    model_init_kwargs is unknown, or not supported and not without effect."""
     length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
     return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
 

@@ -20,14 +20,17 @@ class BitsAndBytesConfig:
 
     Args:
       load_in_8bit, load_in_4bit: which of the two formats; both False: the weights stay in 16 bits. Four bits are
-        always NF4 with double quantisation here, which is printed if the arguments say otherwise.
+        always NF4 with double quantisation here.
       bnb_4bit_compute_dtype: the dtype in which a model in four bits computes; None: bfloat16.
-      bnb_4bit_quant_type: "nf4" or None.
-      bnb_4bit_use_double_quant: has no effect.
+      bnb_4bit_quant_type: "nf4" or None. None, which means FP4 in transformers, is NF4 here too, and a printed line
+        says so.
+      bnb_4bit_use_double_quant: has no effect. If it is not True, with four bits, a printed line says that there is
+        double quantisation.
       others: transformers' other arguments. A printed line reports each one that has no effect here.
 
     Raises:
-      ValueError: both formats are asked for, or an argument is not supported.
+      ValueError: both formats are asked for, bnb_4bit_quant_type is another one, such as "fp4", or an argument is
+        unknown or not supported.
     """
 
     def __init__(

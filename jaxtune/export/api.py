@@ -123,16 +123,16 @@ def _whole(model: Decoder) -> Weights:
 
 def _gguf(model: Decoder, job: _Job) -> Exported:
     """Writes a model as one GGUF file with its tokenizer for llama.cpp, and verifies it by reading it back; the entry
-    "gguf" of FORMATS. If the model has an adapter, it is merged into the weights. llama.cpp treats a tokenizer as
-    Phi-3's if the model's name has phi-3 in it: such a name is changed where the tokenizer is of another kind, and "
-    (Phi-3)" is added where it is of that kind and the name does not say so; a note tells the user. job: the folder and
-    the options of the export. The file's name is model-OUTTYPE.gguf. Another note says how many tensors have a type
-    other than the outtype because of their rows' length, and one names the matrices that are rounded here although
-    quantisation-aware training rounded only the others to the type.
+    "gguf" of FORMATS. If the model has an adapter, each weight is merged with it as it is written; `model` itself is
+    not changed. llama.cpp treats a tokenizer as Phi-3's if the model's name has phi-3 in it: such a name is changed
+    where the tokenizer is of another kind, and " (Phi-3)" is added where it is of that kind and the name does not say
+    so; a note tells the user. job: the folder and the options of the export. The file's name is model-OUTTYPE.gguf.
+    Another note says how many tensors have a type other than the outtype because of their rows' length, and one names
+    the matrices that are rounded here although quantisation-aware training rounded only the others to the type.
 
     Raises:
       ValueError: llama.cpp would compute another model or does not support this kind of tokenizer; there is no
-        tokenizer; the disk has no room; weights left the grid of the training that the model names.
+        tokenizer; the disk has no room; weights left the grid that the model's `qat` names.
       ArithmeticError: what was read back differs from what was written, or the merged weights do not compute what the
         adapter does.
     """

@@ -165,7 +165,8 @@ def _in_mxfp4(make: Callable[[], Any], dtype: str) -> Stored:
 
 
 def _encoded_transposed(array: jax.Array) -> Stored:
-    """Swaps the last two axes of an array [E, in, out] and encodes it in MXFP4: [E, out, in] as files store it."""
+    """Encodes weights of gpt-oss's E experts, [E, in, out] as its models have them, in MXFP4 as its published files
+    store them, [E, out, in]. `in` must be a multiple of 32."""
     return FORMATS["mxfp4"].encode(array.swapaxes(1, 2))
 
 

@@ -102,7 +102,7 @@ def encode_q5_0(blocks: jax.Array) -> jax.Array:
 
 def decode_q5_0(coded: jax.Array) -> jax.Array:
     """Decodes blocks of Q5_0, uint8[n, 22], to float32[n, 32]. A number is d * (code - 16), with d an f16 in the first
-    two bytes."""
+    two bytes; the other 20 have the codes (_five_bits)."""
     return _f16_of(coded[:, :2]) * (_five_bits(coded[:, 2:6], coded[:, 6:]) - 16)
 
 

@@ -128,8 +128,8 @@ def quantization_config(group: int, ignored: list[str], activations: bool) -> di
 
 def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, to: str) -> Piece:
     """Describes the tensors that files store in place of the weight of one linear, or of one expert. They are encoded
-    and compared with the weight when the file is written, and a weight that they do not represent is then an
-    ArithmeticError.
+    and compared with the weight when the file is written, and a number that is further from it than half a step of its
+    group plus the rounding of the scale, or with `exact` any difference, is then an ArithmeticError.
 
     Args:
       name: the linear's name.

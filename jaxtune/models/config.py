@@ -80,8 +80,8 @@ class PartConfig(Protocol):
         ...
 
     def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
-        """Builds the module with random weights. config: the config of the whole decoder, such as its hidden_size.
-        key: the random key from which the weights are drawn. dtype: the dtype of the weights."""
+        """Builds the module with random weights. config: the config of the whole decoder, such as its hidden_size. key:
+        the JAX random key from which the weights are drawn. dtype: the dtype of the weights."""
         ...
 
 

@@ -56,10 +56,10 @@ def int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 
 
 def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
-    """The scales with which a weight is rounded to int4, [..., out, n, 1] in `dtype`, one for each group of a row; 0
-    for a group of zeros. The export of int4 weights calls it too, so that it writes what training computed with.
-    groups: float32[..., out, n, group], the weight, each row of which is divided into n groups. dtype: the name of the
-    scales' dtype."""
+    """The scales with which a weight is rounded to int4 codes from -8 to 7, [..., out, n, 1] in `dtype`: of each group
+    of a row the larger of max / 7 and -min / 8; 0 for a group of zeros, which int4_codes gives codes of 0. The export
+    of int4 weights calls it too, so that it writes what training computed with. groups: float32[..., out, n, group],
+    the weight, each row of which is divided into n groups. dtype: the name of the scales' dtype."""
     # XLA may or may not turn a division by a constant into a product; a product is the same in every program.
     seventh = np.float32(1 / 7)
     scale = jnp.maximum(groups.max(-1, keepdims=True) * seventh, -groups.min(-1, keepdims=True) / 8)

@@ -123,9 +123,10 @@ def begin_checks() -> None:
 
 
 def exactly[**P, R](results: Callable[P, R]) -> Callable[P, R]:
-    """Returns the jitted function `results`, which computes the reference's results for a check of `first_use`,
-    compiled without autotuning of matrix products. Autotuning takes seconds for each product, longer than the rest of a
-    check, and it uses the GPU for which other programs are compiled at the same time."""
+    """Jits `results`, a function that computes the reference's results for a check of `first_use`, without autotuning
+    of matrix products; it is compiled when the returned function is first called. Autotuning takes seconds for each
+    product, longer than the rest of a check, and it uses the GPU for which other programs are compiled at the same
+    time."""
     return jax.jit(results, compiler_options={"xla_gpu_autotune_level": 0})
 
 

@@ -157,8 +157,8 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
 
 
 def _nest(thread: list[_Call]) -> None:
-    """Sets the `parent` of each call of one thread: the innermost call that contains it, None if none does. The list is
-    sorted in place."""
+    """Sorts the calls of one thread, and sets the `parent` of each: the innermost call that contains it, None if
+    none."""
     thread.sort(key=lambda c: (c.start, -c.end))
     stack: list[_Call] = []
     for call in thread:
@@ -299,8 +299,9 @@ def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[
 
 def _steps(events: list[Event]) -> list[tuple[float, float]]:
     """(start_ns, end_ns) of each step on the device, in order: from its first kernel to the first kernel of the next
-    step, the last one to its last kernel's end. Renumbers the events' steps from 0; if no event has a step, all are
-    step 0."""
+    step, the last one to its last kernel's end. Renumbers the events' steps from 0. An event in no step keeps -1 and
+    counts in none; if all are so, all are step 0. events: the kernels, copies and memsets of one device, at least
+    one."""
     numbers = sorted({e.step for e in events if e.step >= 0})
     if not numbers:
         for event in events:
@@ -352,9 +353,8 @@ def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> E
 
 
 def _kind(row: dict, name: str) -> str:
-    """The kind of a kernel, memset or copy, one of the kinds in trace.py. row: its trace event, whose "cat" tells
-    kernels, memsets and copies apart; name: its name, which tells the direction of a copy and whether a kernel is a
-    collective."""
+    """The kind of a kernel, memset or copy, one of the kinds in trace.py. row: its trace event, whose "cat" tells these
+    apart; name: its name, which tells a copy's direction and whether a kernel is a collective."""
     if row["cat"] == "gpu_memset":
         return MEMSET
     if row["cat"] == "gpu_memcpy":
@@ -389,8 +389,9 @@ def _category(event: Event, around: Sequence[_Call]) -> str:
 def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
     """(scope, phase) of the kernel that a call launched; the phase is "forward", "backward" or "recompute". In the
     forward, and in a forward that gradient checkpointing runs again in the backward ("recompute"), the scope is that of
-    the marked ranges and modules around the call. In the backward, it is that of the forward operator, which `forward`
-    finds; if it finds none, the name of the operator around the call."""
+    the marked ranges and modules around the call (_path). A forward runs again if a module, a marked range or an
+    operator that records its own backward is around the call, inside an autograd node. In the backward, it is that of
+    the forward operator, which `forward` finds; if it finds none, the name of the operator around the call."""
     node = _backward_call(call)
     if node is None:
         return _path(call), "forward"
@@ -444,11 +445,10 @@ def _operator(call: _Call) -> str:
 
 
 def _add_work(event: Event, operators: list[_Call]) -> None:
-    """Sets a kernel's shapes, dtype, FLOPs and bytes, in place, from one of the operators around its launch that
-    recorded the shapes of their inputs: the innermost attention operator (aten::_scaled_dot_product_...), or else the
-    innermost of all. If no operator did, the event is left unchanged. If an operator launches several kernels, only the
-    longest has its FLOPs and bytes; the others have 0. operators: those around the call that launched the kernel, the
-    innermost first."""
+    """Sets a kernel's shapes, dtype, FLOPs and bytes, in place, from an operator around its launch that recorded its
+    inputs' shapes: the innermost attention operator (aten::_scaled_dot_product_...), or else the innermost of all. If
+    no operator did, the event is left unchanged. If an operator launches several kernels, only the longest has its
+    FLOPs and bytes; the others have 0. operators: those around the kernel's launch, innermost first."""
     shaped = [c for c in operators if c.args.get("Input Dims")]
     attention = [c for c in shaped if c.name.startswith("aten::_scaled_dot_product_")]
     operator = next(iter(attention or shaped), None)

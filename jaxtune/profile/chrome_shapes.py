@@ -52,18 +52,21 @@ def in_words(dims: Sequence[int], kind: str) -> str:
 
 
 def attention_flops(name: str, dims: list[list[int]], args: dict[str, Any]) -> float:
-    """FLOPs of one attention operator on [B, H, T, D] tensors: 2 products in the forward and 5 in the backward, half of
-    that if the call is causal; 0 if query or key has not four dimensions.
+    """FLOPs of one attention operator on [B, H, T, D] tensors: 2 * B * H * T * S * D (H: the query's heads, S: the
+    number of keys) for each of 2 products in the forward and 5 in the backward, half of that if the call is causal; 0
+    if query or key is missing or has not four dimensions.
 
     Args:
       name: the ATen operator's; that of a backward ends with "_backward".
       dims: the dimensions of its array arguments: query, key and so on, in a backward after the output's gradient.
-      args: the other entries of the trace event, of which "Concrete Inputs" says whether the call is causal.
+      args: the other entries of the trace event, of which "Concrete Inputs" says whether the call is causal; one that
+        does not say it counts as not causal.
     """
     backward = name.endswith("_backward")
-    query, key = (dims[1], dims[2]) if backward else (dims[0], dims[1])
-    if len(query) != 4 or len(key) != 4:
+    own = dims[1:3] if backward else dims[:2]
+    if [len(one) for one in own] != [4, 4]:
         return 0.0
+    query, key = own
     flops = (5 if backward else 2) * 2.0 * math.prod(query) * key[2]
     concrete = args.get("Concrete Inputs", [])
     place = next((i for part, i in _IS_CAUSAL.items() if part in name), None)

@@ -200,8 +200,9 @@ class Module:
         return list(self._launches(self.entry, 0))
 
     def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
-        """Yields the launches of one computation and of those that it calls, a loop's as often as it runs. depth: the
-        number of calls from the entry to this computation; deeper than 16, nothing is yielded."""
+        """Yields the instructions of one computation, and of those that it calls, that are not SILENT: a loop's as
+        often as it runs (trip_count), and a conditional's of all branches. depth: the number of calls from the entry to
+        this computation; deeper than 16, nothing is yielded."""
         for instruction in computation.instructions:
             opcode = instruction.opcode
             if opcode in SILENT or depth > 16:
@@ -259,8 +260,7 @@ def trip_count(loop: Instruction) -> int:
 
 def _compiled(proto: Any) -> tuple:
     """The values of those fields of an HloInstructionProto, `proto`, that decide which kernel is compiled, hashable:
-    without names, metadata, operands and called computations. Equal instructions of two computations have equal
-    values."""
+    without names, metadata, operands and called computations. Equal instructions have equal values."""
     known = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
     parts = (proto.shape, proto.dot_dimension_numbers)
     others = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]

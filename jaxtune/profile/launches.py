@@ -176,7 +176,9 @@ def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> 
 
 def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
     """Guesses how often the program ran within the trace, and which instruction each launch belongs to, from the
-    numbers of launches of each class (a key of instructions that may launch the same kernel, see _Classes).
+    numbers of launches of each class (a key of instructions that may launch the same kernel, see _Classes). The numbers
+    of executions for which most launches speak come first. The caller takes the guess that places most launches in
+    order; in a trace that names every instruction, the first.
 
     Args:
       wanted: {class: the positions of its instructions in the schedule, ascending}.

@@ -135,10 +135,11 @@ def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]
 
 
 def _categories(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
-    """Makes a row for each category that occurs, in the order of CATEGORIES, with idle time last.
+    """Makes a Share for each category that occurs, in the order of CATEGORIES, of the time that is booked on its events
+    (self_ns), so that no moment counts twice; and a last one for idle time, also if that is 0.
 
     Args:
-      events: the events of all steps.
+      events: the Events inside the steps, with `self_ns` set; none may have step -1.
       num_steps: the number of steps.
       step_ms: the step's mean ms.
       idle: the idle ms of each step.

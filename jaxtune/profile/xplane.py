@@ -175,8 +175,8 @@ def _step_marks(plane) -> list[tuple[float, int]]:
 
 
 def _peak_memory(plane) -> int:
-    """The largest number of bytes in use that the GPU's allocator reported in the host's plane; 0 if the plane has no
-    allocations."""
+    """The largest peak of bytes in use that the allocator of any GPU reported in the host's plane, its own running peak
+    (peak_bytes_in_use), which may be from before the trace; 0 if the plane has no allocations on a GPU."""
     peak = 0
     for line in plane.lines:
         for event in line.events:

@@ -300,8 +300,9 @@ def _conversation(messages: list[_Message], tools: list[dict[str, object]] | Non
 def _turn(message: _Message, place: str) -> dict[str, object]:
     """Converts a message of a request into the dict that chat templates take. Its content is one text: parts are joined
     without a separator, and a message without content gets "". The arguments of tool calls, which OpenAI's API has as
-    JSON text, become objects; those that are not JSON stay text. The role "developer" becomes "system". Keys whose
-    value is null are left out.
+    JSON text, become the JSON value, as a rule an object; those that are not JSON stay text. The role "developer"
+    becomes "system". All other keys, such as name and tool_call_id, stay as they are; those whose value is null are
+    left out.
 
     Args:
       message: the message.

@@ -82,9 +82,10 @@ class _Choice:
 
     def _completion_logprobs(self, tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
         """Makes the `logprobs` object of /v1/completions, in which each key has a list with an entry for each token:
-        its text, its log-probability, the position of its first character in the answer, and the most likely tokens at
-        its position, as {text: log-probability} (None for all if the request asked for none). It counts the characters,
-        so that the next call continues the positions.
+        tokens its text, token_logprobs its log-probability, text_offset the position of its first character in the
+        answer, and top_logprobs the most likely tokens at its position, as {text: log-probability}. If the request
+        asked for no most likely tokens, top_logprobs is None instead of a list, and `ranked` is not read. It counts the
+        characters, so that the next call continues the positions.
 
         Args:
           tokens: the tokens' texts.
@@ -173,7 +174,8 @@ class Answer:
         return self._head | {"choices": choices, "usage": self._usage()}
 
     def first_chunks(self) -> list[dict[str, object]]:
-        """The JSON objects that a stream begins with: for a chat, the role of each choice; else none."""
+        """The JSON objects that a stream begins with: for a chat, one for each choice, with its role; for a completion,
+        []."""
         if not self._asked.chat:
             return []
         begin = {"role": "assistant", "content": ""}

@@ -105,9 +105,9 @@ class Server(uvicorn.Server):
             raise KeyboardInterrupt(self.second.name)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler, which uvicorn installs. The first signal starts the shutdown, in which answers may still
-        end; the second one ends them at once. sig: the signal's number. frame: where the signal interrupted the
-        program, which is not used."""
+        """The signal handler, which uvicorn installs. The first signal starts the shutdown, in which answers have
+        `grace` seconds to end. The next one, of the same kind or another, ends them at once and is kept in `second`.
+        sig: the signal's number. frame: where the signal interrupted the program, which is not used."""
         if self.should_exit:
             self.second = signal.Signals(sig)
             self.force_exit = True

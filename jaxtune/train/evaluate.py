@@ -27,10 +27,10 @@ def exact_match(
     and `jaxtune evaluate` measure exact match by it (evaluation.exact_match_rows).
 
     Prompts are tokenised as in training, up to the begin of the answer. An answer ends at the first special token of
-    the tokenizer or end token of the model. White space around it is ignored, and so is everything up to the mark that
-    the template writes before an answer, such as the end of a thought (</think>) or the name of a channel. If that mark
-    has special tokens, thoughts may have them too; a turn then ends only with the token with which the template ends
-    it, or with an end token of the model.
+    the tokenizer or end token of the model. White space around it is ignored. So is, in the generated and in the row's
+    own answer, everything up to the last mark that the template writes before an answer, such as the end of a thought
+    (</think>) or the name of a channel. If that mark has special tokens, thoughts may have them too; a turn then ends
+    only with the token with which the template ends it, or with an end token of the model.
 
     Args:
       model: the model.
@@ -43,7 +43,7 @@ def exact_match(
       batch_size: the most prompts that are answered at a time; fewer if the memory has no room.
     Returns:
       (the share of right answers, [(question, expected, answer)] in the order of `rows`). The question is the content
-      of the message before the answer.
+      of the message before the answer; expected and answer are the texts that were compared.
     Raises:
       ValueError: there are no rows, batch_size is not positive, a row does not end with a message and the assistant's
         answer to it, or a prompt is too long for the model.

@@ -75,8 +75,9 @@ def identities(
     schedule: optax.Schedule | None,
     objective: Objective | None,
 ) -> dict[str, Any]:
-    """The identities of what was given to Trainer, as checkpoints record them: {"objective", "schedule" or "optimizer":
-    its identity}; what is None has no entry.
+    """The identities of what was given to Trainer, as checkpoints record them, so that a run is resumed only with the
+    same: {"objective", "schedule", "optimizer": its identity}, with an entry for each that is not None. They are made
+    by objective_identity, schedule_identity and optimizer_identity.
 
     Args:
       trainable: the tensors that the optimizer updates.

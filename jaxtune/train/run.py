@@ -116,8 +116,8 @@ class _StepRows:
     def of(self, step: int, state: TrainState) -> LoadedStep:
         """Returns (the micro-batches of a step on the devices, facts about them such as the number of tokens), as
         Engine.load_step does. The thread then begins to load the next step, except for a source that samples answers
-        from the model (`sees_model`), whose rows are made here. step: from 0. state: the state before the step, from
-        which such a source gets its model."""
+        from the model (`sees_model`), whose rows are made here. step: from 0; one that is not the next is loaded in the
+        call. state: the state before the step, from which such a source gets its model."""
         if self._engine.batches.sees_model:
             return self._engine.load_step(step, lambda: self._model(state))
         if self._loading is None or self._loading[0] != step:

@@ -154,6 +154,16 @@ def test_the_backward_of_causal_attention_on_a_cpu_is_causal_too(tmp_path):
     assert show(tmp_path / "run.json").flops_per_step == (2 + 5) * 2 * 2 * 4 * 128 * 128 * 64 / 2
 
 
+@pytest.mark.parametrize(("ending", "arrays"), [("", 1), ("_backward", 1), ("_backward", 2)])
+def test_attention_that_recorded_too_few_arrays_has_no_flops(tmp_path, ending, arrays):
+    trace = TorchTrace()
+    arguments = {"Input Dims": [[2, 4, 128, 64]] * arrays, "Input type": [HALF] * arrays}
+    trace.call(f"aten::_scaled_dot_product_flash_attention{ending}", 0, 50, **arguments)
+    trace.kernel("flash_kernel", 1, 500, 90)
+    report = show(trace.write(tmp_path / "run.json"))
+    assert (report.flops_per_step, report.kernels[0].category) == (0, "attention")
+
+
 def test_collectives_whose_size_is_unknown_have_no_size(tmp_path):
     trace = TorchTrace()
     trace.kernel("nvjet_tst_128x256", 0, 500, 100)

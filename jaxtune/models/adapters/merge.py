@@ -275,8 +275,8 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
     leaves room for the merge at the end of a run.
 
     Each tensor is written before the next is computed, so that each number is that of the tensor which needs most. For
-    a model without an adapter, the bytes on the device are those of decoding its quantised weights, or 0. Abstract
-    arrays will do.
+    a model without an adapter, the bytes on the device are those of decoding its quantised weights, or 0; those in host
+    memory are the largest tensor's all the same. Abstract arrays will do.
     """
     device = host = 0
     for _, matrix in matrices(model):

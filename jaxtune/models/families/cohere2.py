@@ -17,8 +17,9 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
 def _prepare(hf: Config) -> Config:
-    """The config.json `hf` with the head_dim that follows from its other keys, hidden_size / num_attention_heads,
-    because transformers ignores the file's. FAMILY calls it before it reads the keys (Family.prepare)."""
+    """A copy of the config.json `hf` with the head_dim that follows from its other keys, hidden_size /
+    num_attention_heads, because transformers ignores the file's. FAMILY calls it before it reads the keys
+    (Family.prepare)."""
     return {**hf, "head_dim": hf["hidden_size"] // hf["num_attention_heads"]}
 
 

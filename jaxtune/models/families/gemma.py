@@ -11,8 +11,8 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, GEMMA_FIELDS, c
 
 
 def _prepare(hf: Config) -> Config:
-    """The config.json `hf` with the activation that is meant as hidden_act: hidden_activation takes precedence, and
-    "gelu" means its tanh form. FAMILY calls it before it reads the keys (Family.prepare)."""
+    """A copy of the config.json `hf` with the activation that is meant as hidden_act: hidden_activation takes
+    precedence, and "gelu" in either means its tanh form. FAMILY calls it before it reads the keys (Family.prepare)."""
     name = hf["hidden_activation"] or hf["hidden_act"]
     return {**hf, "hidden_act": "gelu_pytorch_tanh" if name == "gelu" else name}
 

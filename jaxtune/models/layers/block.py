@@ -200,8 +200,9 @@ class Block(nnx.Module):
         return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
     def part_segments(self, part: str) -> tuple[Segment, ...]:
-        """The segments of the part named `part`, auxiliary ones too, as segments of the block: they include the norms
-        around the part and the addition to the residual stream, and their `run` takes the block as its module."""
+        """The segments of the part named `part`, also those of auxiliary values (such as router_sums, for losses), as
+        segments of the block: they include the norms around the part and the addition to the residual stream, and their
+        `run` takes the block as its module."""
         (segments, names), (places, norms) = self._own_segments()[part], _layout(self.stages)
         place = places[part]
         made = tuple(new for s in segments for new in _in_block(s, part, place, names))
@@ -237,8 +238,7 @@ class Block(nnx.Module):
         return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
 
     def matrices(self) -> list[PartMatrix]:
-        """Every weight matrix of the layer that can have an adapter or be quantised, in the order in which the layer
-        multiplies by them."""
+        """The weight matrices of the layer that can have an adapter or be quantised, in the order of their products."""
         named = (name for segment in self.segments() for name in segment.matrices)
         parted = ((name, name.partition(".")) for name in named)
         return [PartMatrix(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]

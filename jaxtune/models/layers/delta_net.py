@@ -85,11 +85,12 @@ class DeltaNetShape:
 
     def derivative_bytes(self, sizes: Sizes) -> float:
         """The bytes that the derivative of the recurrence keeps in memory, if the segment is recomputed in the
-        backward, from then until its gradient arrives; the planner counts them (Segment.derivative_bytes).
+        backward, from then until its gradient arrives; the planner counts them in addition to the residuals
+        (Segment.derivative_bytes). A segment that is kept has none of them.
 
         The kernels keep queries and keys after the convolution, the prediction errors, and for each chunk of tokens two
         matrices and the state. The reference implementation keeps less. sizes: the bytes of the layer's residuals by
-        name."""
+        name, of one micro-batch on one device, as those of the result are."""
         numbers = 2 * self.key_size + self.value_size + 2 * self.heads * CHUNK
         state = self.heads * self.key_dim * self.value_dim / CHUNK
         return sizes[_OUT] / self.value_size * (numbers + state)

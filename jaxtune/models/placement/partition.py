@@ -58,7 +58,7 @@ class MeshShape(tuple[int, ...]):
 
     @staticmethod
     def of(mesh: Mesh) -> MeshShape:
-        """The shape of a JAX mesh. An axis of AXES that the mesh lacks has one device."""
+        """The shape of a JAX mesh. An axis of AXES that the mesh lacks has one device, and other axes are ignored."""
         return MeshShape(mesh.shape.get(axis.name, 1) for axis in AXES)
 
     @property

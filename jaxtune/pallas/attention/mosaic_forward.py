@@ -50,8 +50,10 @@ class Softmax:
         self.lean = lean and self.unit > 0  # a negative factor would turn the maximum into the minimum
 
     def start(self, own, layout):
-        """Returns the state before the first block of keys, (maximum, sum), for `own` queries. layout: that of vectors
-        with one number for each row of scores (plgpu.Layout.WGMMA.reduce(1))."""
+        """Returns the state before the first block of keys, (maximum, sum), for `own` queries, float32[own] each: a
+        large negative number that is finite, so that no difference is NaN, and 0. With `lean` that number is far above
+        MASKED, so that masked scores get the weight 0. layout: that of vectors with one number for each row of scores
+        (plgpu.Layout.WGMMA.reduce(1))."""
         return filled((own,), _UNSEEN if self.lean else MASKED, layout), filled((own,), 0.0, layout)
 
     def step(self, scores, state, mask):

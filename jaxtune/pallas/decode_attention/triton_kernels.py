@@ -124,13 +124,15 @@ def decode_whole_kernel(
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention of one KV head of one row over all keys that it sees, in ascending order: writes out [B, HEADS, DIM], 0
-    for an empty row. It serves caches that are too short to be divided into splits. Grid: (KV_HEADS, B).
+    """Attention of one KV head of one row over all keys that it sees, in the order of their places in the cache: writes
+    out [B, HEADS, DIM], 0 for an empty row. It serves caches that are too short to be divided into splits. Grid:
+    (KV_HEADS, B).
 
     query is as out; keys and values are caches [B, KV_HEADS, CAPACITY, DIM], and lengths int32[B] the tokens of each
-    row, its new one included. sinks: float32[HEADS], in units of log2; _MASKED: no sink. SCALE is the factor on scores,
-    CAP the soft cap and WINDOW the sliding window (0: none). STEP keys are read at a time, and STAGES such tiles are on
-    their way; GROUP and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM.
+    row, its new one included, which may be more than CAPACITY: a cache is a ring, in which token t is at place t modulo
+    CAPACITY. sinks: float32[HEADS], in units of log2; _MASKED: no sink. SCALE is the factor on scores, CAP the soft cap
+    (0: none) and WINDOW the sliding window (0: none). STEP keys are read at a time, and STAGES such tiles are on their
+    way; GROUP and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS

@@ -271,7 +271,8 @@ def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side.
       keys, values: the caches, [N, kv_heads, capacity, D]. A token is written at its position modulo capacity.
-      positions: int32[N], the position of each new token in its sequence; for a negative one nothing is written.
+      positions: int32[N], the position of each new token in its sequence; for a negative one nothing is written into
+        the caches, but the query is returned all the same.
       table: (cos, sin) of the rotation's angles, float32[N, D / 2]; None: no rotation.
       norms: the weights [D] of the RMS norms of the query and the key; None: no norms.
       eps: the number that the norms add to the mean square.

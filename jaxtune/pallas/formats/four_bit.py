@@ -122,7 +122,8 @@ class FourBit(Stored):
         matrices that were quantised separately, the result has float32 absmax.
 
         Args:
-          pieces: the matrices [., columns], whose rows in this order are those of expert 0, expert 1, ...
+          pieces: the matrices [., columns], one or several (gate, then up) for each expert, whose rows in this order
+            are those of expert 0, expert 1, ...; all have the same shape.
           shape: the result's, [E, rows, columns].
         """
         first, nested = pieces[0], (None, None, None)

@@ -111,8 +111,8 @@ class FP8(Stored):
         return None
 
     def largest(self) -> jax.Array:
-        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
-        (Stored.largest)."""
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
+        shape. Quantisation-aware training finds by it the weights that are clipped (Stored.largest)."""
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST)).decode("float32")
 
     def cut(self, axis: int) -> int | None:
@@ -174,7 +174,7 @@ class FP8(Stored):
 def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
     """(blocks along out, blocks along in) of a tensor whose shape is [..., out, in]: the last two axes of its scales. A
     last block that is not full counts too. `encode` and the checks of files need it. block: (rows, columns) that share
-    a scale; None stands for all of them."""
+    a scale; None in place of a number stands for all rows or all columns."""
     along = [1 if size is None else -(-whole // size) for whole, size in zip(shape[-2:], block, strict=True)]
     return along[0], along[1]
 

@@ -79,13 +79,13 @@ class Int8(Stored):
 
     def rescaled(self, factor: np.ndarray) -> Int8:
         """The same codes with the largest magnitudes, absmax, multiplied by `factor`, float64[..., out, 1]. An export
-        calls it so that weights which training rounded to this format decode to exactly the same 16-bit numbers
-        (Stored.rescaled)."""
+        calls it so that weights which training rounded to this format decode to exactly the same 16-bit numbers,
+        although `encode` computes slightly different scales from them (Stored.rescaled)."""
         return dataclasses.replace(self, absmax=jnp.asarray(np.float32(np.float64(self.absmax) * factor[..., 0])))
 
     def largest(self) -> jax.Array:
-        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
-        (Stored.largest)."""
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
+        shape. Quantisation-aware training finds by it the weights that are clipped (Stored.largest)."""
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, _LARGEST)).decode("float32")
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:

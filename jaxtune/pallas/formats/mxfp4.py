@@ -124,8 +124,8 @@ class MXFP4(Stored):
         return BLOCK if axis == self.ndim - 1 else 1
 
     def largest(self) -> jax.Array:
-        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
-        (Stored.largest)."""
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
+        shape. Quantisation-aware training finds by it the weights that are clipped (Stored.largest)."""
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:

@@ -159,8 +159,8 @@ class NVFP4(Stored):
         return dataclasses.replace(self, input_scale=of_inputs)
 
     def largest(self) -> jax.Array:
-        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's shape
-        (Stored.largest)."""
+        """The largest magnitude that each number of the tensor could have with its scale, float32 in the tensor's
+        shape. Quantisation-aware training finds by it the weights that are clipped (Stored.largest)."""
         return dataclasses.replace(self, codes=jnp.full_like(self.codes, LARGEST_CODES)).decode("float32")
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:

@@ -71,7 +71,8 @@ def implementations(dtype, size: int, activation: str) -> dispatch.Table:
 def _first_use(activation: str) -> str | None:
     """Compares the Mosaic kernel with the plain JAX implementation on a small random case, once for each activation on
     a GPU; a pass is stored in the user's cache. Returns the reason why this GPU must not run the kernel for
-    `activation`, a key of ACTIVATIONS, or None, also without a check if there is no GPU."""
+    `activation`, a key of ACTIVATIONS, or None, also without a check if there is no GPU, or if the check is not done in
+    this call (dispatch.first_use)."""
 
     def compare():
         gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)

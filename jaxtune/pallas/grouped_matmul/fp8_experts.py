@@ -96,7 +96,8 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
 
     Args:
       x: the sorted rows [rows, K], or [T, K] with `tokens`.
-      factors: float32[E, K], by which rows of each expert are multiplied first; None: by nothing.
+      factors: float32[E, K], by which rows of each expert are multiplied first: the scales of the weights along K,
+        which cannot be applied after a sum along K (from `_scales`). None: by nothing.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       tokens: int32[rows], the row of x for each sorted row; None: x is sorted.
       blocks: True: each 128 numbers of a row get a scale. False: each row gets one scale.

@@ -49,9 +49,9 @@ def tile() -> Tile:
 
 
 def refusal(dtype, tile_rows: int) -> str | None:
-    """Returns the reason, in words, why this kernel cannot multiply rows of this dtype, or None if it can: Triton is
-    missing or unusable, the dtype does not have 16 bits, or tile_rows is no multiple of 128. tile_rows is the number of
-    consecutive rows that belong to one expert (Groups.tile_rows)."""
+    """Returns the reason, in words, why this kernel cannot multiply rows of this dtype, or None if it can: no GPU on
+    which Triton is usable (compat.triton_refusal), a dtype other than bfloat16 and float16, or tile_rows that is no
+    multiple of 128. tile_rows is the number of consecutive rows that belong to one expert (Groups.tile_rows)."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

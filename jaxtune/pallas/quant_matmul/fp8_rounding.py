@@ -4,7 +4,8 @@ The result equals that of fp8_product.rounded bit for bit.
 A warpgroup has a row in registers, in 16 bits; the row may consist of rows of several arrays side by side. It finds the
 row's largest magnitude, and writes the codes and the scale. If rows are short, a warpgroup has several and loads all of
 them before it waits for one; with one program for each row it would wait for memory most of the time. For
-grouped_matmul, rows that are sorted by expert can be multiplied by factors of their expert, and gathered from tokens.
+grouped_matmul, rows that are sorted by expert can be multiplied by their expert's factors, one for each column, and
+gathered from tokens.
 """
 
 from __future__ import annotations

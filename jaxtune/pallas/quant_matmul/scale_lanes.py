@@ -89,7 +89,8 @@ def _ptx(instruction: str, *operands):
 
 
 def _entry(map_ref, code):
-    """Looks up one entry of a table: the MLIR float32 at index `code` (an MLIR int32) of map_ref, float32 in memory."""
+    """Looks up one entry of a table of scales: the MLIR float32 at index `code` (an MLIR int32: a stored scale of NF4's
+    double quantisation or of NVFP4) of map_ref, float32[256] in global or shared memory."""
     return ir_load(map_ref, code, ir.F32Type.get())
 
 

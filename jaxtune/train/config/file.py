@@ -52,8 +52,8 @@ def config_keys() -> list[ConfigKey]:
 
 def _keys_of(cls: type, prefix: str) -> Iterator[ConfigKey]:
     """Yields the keys of a section and of the sections in it, such as optim.eps. A section itself, such as `adapter`,
-    is yielded only if it can be null by default. cls: the section's dataclass. prefix: put before the names of its
-    keys, such as "optim."."""
+    is yielded only if its default is null. `config_keys` lists the schema by it. cls: the section's dataclass. prefix:
+    put before the names of its keys, such as "optim."."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for item in dataclasses.fields(cls):
         hint, name = hints[item.name], prefix + item.name

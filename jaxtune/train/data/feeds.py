@@ -75,7 +75,8 @@ class RowSet(Protocol):
         ...
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as new numpy arrays."""
+        """A batch of `rows` rows of padding, as new numpy arrays, into which `fill` writes rows; the train step is
+        compiled for its shapes."""
         ...
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> Feed:

@@ -188,12 +188,14 @@ def normalize_labelled(value: Mapping[str, Any]) -> Pair:
 
 def normalize(value: Mapping[str, Any], format: str) -> Example:
     """The `Example` of a row: of the format text with `text`; of messages and ShareGPT with `messages` and `tools`; of
-    Alpaca, and of a prompt and completion that are text, with `prompt`, `completion` and `messages`; of turns, and of a
-    question and its answer, with `messages` only. Raises `RowError` with the reason if the row cannot be used.
+    Alpaca, and of a prompt and completion that are text, with `prompt`, `completion` and `messages`; of a prompt and
+    completion of which one is a list of turns, with `messages`, `tools` and `prompt_messages`, the number of the
+    prompt's turns; of a question and its answer, with `messages` only. Raises `RowError` with the reason if the row
+    cannot be used.
 
     Args:
         value: the row's columns by name.
-        format: its row format, a key of `COLUMNS` such as "messages" or "alpaca".
+        format: its row format, a key of `COLUMNS` such as "messages" or "alpaca", which is not checked.
     """
     refuse_media(value)
     if format == "text":

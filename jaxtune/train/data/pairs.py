@@ -213,8 +213,8 @@ class PairDataset(TokenDataset):
 
     @property
     def longest(self) -> int:
-        """The largest number of tokens that one pair can have after truncation, for packing="step", where `length`
-        limits each document."""
+        """The most tokens that any pair could have after truncation with packing="step", where `length` limits each of
+        its two documents: 2 * length, whatever the pairs are. `pack_steps` makes no row longer than that."""
         return 2 * self.length
 
     def in_rows(self, slots: int) -> PairDataset:

@@ -345,8 +345,9 @@ def _load_from_disk(folder: Path) -> object:
 
 
 def _load_named(name: str, streaming: bool) -> Any:
-    """The data set `name`, `name:config` or `name:config:split`, from the hub or a local cache. streaming: whether its
-    rows are read over the network later instead of being downloaded now. Raises ValueError if it cannot be loaded."""
+    """The data set `name`, `name:config` or `name:config:split`, from the hub or a local cache; without them, its
+    default config and the split "train". streaming: whether its rows are read over the network later instead of being
+    downloaded now. Raises ValueError if it cannot be loaded."""
     from datasets import load_dataset
 
     path, config, split = [*name.split(":"), "", ""][:3]

@@ -136,7 +136,8 @@ class StreamedRows:
         return self
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as new numpy arrays."""
+        """A batch of `rows` rows of padding, each as long as the stream's rows, as new numpy arrays, into which
+        FedBatches writes the rows of a step (RowSet.empty)."""
         return self.first.rows.empty(rows)
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> StreamFeed:

@@ -209,9 +209,10 @@ class RowEncoder:
 
     def encode_prompt(self, example: Example) -> np.ndarray:
         """int32[n]: the tokens of an example up to the begin of its last response, as the prompt to generate it from;
-        of an example of text alone, all of it. They are the same text, BOS and tokens that training has there. A
-        conversation that ends with another turn is kept whole; in any case the begin of a response follows it, as the
-        template writes it. Raises `RowError` if the template fails, and `SetupError` if there is none."""
+        of an example of text alone, all of it. They are the same text, BOS and tokens that training has there. A text,
+        and a prompt that is text if data.template is null, need no template. A conversation that ends with another turn
+        is kept whole; in any case the begin of a response follows a conversation, as the template writes it. Raises
+        `RowError` if the template fails, and `SetupError` if a conversation has none."""
         if example.text is not None:
             text = example.text
         elif self._is_raw(example):

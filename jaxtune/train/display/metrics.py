@@ -81,8 +81,9 @@ class MetricsLogger:
                 self._sinks[name] = make()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Records `values`, {metric's name: number (also a 0-d array), string, None, or lists and dicts of them}, in
-        every logger. step: the number of optimizer steps done. Raises ValueError for a value of another kind."""
+        """Records a line of `step`, the time and `values`, {metric's name: number, string, None, array, or lists and
+        dicts of them}, in every logger; only metrics.jsonl gets more than the numbers. step: the number of optimizer
+        steps done. Raises ValueError for a value of another kind, but no error of a logger."""
         line = {"step": int(step), "time": round(time.time(), 3)} | {
             key: _plain(value) for key, value in values.items()
         }
@@ -171,8 +172,7 @@ class _TensorBoardSink(_Sink):
 
 class _WandbSink(_Sink):
     """The logger for Weights & Biases. folder: the run's, in which the id of the run there is stored, so that a resumed
-    run (resumed_step is not None) continues it. project: the project's name. config: shown as the run's
-    configuration."""
+    run (resumed_step is not None) continues it. project: its name. config: shown as the run's configuration."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
         import wandb

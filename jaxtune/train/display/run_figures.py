@@ -401,8 +401,8 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 def _wall_seconds(line: JsonMapping) -> float:
     """The wall time in seconds that a line of metrics.jsonl adds to the run's: that of its steps (`steps` times
-    `step_seconds`), or, for the line of a pause such as a save, the sum of all its numbers named ..._seconds, the pause
-    and its parts (monitor.py)."""
+    `step_seconds`), or, for the line of a pause such as a save, the sum of all its numbers named ..._seconds: the
+    pause's own, which is without its parts (monitor.py), and its parts. A line of neither kind adds 0."""
     if _is_number(line.get("step_seconds")):
         steps = line.get("steps", 1)
         return line["step_seconds"] * steps if _is_number(steps) else 0.0

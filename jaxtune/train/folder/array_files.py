@@ -20,7 +20,7 @@ _operations = itertools.count()  # numbers the saves; all processes count the sa
 
 def saver() -> Any:
     """An Orbax checkpointer for writing: it copies arrays to the host and then writes them in a thread of its own, so
-    that training continues meanwhile.
+    that training continues meanwhile. The caller waits for that (wait_until_finished) and closes it.
 
     In a run of several processes it must be made anew for each save, because the processes wait for each other at a
     barrier whose name can be used once.

@@ -47,7 +47,8 @@ class CheckpointError(ValueError):
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint in `folder`, which may be missing, in ascending order; files are not checked."""
+    """The steps that have a checkpoint in `folder`, which may be missing, in ascending order; files are not checked. By
+    it checkpoints are found, to restore, score or remove them."""
     if not folder.is_dir():
         return []
     found = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
@@ -176,8 +177,7 @@ class Checkpointer:
             self._unproven = None
 
     def close(self) -> None:
-        """Waits until the save in progress is complete, then releases the folder's lock. Raises the CheckpointError of
-        a failed save."""
+        """Waits for the save in progress, then releases the folder's lock. CheckpointError: the save failed."""
         try:
             self.wait()
         finally:

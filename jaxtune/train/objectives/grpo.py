@@ -428,8 +428,11 @@ def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
     """RLOO's loss of a batch of answers as sums: (sum of the losses, number of answers, {metric: sum}), float32
     scalars, so that several batches can be added up; `means_of` makes metrics of the sums.
 
-    An answer is one action, whose ratio is that of the product of its tokens' probabilities. Of `options` only epsilon
-    and epsilon_high are used. The advantages in `answers` should come from `rloo_advantages`.
+    An answer is one action, whose ratio is that of the product of its tokens' probabilities. Its loss is -min(ratio *
+    advantage, clip(ratio, 1 - epsilon, 1 + epsilon_high) * advantage), times answers.ratio if that is given; nothing
+    else of `options` is used. The loss has no KL term, because `rloo_advantages` subtracted the divergence from the
+    rewards. The advantages in `answers` should come from there. The metrics are the sums of tokens, ratios, entropy and
+    clipped ratios.
     """
     mask = answers.mask.astype(jnp.float32)
     old = jax.lax.stop_gradient(answers.logps) if answers.old_logps is None else answers.old_logps

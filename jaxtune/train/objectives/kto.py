@@ -122,15 +122,15 @@ class KTO(Referenced):
 
 
 def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray]:
-    """Makes the pairs of KTO: replaces the empty document of each labelled row by its prompt with the answer of the row
-    before (for the first row, that of the last one).
+    """Makes the pairs of KTO: adds to the document of each labelled row, in place of its empty one, its prompt with the
+    answer of the row before (for the first row, that of the last one; for a single row, its own).
 
     Args:
       documents: two documents for each row, of which one is empty: the second if the answer is desirable, the first if
         it is undesirable.
     Returns:
-      (two documents for each row, its own and the mismatched one; float32[rows] labels, 1 where the answer is
-        desirable).
+      (two documents for each row: first its own, whether desirable or not, then the mismatched one; float32[rows]
+        labels, 1 where the answer is desirable).
     """
     labels = np.asarray(documents.lengths[0::2] > 0)
     own = [documents[2 * row + int(not desirable)] for row, desirable in enumerate(labels)]

@@ -167,8 +167,9 @@ class AnswerRows:
     (REFERENCE_LOGPS)."""
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding without answers, as new numpy arrays. Its `extra` has zeros for all further
-        arrays that batches of answers have, such as advantages."""
+        """A batch of `rows` rows of padding without answers, as new numpy arrays, which are then filled; the train step
+        is compiled for its shapes. Its `extra` has zeros for all further arrays that batches of answers have, such as
+        advantages."""
         batch = Batch.empty(rows, self.length)
         places, slots = (rows, self.places), (rows, self.length)
         extra = {

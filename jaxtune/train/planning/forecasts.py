@@ -374,11 +374,12 @@ def _all_resident(parts: StepCost, resident: int) -> bool:
 
 
 def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
-    """The cost of the output head and the loss, for a micro-batch of `tokens` tokens on `device`. parts: the step's
-    costs. chunk_tokens: the number of tokens whose logits exist at a time.
+    """The cost of the output head and the loss, for a micro-batch of `tokens` tokens on `device` (a mean over devices,
+    so perhaps a fraction). parts: the step's costs. chunk_tokens: the number of tokens whose logits exist at a time.
 
     Returns:
-      (device bytes at the loss, seconds of its forward and backward)
+      (device bytes that they add at the loss: a chunk's logits, what XLA keeps around them, and a trained head's
+        gradient and copies; seconds of their forward and backward)
     """
     rows = max(round(tokens / parts.length), 1)
     chunk = rows * chunk_length(rows, parts.length, int(chunk_tokens))
@@ -411,8 +412,7 @@ def state_seconds(parts: StepCost, device: Device) -> float:
 
 def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
     """Seconds of a step's collective operations between devices. parts: the step's costs, with the bytes. plan: the
-    StepPlan. forward, backward: seconds of all layers in a micro-batch, during which collectives can run. device: has
-    the rate.
+    StepPlan. forward, backward: seconds of all layers in a micro-batch, when collectives can run. device: has the rate.
 
     Returns:
       (seconds of all collectives, seconds in which the step waits for them)

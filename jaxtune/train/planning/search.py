@@ -72,9 +72,10 @@ class Room:
 
 def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
     """The largest predicted peak, in bytes, that the next plan may have, if a step may take budget_bytes (None: no
-    limit). Without failures it is budget_bytes. The failures `failed` lower it, because they show by how much forecasts
-    are too low: it is the least of their goals (`Failed.goal`). If there are several, that is divided by the largest of
-    their ratios of need to forecast (`Failed.ratio`) over the smallest, or by 1.03 if this is more."""
+    limit). Without failures it is budget_bytes; with failures it is a number, also without a limit. The failures
+    `failed` lower it, because they show by how much forecasts are too low: it is the least of their goals
+    (`Failed.goal`). If there are several, that is divided by the largest of their ratios of need to forecast
+    (`Failed.ratio`) over the smallest, or by 1.03 if this is more."""
     if not failed:
         return budget_bytes
     ratios = [one.ratio for one in failed]

@@ -232,15 +232,17 @@ def gradient_sync_of(mesh: MeshConfig | None) -> GradientSync | None:
 
 
 def as_saved(like, saved: Mapping):
-    """The shapes with which the state of a checkpoint is read, because its errors may have other shapes than this
-    run's; `fitted` then makes the state that was read fit the run.
+    """The shapes with which the state of a checkpoint is read, because its errors of error feedback (`sync_errors`,
+    what rounding took from the gradients that each device sent) may have other shapes than this run's; `fitted` then
+    makes the state that was read fit the run.
 
     Args:
       like: the shapes, with shardings, of this run's TrainState; or {"trainable": weights}, which is returned as it is.
       saved: the checkpoint's record.
     Returns:
       `like`, but if the checkpoint's run kept errors on another mesh, or in other buffers, or only one of the two runs
-        keeps errors, with `sync_errors` as they were saved and without shardings, by which `fitted` knows them.
+        keeps errors, with `sync_errors` as they were saved ({} if there are none) and without shardings, by which
+        `fitted` knows them.
     """
     if isinstance(like, dict):
         return like

@@ -51,7 +51,8 @@ class AuxLosses:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the losses, which are also those of their metrics in the log."""
+        """The names of the losses, in the order of `losses` and of a step's sums of them (Sums.aux); their metrics in
+        the log have the same names."""
         return tuple(loss.name for _, loss, _ in self.losses)
 
     @property

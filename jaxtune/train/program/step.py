@@ -130,7 +130,8 @@ class StepProgram:
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
         """The state with which a run starts, over a copy of `trainable`, the weights that train, in the dtypes in which
         they are trained: the step donates the copy, and the caller keeps the original. seed: of dropout and stochastic
-        rounding. device: the sharding that the state will have, needed for states on the host (offload)."""
+        rounding. device: the sharding of those states of the optimizer that stay on the device with `offload`, while
+        the large ones are made in pinned host memory. None, or no `offload`: the caller places all states."""
 
         def kept(a):
             """A copy of the weight `a`: in bfloat16 if `weights` is "bf16" and it is a matrix, else in float32."""

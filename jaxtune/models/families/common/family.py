@@ -1,4 +1,5 @@
-"""A family of models as one declaration, by which its config.json is checked, read and written."""
+"""A family of models as one declaration, by which its config.json is checked, read and written, with the parts of its
+layers and the names of its tensors where they differ from Llama's."""
 
 from __future__ import annotations
 

@@ -72,9 +72,10 @@ def prepared(hf: Config) -> Fields:
     """The config.json `hf`, in which all keys have values, rewritten so that its keys can be read one by one (for
     Family.prepare). `hf` itself is not changed.
 
-    layer_types is filled in if it is missing, and the last layer becomes global whatever it says. The sizes in
-    per_layer_config are moved to the keys that give them for all global layers, and a number of global key and value
-    heads that changes nothing becomes null: one that equals num_key_value_heads, or any if attention_k_eq_v is false.
+    layer_types is filled in if it is missing (_default_types), and the last layer becomes global whatever it says. The
+    sizes in per_layer_config are moved to the keys that give them for all global layers, and a number of global key and
+    value heads that changes nothing becomes null: one that equals num_key_value_heads, or any if attention_k_eq_v is
+    false.
 
     Raises:
       ValueError: a per_layer_config that these keys cannot express.
