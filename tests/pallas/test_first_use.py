@@ -18,6 +18,13 @@ from jaxtune.pallas.attention import (
     packed_layout,
     reference,
 )
+from jaxtune.pallas.formats import NF4
+from jaxtune.pallas.grouped_matmul import api as grouped_api
+from jaxtune.pallas.grouped_matmul import reference as grouped_reference
+from jaxtune.pallas.grouped_matmul.layout import groups_of
+from jaxtune.pallas.quant_matmul import mosaic as quant_mosaic
+from jaxtune.pallas.quant_matmul import triton as quant_triton
+from jaxtune.pallas.quant_matmul.reference import exact_product
 
 
 @pytest.fixture
@@ -218,6 +225,46 @@ def test_attention_leaves_a_wrong_kernel_alone(gpu, monkeypatch, tmp_path):
     assert name == "reference" and "differs from the reference" in refused["mosaic"]
     with pytest.raises(ValueError, match="differs from the reference in the check at its first use"):
         attention_forward(query, query, query, layout, scale=1.0, implementation="mosaic")
+
+
+NF4_WEIGHT = NF4.encode(jnp.ones((4096, 4096), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_decoding_kernels_and_those_of_few_tokens_are_checked(gpu, monkeypatch, wrong):
+    """Each on small cases: the decoding pass, one for each plan of up to 16 tokens, of Mosaic and of Triton."""
+    by = 1.1 if wrong else 1.0
+    for module in (quant_mosaic, quant_triton):
+        monkeypatch.setattr(module, "dequantize", lambda weight, dtype=None: weight.decode(dtype))
+
+    def product(x, weight, *_):
+        return (exact_product(x, weight) * by).astype(x.dtype)
+
+    monkeypatch.setattr(quant_mosaic, "_small_matmul", product)
+    monkeypatch.setattr(quant_triton, "small_matmul", product)
+    monkeypatch.setattr(quant_triton.compat, "triton_refusal", lambda: None)
+    for module, name in ((quant_mosaic, "mosaic, few tokens"), (quant_triton, "triton, up to 16 tokens")):
+        for tokens in (1, 16):
+            reason = module.small_refusal(NF4_WEIGHT, jnp.bfloat16, tokens)
+            assert "differs" in reason if wrong else reason is None, reason
+        assert module.refusal(NF4_WEIGHT, jnp.bfloat16) is None
+        assert sum(key[1] == name for key in dispatch.first_uses) == 2
+    for module in (quant_mosaic, quant_triton):
+        monkeypatch.setattr(module, "dequantize", lambda weight, dtype=None: weight.decode(dtype) * 1.1)
+        reason = module.refusal(NF4_WEIGHT, jnp.float16)
+        assert "differs" in reason
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_grouped_product_of_arrays_is_checked(gpu, monkeypatch, wrong):
+    def product(x, weight, groups, contract, extra=None, tokens=None):
+        out = grouped_reference.product(x, weight, groups, contract, extra)
+        return out * 1.1 if wrong else out
+
+    monkeypatch.setattr(grouped_api.mosaic, "product", product)
+    groups = groups_of(jnp.asarray((128, 0, 5), jnp.int32), 133)
+    reason = grouped_api.implementations(jnp.dtype("bfloat16"), 256, 128, groups)["mosaic"]()
+    assert "differs" in reason if wrong else reason is None, reason
 
 
 def test_the_small_case_has_every_kind_of_token():

@@ -93,13 +93,15 @@ def implementations(
         request.
     """
 
+    refused = functools.partial(mosaic.refusal, dtype, in_size, out_size, groups.tile_rows)
+
     def mosaic_refusal():
-        return mosaic.refusal(dtype, in_size, out_size, groups.tile_rows)
+        return refused() or first_use.refusal("mosaic", mosaic.product, None)
 
     def ahead_refusal():
         if weight is None:
             return "no weight in four bits"
-        reason = mosaic_refusal() or mosaic_ahead.refusal(weight)
+        reason = refused() or mosaic_ahead.refusal(weight)
         return reason or first_use.refusal(_AHEAD, mosaic.product, weight)
 
     # On several devices it is used only if asked for: it is not proved that it cannot hang beside NCCL's kernels.

@@ -84,7 +84,7 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None: no Hopper
     GPU, another dtype than bfloat16 and float16, tiles of other than 128 rows, or a size that is no multiple of 64. It
-    runs no check of the kernel's results; first_use.refusal does, for the cases that need one. Both sizes must fit,
+    runs no check of the kernel's results; first_use.refusal does. Both sizes must fit,
     because the forward sums over one and the gradient of the rows over the other.
 
     Args:

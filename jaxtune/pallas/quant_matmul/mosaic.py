@@ -25,6 +25,7 @@ from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK, NF4, FourBit
 from jaxtune.pallas.quant_matmul import line_matmul, row_matmul, triton
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks, absmax_operands
+from jaxtune.pallas.quant_matmul.reference import exact_product
 
 MAX_TOKENS = 16  # the most tokens of small_matmul
 _AHEAD = 1  # chunks that are loaded while one is multiplied; more take registers, and so allow fewer programs
@@ -63,8 +64,8 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
     or None if it can. Up to 16 tokens are for this module's kernels, which take NF4 and FP4 with rows in multiples of
     16, and columns in multiples of 512, 1,024 at least. More are for Triton's (`few_refusal`). A weight that
-    `dequantize` refuses is refused here too, because its kernel must have passed its check. The kernel for 17 tokens or
-    more has a check of its own at its first use on a GPU; that of this file has none."""
+    `dequantize` refuses is refused here too, because its kernel must have passed its check. On a GPU the result of this
+    file's kernel on a small case is compared with the exact one at the first use, and so is that of Triton's."""
     if not isinstance(weight, FourBit):
         return f"a weight in {type(weight).__name__}"
     if tokens > MAX_TOKENS:
@@ -72,7 +73,20 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
     if rows % _ROWS or columns % 512 or columns < 1024:
         return f"weight {weight.shape}; wants multiples of {_ROWS} and 512, and 1024 columns or more"
-    return refusal(weight, dtype)
+    reason = refusal(weight, dtype)
+    if reason is not None or gpu_kernel.interpreter() is not None:
+        return reason
+    plan = _plan(rows, columns, tokens)
+
+    def compare():
+        draw = np.random.default_rng(0)
+        # Some programs have a tile more than others, and some warpgroups a chunk more; the plan is the same.
+        shape = (_ROWS * (plan.programs + 3), 3 * plan.chunk)
+        small, x = weight.random_like(shape, draw), jnp.asarray(draw.standard_normal((tokens, shape[1])), dtype)
+        return [_small_matmul(x, small, None, None)], [exact_product(x, small)]
+
+    call = f"{jnp.dtype(dtype).name}, {weight.kind}, {tokens} tokens, {plan}"
+    return dispatch.first_use("quant_matmul", "mosaic, few tokens", call, compare)
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
@@ -90,7 +104,7 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
         keys = jax.random.split(jax.random.key(0), 2)
         small = NF4.encode(jax.random.normal(keys[0], (128, weight.shape[1])), double)
         x = jax.random.normal(keys[1], (tokens, weight.shape[1])).astype(dtype)
-        return [triton.few_matmul(x, small)], [_exact(x, small)]
+        return [triton.few_matmul(x, small)], [exact_product(x, small)]
 
     quantised = "quantised" if double else "float32"
     call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {tokens} tokens, {weight.shape[1]} columns"
@@ -378,18 +392,11 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
         rows, columns = tile.rows + 16, 1024 * tile.warpgroups * tile.splits + 1024
         small = NF4.encode(jax.random.normal(keys[0], (rows, columns)), weight.nested_absmax is not None)
         x = jax.random.normal(keys[1], (tokens, columns)).astype(dtype)
-        return [small_matmul(x, small, tile)], [_exact(x, small)]
+        return [small_matmul(x, small, tile)], [exact_product(x, small)]
 
     quantised = "quantised" if weight.nested_absmax is not None else "float32"
     call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {tokens} tokens, {tile}"
     return dispatch.first_use("quant_matmul", "mosaic, by lines", call, compare)
-
-
-@dispatch.exactly
-def _exact(x, weight: FourBit):
-    """The product of x [tokens, in] and the decoded weight [out, in] in full float32, float32[tokens, out], with which
-    the kernels for a few tokens are compared at their first use. It is jitted without autotuning (dispatch.exactly)."""
-    return jnp.dot(x.astype(jnp.float32), weight.decode(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
@@ -410,7 +417,7 @@ def row_refusal(weight: FourBit, dtype) -> str | None:
         small = (2 * cut.pairs * (2 * cut.stages + 3), columns)
         stored = NF4.encode(jax.random.normal(keys[0], small), weight.nested_absmax is not None)
         x = jax.random.normal(keys[1], (1, columns)).astype(dtype)
-        return [_row_matmul(x, stored, 2, None)], [_exact(x, stored)]
+        return [_row_matmul(x, stored, 2, None)], [exact_product(x, stored)]
 
     quantised = "quantised" if weight.nested_absmax is not None else "float32"
     call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {cut.slices} slices, {cut.pairs} pairs"

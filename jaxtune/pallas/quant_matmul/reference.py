@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
-from jaxtune.pallas import draws
+from jaxtune.pallas import dispatch, draws
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul.as_stored import product_of
 
@@ -53,6 +53,13 @@ def small_matmul(x: jax.Array, weight: Stored) -> jax.Array:
       NotImplementedError: always.
     """
     raise NotImplementedError(small_refusal(weight, x.dtype, x.shape[0]))
+
+
+@dispatch.exactly
+def exact_product(x: jax.Array, weight: Stored) -> jax.Array:
+    """The product of x [tokens, in] and the decoded weight [out, in] in full float32, float32[tokens, out], with which
+    the kernels for a few tokens are compared at their first use. It is jitted without autotuning (dispatch.exactly)."""
+    return jnp.dot(x.astype(jnp.float32), weight.decode(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
 
 
 def _product(x, weight, contract, dtype=None):

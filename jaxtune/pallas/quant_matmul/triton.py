@@ -10,10 +10,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import BLOCK, NF4, FourBit
+from jaxtune.pallas.quant_matmul.reference import exact_product
 
 __all__ = ["dequantize", "few_matmul", "few_refusal", "refusal", "small_matmul", "small_refusal"]
 
@@ -32,7 +34,8 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 def refusal(weight: Stored, dtype) -> str | None:
     """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can: Triton is
-    unusable here, the weight is not NF4 or FP4, or the dtype is none of bfloat16, float16 and float32."""
+    unusable here, the weight is not NF4 or FP4, the dtype is none of bfloat16, float16 and float32, or the kernel's
+    result on a small case, which is compared with weight.decode at the first use for each kind and dtype, is wrong."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -40,13 +43,20 @@ def refusal(weight: Stored, dtype) -> str | None:
         return f"a weight in {type(weight).__name__}"
     if dtype not in (*_DTYPES, jnp.float32):
         return f"dtype {jnp.dtype(dtype).name}"
-    return None
+
+    def compare():
+        # Several programs, of which the last has less to do.
+        small = weight.random_like((11, BLOCK * _DEQUANTISE_BLOCKS // 4), np.random.default_rng(0))
+        return [dequantize(small, dtype)], [small.decode(jnp.float32)]
+
+    return dispatch.first_use("quant_matmul", "triton", f"{weight.kind} to {jnp.dtype(dtype).name}", compare)
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
     or None if it can. It needs a GPU on which Triton is usable (compat.triton_refusal), and takes 1 to 16 tokens of 16
-    bits, and weights in NF4 or FP4 whose rows are whole blocks of 64. The kernels have no check at their first use."""
+    bits, and weights in NF4 or FP4 whose rows are whole blocks of 64. On a GPU the kernel's result on a small case is
+    compared with the exact one at the first use for each number of tokens, dtype, kind of weight and tile."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -58,7 +68,26 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
         return f"{tokens} tokens; up to {MAX_TOKENS}"
     if weight.shape[1] % BLOCK:
         return f"{weight.shape[1]} columns, not a multiple of {BLOCK}: a block would lie in two rows"
-    return None
+    _, tile = _kernel_of(tokens, weight.shape[0])
+
+    def compare():
+        draw = np.random.default_rng(0)
+        # Neither the rows nor the blocks of a row are a multiple of the tile's.
+        rows, columns = _TALL * (tile == _TALL_MATRIX_TILE) + 2 * tile[0] + 3, BLOCK * (2 * tile[1] + 1)
+        small = weight.random_like((rows, columns), draw)
+        x = jnp.asarray(draw.standard_normal((tokens, columns)), dtype)
+        return [small_matmul(x, small)], [exact_product(x, small)]
+
+    call = f"{jnp.dtype(dtype).name}, {weight.kind}, {tokens} tokens, {tile}"
+    return dispatch.first_use("quant_matmul", "triton, up to 16 tokens", call, compare)
+
+
+def _kernel_of(tokens: int, rows: int) -> tuple[str, tuple[int, int, int]]:
+    """The kernel of triton_kernels that `small_matmul` uses for this number of tokens and of rows of the weight, by its
+    name, and its tile (rows of W at a time, blocks of 64 of each row, warps)."""
+    if tokens <= _VECTOR_TOKENS:
+        return "vector_kernel", _VECTOR_TILE
+    return "matrix_kernel", _TALL_MATRIX_TILE if rows >= _TALL else _MATRIX_TILE
 
 
 def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
@@ -169,11 +198,9 @@ def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
 
     (tokens, inner), outer = x.shape, weight.shape[0]
     arrays, nested = _parts(weight)
-    on_vectors = tokens <= _VECTOR_TOKENS
-    matrix_tile = _TALL_MATRIX_TILE if outer >= _TALL else _MATRIX_TILE
-    rows, blocks, warps = _VECTOR_TILE if on_vectors else matrix_tile
+    name, (rows, blocks, warps) = _kernel_of(tokens, outer)
     (out,) = compat.triton_call(
-        triton_kernels.vector_kernel if on_vectors else triton_kernels.matrix_kernel,
+        getattr(triton_kernels, name),
         (x, *arrays),
         (jax.ShapeDtypeStruct((tokens, outer), x.dtype),),
         (math.ceil(outer / rows),),
