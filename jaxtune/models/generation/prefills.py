@@ -204,7 +204,7 @@ class Prefills:
 
     def _fitting(self, requests: Sequence[Request], most: int) -> list[Request]:
         """The longest beginning of the list `requests`, of at most `most` requests, whose prompts have at most `chunk`
-        tokens in all, so that one row has room for them (`_pack`)."""
+        tokens in all, each without its newest one, so that one row has room for them (`_pack`)."""
         lengths = itertools.accumulate(len(request.tokens) - 1 for request in requests)
         return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= self._chunk]
 

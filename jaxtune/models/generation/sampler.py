@@ -76,9 +76,9 @@ class Piece:
 
     request: int  # its number, from `submit`
     ids: list[int]  # new tokens since the last piece; may be empty in the last piece
-    logprobs: list[float]  # the log-probabilities of these tokens
+    logprobs: list[float]  # the log-probabilities of these tokens, as Row.logprobs
     finish_reason: FinishReason | None  # why the request ended; None: it has not
-    # the most likely tokens at the position of each of these, as in Row.top_logprobs
+    # the most likely tokens at the position of each of these, as in Row.top_logprobs; empty unless asked for
     top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
 
 
