@@ -118,9 +118,9 @@ class Programs(NamedTuple):
 def programs(same_choices: bool) -> Programs:
     """The sampler's functions as jitted programs, each compiled when it is first called with new shapes.
 
-    same_choices: True (a sampler with `deterministic`, on a GPU): every process must compute the same bits, so operations
-    are deterministic, and the first algorithms of the vendor libraries (such as cuBLAS) are taken. False: those are
-    taken that are fastest when timed, which can differ between processes."""
+    same_choices: True (a sampler with `deterministic`, on a GPU): every process must compute the same bits, so
+    operations are deterministic, and the first algorithms of the vendor libraries (such as cuBLAS) are taken. False:
+    those are taken that are fastest when timed, which can differ between processes."""
     options = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0} if same_choices else {}
     jit = functools.partial(jax.jit, compiler_options=options)
     return Programs(
