@@ -85,7 +85,7 @@ CASES = {  # what matters most, first
     "1b_full_data_int8": Case(*_1B_INT8, 4, "data", "1b_full_data_bf16", 1.0),
     "1b_full_data_int4": Case(*_1B_INT4, 4, "data", "1b_full_data_bf16", 1.0),
 }
-# Cases that no record has yet.
+# Cases that mesh_2.json does not have: they ran on two H100s, and gradient_sync_once.json has them.
 NOT_MEASURED = {"1b_full_data_bf16", "1b_full_data_int8", "1b_full_data_int4"}
 ENVIRONMENT = ("device", "versions")
 KEPT = (
