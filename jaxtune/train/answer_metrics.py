@@ -104,8 +104,8 @@ class AnswerMetrics:
     are_rewards: bool = False
     """Whether the functions are the rewards that the run learns from; if so, their weighted sum is measured too."""
 
-    most_decoded: int | None = None
-    """The most layers whose quantised weights are decoded while answers are generated; None if there is no plan."""
+    most_converted: int | None = None
+    """The most layers whose weights are converted once to generate answers; None if there is no plan."""
 
     @property
     def identity(self) -> str:
@@ -132,7 +132,7 @@ class AnswerMetrics:
             model,
             length=rows.length,
             most_slots=rows.most,
-            most_decoded=self.most_decoded,
+            most_converted=self.most_converted,
             deterministic=self.deterministic,
         )
         rows = list(

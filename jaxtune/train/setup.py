@@ -207,7 +207,7 @@ def require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
 def with_slots(
     planner: Planner | ForwardPlanner, model: Decoder, batches: BatchSource, answers: AnswerMetrics | None
 ) -> tuple[dict[str, SlotPlan], AnswerMetrics | None]:
-    """Plans in how many slots a run samples answers, and how many layers' quantised weights are decoded meanwhile, by
+    """Plans in how many slots a run samples answers, and how many layers' weights are converted meanwhile, by
     the memory that its weights and its optimizer leave between two steps, and limits `batches` to them. A slot is a row
     of the sampler's batch, with its caches.
 
@@ -236,7 +236,7 @@ def with_slots(
     if "answers" in found:
         batches.limit_slots(found["answers"])
     if answers is not None and (plan := found.get("generate")) is not None:
-        answers = dataclasses.replace(answers, most_slots=plan.slots, most_decoded=plan.decoded_layers)
+        answers = dataclasses.replace(answers, most_slots=plan.slots, most_converted=plan.converted_layers)
     return found, answers
 
 

@@ -14,7 +14,7 @@ from tiny_models import adapted_model, golden_model, tiny_model
 from jaxtune import Decoder, Sampler, generate
 from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.files.quant import quantize
-from jaxtune.models.generation.decoded import Decodable
+from jaxtune.models.generation.converted import Convertible
 from jaxtune.models.generation.divided import DividedSampler, copy_on, devices_of
 from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.models.generation.prefills import Prefills
@@ -363,7 +363,7 @@ def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monk
     base = quantize(tiny_model(initializer_range=0.5, hidden_size=64, head_dim=32), "nf4")
     models = [adapted_model(base, seed, r=4) for seed in (1, 2)]
     weights, count = [linear.stored_weight for _, linear in linears_of(base)], len(base.layers)
-    found = Decodable.of(models[0], 2048)
+    found = Convertible.of(models[0], 2048)
     assert sum(found.layers) == 4 * sum(weight.size for weight in weights) and len(found.layers) == count == 2
     slots = slots_for(models[0], 1e12, 64, 17).bytes
     # Half of what both layers need beside slots, and what stays free for the states of prompts and other buffers.
@@ -372,20 +372,20 @@ def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monk
     monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: room)
     decodes = {"all": count, "half": 1}[share]
     sampler = Sampler(models[0], slots=17, length=64)
-    assert (sampler.plan.decoded_layers, sampler.plan.decoded_bytes) == (decodes, sum(found.layers[:decodes]))
-    assert f"layers decoded once: {decodes}, 0.00 GB" in str(sampler.plan)
-    assert not Sampler(models[0], slots=16, length=64).plan.decoded_bytes, "few rows are multiplied by codes"
-    assert not Sampler(models[0], slots=17, length=64, deterministic=True).plan.decoded_bytes
-    assert not Sampler(models[0], slots=17, length=64, most_decoded=0).plan.decoded_bytes
+    assert (sampler.plan.converted_layers, sampler.plan.converted_bytes) == (decodes, sum(found.layers[:decodes]))
+    assert f"layers converted once: {decodes}, 0.00 GB" in str(sampler.plan)
+    assert not Sampler(models[0], slots=16, length=64).plan.converted_bytes, "few rows are multiplied by codes"
+    assert not Sampler(models[0], slots=17, length=64, deterministic=True).plan.converted_bytes
+    assert not Sampler(models[0], slots=17, length=64, most_converted=0).plan.converted_bytes
     per_layer = len(weights) // count
     for index, (_, linear) in enumerate(linears_of(sampler._structure.model(sampler._leaves))):
         assert isinstance(linear.stored_weight, Stored) == (index // per_layer >= decodes)
     prompts = prompts_of(48)
     before = [row.ids for row in sampler.run(prompts, 8)]
-    decoded = {id(codes): array for codes, array in sampler._decoded._kept.values()}
+    decoded = {id(codes): array for codes, array in sampler._converted._kept.values()}
     assert len(decoded) == decodes * per_layer
     sampler.update(models[1])
-    assert {id(codes): array for codes, array in sampler._decoded._kept.values()} == decoded
+    assert {id(codes): array for codes, array in sampler._converted._kept.values()} == decoded
     after = [row.ids for row in sampler.run(prompts, 8)]
     assert before == generate(models[0], prompts, 8) != after == generate(models[1], prompts, 8)
 
@@ -394,13 +394,13 @@ def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monk
 def test_adapters_of_experts_are_cast_and_padded_once(settings, monkeypatch):
     """Where the kernel would do both in each product; the tokens do not change, nor what other layers do."""
     asked = []
-    monkeypatch.setattr("jaxtune.models.generation.decoded.fills_adapters", lambda *call: asked.append(call) or True)
+    monkeypatch.setattr("jaxtune.models.generation.converted.fills_adapters", lambda *call: asked.append(call) or True)
     monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: 1e9)
     base = freeze(golden_model("qwen3_moe"))
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     models = [adapted_model(base, seed, r=4, target_parameters=parameters, **settings) for seed in (1, 2)]
     sampler = Sampler(models[0], slots=17, length=64)
-    assert sampler.plan.decoded_layers == len(base.layers)
+    assert sampler.plan.converted_layers == len(base.layers)
     assert {("float32", *matrix.sizes[:0:-1]) for _, matrix in experts_of(base)} == set(asked)
     prompts = prompts_of(base.config.vocab_size)
     found = []
@@ -422,11 +422,11 @@ def test_decoded_weights_take_memory_that_no_slot_needs():
         return slots * length * 1000
 
     def planned(room, layers, buffers=0, **fixed):
-        decodable = Decodable(layers, buffers, 128)
-        plan = plan_slots(bytes_of, 1024, room, decodable=decodable, **fixed)
-        assert plan.decoded_bytes == sum(layers[: plan.decoded_layers])
+        convertible = Convertible(layers, buffers, 128)
+        plan = plan_slots(bytes_of, 1024, room, convertible=convertible, **fixed)
+        assert plan.converted_bytes == sum(layers[: plan.converted_layers])
         assert plan.slots == plan_slots(bytes_of, 1024, room, **fixed).slots, "never fewer slots"
-        return plan.slots, plan.length, plan.decoded_layers
+        return plan.slots, plan.length, plan.converted_layers
 
     four, eight, short = (20_000_000,) * 4, (10_000_000,) * 8, (15_500_000,) * 4
     # A tenth is left: 64 slots of 1,024 tokens take 66 MB, of 512 33 MB and of 256 16.4 MB.
@@ -447,10 +447,10 @@ def test_decoded_weights_take_memory_that_no_slot_needs():
 
 def test_a_head_that_is_copied_stays_free_of_decoded_weights():
     model = tiny_model("bfloat16", hidden_size=64)
-    needed = Decodable.of(model, 128).buffer_bytes
+    needed = Convertible.of(model, 128).buffer_bytes
     (model.embedding if model.head is None else model.head).compute = "float32"
     head = model.head_variable[...]
-    assert Decodable.of(model, 128).buffer_bytes == needed + 4 * head.size
+    assert Convertible.of(model, 128).buffer_bytes == needed + 4 * head.size
 
 
 def test_several_samplers_share_the_memory_left(monkeypatch):

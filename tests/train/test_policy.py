@@ -444,7 +444,7 @@ def test_slots_are_planned_from_what_the_step_leaves(tmp_path):
     assert need["answers"] == pytest.approx(fixed + held.slots["answers"].bytes) and need["generate"] <= need["answers"]
     lines = phase_lines(phases, room, None, slots=held.slots)
     assert "answers 0.00" in lines[0] and "  sampling in phase answers: 8 slots of" in lines[-2]
-    decoding = dataclasses.replace(held.slots["answers"], decoded_bytes=1e6, decoded_layers=1)
+    decoding = dataclasses.replace(held.slots["answers"], converted_bytes=1e6, converted_layers=1)
     phases = phases_of(
         model, held.model.trainable, cost, held.planner.forecast, device, held.config, slots={"answers": decoding}
     )
@@ -455,19 +455,19 @@ def test_slots_are_planned_from_what_the_step_leaves(tmp_path):
         trainer_of(tmp_path / "held", memory=MemoryConfig(budget_gb=fixed / 2**30), **changes)
 
 
-def test_answers_are_sampled_with_as_many_decoded_layers_as_the_plan_says(monkeypatch):
+def test_answers_are_sampled_with_as_many_converted_layers_as_the_plan_says(monkeypatch):
     """A later generation, or a process that continues the run, may find other memory free, and must draw the same."""
     monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: 1e12)
     source = source_of(CASES["dapo"])
     sampling, model = source.answering.sampling, adapted_model(quantize(tiny_model(), "nf4"), r=4)
     prompts = [(3, 4)] * 20
-    assert sampling.sampler(model, prompts).plan.decoded_layers == 2 and sampling.most_decoded is None
-    assert slots_for(model, 1e12, 32, 18).decoded_layers == 2
-    assert not slots_for(model, 1e12, 32, 18, deterministic=True).decoded_layers
+    assert sampling.sampler(model, prompts).plan.converted_layers == 2 and sampling.most_converted is None
+    assert slots_for(model, 1e12, 32, 18).converted_layers == 2
+    assert not slots_for(model, 1e12, 32, 18, deterministic=True).converted_layers
     for decodes in (1, 0):
-        source.limit_slots(dataclasses.replace(slots_for(model, 1e12, 32, 18), decoded_layers=decodes))
+        source.limit_slots(dataclasses.replace(slots_for(model, 1e12, 32, 18), converted_layers=decodes))
         plan = sampling.sampler(model, prompts).plan
-        assert (plan.slots, plan.decoded_layers) == (18, decodes)
+        assert (plan.slots, plan.converted_layers) == (18, decodes)
 
 
 def test_rewards_that_are_all_equal_teach_nothing_and_are_told(tmp_path, capsys):

@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.decoded import Decoded, decodable_of
+from jaxtune.models.generation.converted import Converted, convertible_of
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.requests import (
@@ -107,7 +107,7 @@ class Sampler:
       length: tokens that a row may have, its prompt included. None: as many as there is memory for, at most the model's
         positions. Caches grow in buckets up to the longest row that is requested.
       most_slots: the limit of slots if `slots` is None.
-      most_decoded: the most layers whose weights are converted once (decoded.py); None: as many as there is memory for.
+      most_converted: the most layers whose weights are converted once (converted.py); None: as many as fit.
       memory_share: the share of the free memory that slots may take; the rest is for samplers that are made next.
       deterministic: a row's tokens and log-probabilities have the same bits whatever else is sampled, in any slot and
         any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, and matrix products
@@ -118,7 +118,7 @@ class Sampler:
         least half of the slots decode, so that these rows do not stall.
       prefills_alone: True: each prompt has a prefill of its own, so that a row's bits do not depend on other prompts.
     Attributes:
-      plan: the SlotPlan in use: slots, length, and the layers whose weights are decoded once for all steps.
+      plan: the SlotPlan in use: slots, length, and the layers whose weights are converted once for all steps.
     Raises:
       ValueError: a number that must be a positive integer and is not; a model that scores texts; weights that are
         divided over devices; slots and length for which there is too little memory.
@@ -131,7 +131,7 @@ class Sampler:
         length: int | None = None,
         *,
         most_slots: int = SLOTS,
-        most_decoded: int | None = None,
+        most_converted: int | None = None,
         memory_share: float = 1.0,
         deterministic: bool = False,
         tokens_per_round: int = 8,
@@ -154,11 +154,11 @@ class Sampler:
             slots,
             length,
             most_slots,
-            None if deterministic else decodable_of(self._structure, self._shapes, prefill_tokens, most_decoded),
+            None if deterministic else convertible_of(self._structure, self._shapes, prefill_tokens, most_converted),
         )
-        self._decoded = Decoded(self.plan.decoded_layers) if self.plan.decoded_layers else None
-        if self._decoded is not None:
-            self._structure, self._leaves = self._decoded.of(self._structure, self._leaves)
+        self._converted = Converted(self.plan.converted_layers) if self.plan.converted_layers else None
+        if self._converted is not None:
+            self._structure, self._leaves = self._converted.of(self._structure, self._leaves)
             self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
         count, one = self.plan.slots, deterministic or prefills_alone
@@ -327,8 +327,8 @@ class Sampler:
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
         structure, leaves = flattened(model)
-        if self._decoded is not None:
-            structure, leaves = self._decoded.of(structure, leaves)
+        if self._converted is not None:
+            structure, leaves = self._converted.of(structure, leaves)
         if structure is not self._structure:
             raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
         self._leaves = leaves

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.decoded import LEAST_ROWS, Decodable, decodable_of
+from jaxtune.models.generation.converted import LEAST_ROWS, Convertible, convertible_of
 from jaxtune.models.generation.structure import Structure, structure_of
 
 SLOTS = 64  # the default number of slots
@@ -42,16 +42,16 @@ class SlotPlan:
     slots: int  # the number of rows that decode in one batch
     length: int  # the most tokens that a row may have, its prompt included
     bytes: int  # device bytes of the states of all slots at this length, and of the logits of a step
-    # device bytes of the quantised weights that are decoded once and kept so in memory
-    decoded_bytes: int = 0
-    # the number of layers, from the first one, whose quantised weights are these; each product of the layers after them
-    # decodes its weight again
-    decoded_layers: int = 0
+    # device bytes of the weights that are converted once and kept so in memory (converted.py)
+    converted_bytes: int = 0
+    # the number of layers, from the first one, that these are of; each product of the layers after them decodes its
+    # weight, or casts its experts' adapters, again
+    converted_layers: int = 0
 
     def __str__(self) -> str:
-        size = self.decoded_bytes / 1e9
-        decoded = f", layers decoded once: {self.decoded_layers}, {size:.2f} GB" if self.decoded_layers else ""
-        return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{decoded}"
+        size = self.converted_bytes / 1e9
+        converted = f", layers converted once: {self.converted_layers}, {size:.2f} GB" if self.converted_layers else ""
+        return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{converted}"
 
 
 def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:
@@ -72,10 +72,10 @@ def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], s
 def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, deterministic: bool = False) -> SlotPlan:
     """The slots with which a sampler would run, for the plan of a training run that samples answers: `most_slots` slots
     of `length` tokens, or half as many, or a quarter, and so on, until they fit into `room_bytes` bytes of device
-    memory, of which a tenth is left for other buffers; and as many decoded layers as fit beside these slots.
+    memory, of which a tenth is left for other buffers; and as many converted layers as fit beside these slots.
 
     model: its arrays may be jax.ShapeDtypeStructs, because only their shapes are read. deterministic: as the sampler's;
-    nothing is decoded if it is True. Raises ValueError if there is no room for a single slot.
+    nothing is converted if it is True. Raises ValueError if there is no room for a single slot.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -85,8 +85,8 @@ def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, d
     def bytes_of(slots: int, tokens: int) -> int:
         return slot_bytes(structure, shapes, slots, tokens)
 
-    decodable = None if deterministic else decodable_of(structure, shapes, PREFILL_TOKENS, None)
-    return plan_slots(bytes_of, model.config.context_length, room_bytes, None, length, most_slots, decodable)
+    convertible = None if deterministic else convertible_of(structure, shapes, PREFILL_TOKENS, None)
+    return plan_slots(bytes_of, model.config.context_length, room_bytes, None, length, most_slots, convertible)
 
 
 def plan_slots(
@@ -96,16 +96,16 @@ def plan_slots(
     slots: int | None = None,
     length: int | None = None,
     most_slots: int = SLOTS,
-    decodable: Decodable | None = None,
+    convertible: Convertible | None = None,
 ) -> SlotPlan:
     """Chooses the number of slots, and then the length of rows, for which there is device memory: the slots are
     `most_slots`, halved until rows of 256 tokens (or of `length`) fit; the length is 256 tokens, doubled as long as it
     fits.
 
-    Quantised weights can also be decoded once and kept so in memory, those of as many layers as fit into what the slots
-    leave (SlotPlan.decoded_layers), if there are enough slots for this to be faster (decoded.LEAST_ROWS). Slots never
-    become fewer by it. A planned length is chosen beside the decoded weights of all layers if these take at most half
-    of what is free, and otherwise as if none were decoded.
+    Weights can also be converted once and kept so in memory (converted.py), those of as many layers as fit into what
+    the slots leave (SlotPlan.converted_layers), if there are enough slots for this to be faster (converted.LEAST_ROWS).
+    Slots never become fewer by it. A planned length is chosen beside the converted weights of all layers if these take
+    at most half of what is free, and otherwise as if none were converted.
 
     Args:
       bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.
@@ -115,7 +115,8 @@ def plan_slots(
       slots: a fixed number of slots; None: it is planned.
       length: a fixed length of rows in tokens; None: it is planned.
       most_slots: the limit of a planned number of slots.
-      decodable: what the model's decoded weights would take, and what they leave free; None: nothing is decoded.
+      convertible: what the model's converted weights would take, and what they leave free; None: nothing is
+        converted.
     Raises:
       ValueError: fixed values that do not fit, or are not positive integers.
     """
@@ -126,17 +127,17 @@ def plan_slots(
         raise ValueError(f"Sampler: length = {length}: the model has {positions} positions")
     room = float("inf") if room_bytes is None else room_bytes * (1 - _SPARED)
     plan = _planned(bytes_of, positions, room, slots, length, most_slots)
-    if room_bytes is None or decodable is None or plan.slots < LEAST_ROWS:
+    if room_bytes is None or convertible is None or plan.slots < LEAST_ROWS:
         return plan
     # A program that packs prompts keeps states for up to twice the tokens that it prefills.
-    prefilled = plan.bytes / plan.slots * max(1.0, 2 * decodable.prefill_tokens / plan.length)
-    room = min(room, room_bytes - decodable.buffer_bytes - prefilled)
-    whole = sum(decodable.layers)
+    prefilled = plan.bytes / plan.slots * max(1.0, 2 * convertible.prefill_tokens / plan.length)
+    room = min(room, room_bytes - convertible.buffer_bytes - prefilled)
+    whole = sum(convertible.layers)
     least = bytes_of(plan.slots, length or min(positions, _LEAST_LENGTH))
     if 0 < whole <= min(room / 2, room - least):
         plan = _planned(bytes_of, positions, room - whole, plan.slots, length, most_slots)
-    layers, size = decodable.within(room - plan.bytes)
-    return dataclasses.replace(plan, decoded_bytes=size, decoded_layers=layers)
+    layers, size = convertible.within(room - plan.bytes)
+    return dataclasses.replace(plan, converted_bytes=size, converted_layers=layers)
 
 
 def _planned(
@@ -147,9 +148,9 @@ def _planned(
     length: int | None,
     most_slots: int,
 ) -> SlotPlan:
-    """Makes the plan for which `room` bytes suffice, without decoded weights: `most_slots` slots, halved until rows of
+    """Makes the plan for which `room` bytes suffice, without converted weights: `most_slots` slots, halved until rows of
     256 tokens fit, and rows of 256 tokens, doubled as long as they fit. plan_slots calls it with all room, and again
-    with the room that decoded weights leave.
+    with the room that converted weights leave.
 
     Args:
       bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.

@@ -24,7 +24,7 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
-from jaxtune.models.generation.decoded import head_of_step
+from jaxtune.models.generation.converted import head_of_step
 from jaxtune.models.generation.sampling import (
     MOST_RANKED,
     Kind,

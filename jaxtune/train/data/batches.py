@@ -151,7 +151,7 @@ class BatchSource:
 
     def limit_slots(self, plan: SlotPlan) -> None:
         """Sets the most rows that a source which samples answers may sample at a time, and the most layers whose
-        quantised weights its samplers may decode: those of `plan`. It is called once the memory of the run is planned;
+        weights its samplers may convert once: those of `plan`. It is called once the memory of the run is planned;
         a source that does not sample ignores it."""
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:

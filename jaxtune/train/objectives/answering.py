@@ -72,10 +72,11 @@ class Sampling:
         return self.settings.slots if self.plan is None else min(self.settings.slots, self.plan.slots)
 
     @property
-    def most_decoded(self) -> int | None:
-        """The most layers whose quantised weights a sampler decodes, those of the plan of memory, so that each
-        generation, and each process that continues the run, decodes the same; None if there is no plan."""
-        return None if self.plan is None else self.plan.decoded_layers
+    def most_converted(self) -> int | None:
+        """The most layers whose weights a sampler converts once (models/generation/converted.py), those of the plan of
+        memory, so that each generation, and each process that continues the run, converts the same; None if there is no
+        plan."""
+        return None if self.plan is None else self.plan.converted_layers
 
     def sampler(
         self, model: Decoder, prompts: Sequence[Sequence[int]], alone: bool = False
@@ -100,7 +101,7 @@ class Sampling:
                 model,
                 length=longest + self.settings.max_completion_length,
                 most_slots=min(self.slots, -(-len(prompts) // len(devices))),
-                most_decoded=self.most_decoded,
+                most_converted=self.most_converted,
                 prefills_alone=alone,
             )
 

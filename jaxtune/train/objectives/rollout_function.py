@@ -53,7 +53,7 @@ class RolloutModel:
         self, model: Decoder, sampling: Sampling, length: int, encode: Callable[[Turns], tuple[int, ...]], seed: int
     ):
         self._sampling, self._encode, self._seed, self._calls = sampling, encode, seed, 0
-        self._sampler = Sampler(model, length=length, most_slots=sampling.slots, most_decoded=sampling.most_decoded)
+        self._sampler = Sampler(model, length=length, most_slots=sampling.slots, most_converted=sampling.most_converted)
 
     def encode(self, prompt: Turns) -> list[int]:
         """The token ids of `prompt`, as the run makes them from the prompts of data rows, up to where the model's

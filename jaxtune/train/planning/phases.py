@@ -185,7 +185,9 @@ def phases_of(
     if config.data.eval is not None or config.data.eval_rows:
         found.append(Phase("evaluate", parts.fixed_bytes(plan.micro_batches) + forward, 0.0, less_rows))
     for name, own in slots.items():
-        sampling = parts.fixed_bytes(plan.micro_batches) + own.bytes + own.decoded_bytes + prefill_bytes(parts, device)
+        sampling = (
+            parts.fixed_bytes(plan.micro_batches) + own.bytes + own.converted_bytes + prefill_bytes(parts, device)
+        )
         found.append(Phase(name, sampling, 0.0, _SHORTER[name]))
     if config.checkpoint.every_steps or config.checkpoint.every_minutes:
         # What the step pinned stays pinned while a copy of the state is written.

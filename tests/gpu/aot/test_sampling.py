@@ -15,7 +15,7 @@ from benchmarks.shapes import SHAPES
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.decoded import Decoded
+from jaxtune.models.generation.converted import Converted
 from jaxtune.models.generation.sampling import Kind
 from jaxtune.models.generation.structure import rounded_places, structure_of
 from jaxtune.models.lora import get_peft_model
@@ -46,7 +46,7 @@ def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | N
         found = []
 
         def of(arrays):
-            new, arrays = Decoded(decodes).of(structure, arrays)
+            new, arrays = Converted(decodes).of(structure, arrays)
             found.append(new)
             return arrays
 

@@ -32,7 +32,7 @@ LEAST_ROWS = 17  # fewer rows are multiplied by codes faster than by decoded wei
 
 
 @dataclasses.dataclass(frozen=True)
-class Decodable:
+class Convertible:
     """What the decoded weights of a model would take, by which the sampler's plan (plan_slots) decides how many layers
     it decodes."""
 
@@ -45,7 +45,7 @@ class Decodable:
     prefill_tokens: int  # the most tokens that one program prefills
 
     @classmethod
-    def of(cls, model: Decoder, prefill_tokens: int, most: int | None = None) -> Decodable:
+    def of(cls, model: Decoder, prefill_tokens: int, most: int | None = None) -> Convertible:
         """Measures `model`, whose arrays may be jax.ShapeDtypeStructs, for a sampler that prefills at most
         `prefill_tokens` tokens at a time. most: only this many layers from the first one are decoded; None: all."""
         itemsize = jnp.dtype(model.dtype).itemsize
@@ -63,12 +63,12 @@ class Decodable:
 
 
 @functools.lru_cache(32)
-def decodable_of(
+def convertible_of(
     structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], prefill_tokens: int, most: int | None
-) -> Decodable:
-    """The Decodable of a model, computed once for models of one structure. shapes: of the model's arrays.
-    prefill_tokens, most: as for Decodable.of."""
-    return Decodable.of(structure.model(shapes), prefill_tokens, most)
+) -> Convertible:
+    """The Convertible of a model, computed once for models of one structure. shapes: of the model's arrays.
+    prefill_tokens, most: as for Convertible.of."""
+    return Convertible.of(structure.model(shapes), prefill_tokens, most)
 
 
 def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
@@ -107,7 +107,7 @@ def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
 
 
 def _buffer_bytes(model: Decoder, tokens: int) -> int:
-    """Decodable.buffer_bytes of a model, an upper estimate: the head as steps multiply by it, if that is a copy, and
+    """Convertible.buffer_bytes of a model, an upper estimate: the head as steps multiply by it, if that is a copy, and
     for the layer that needs the most, its weights as products decode them, experts too, and the inputs and outputs of
     its products with the `tokens` tokens that one program prefills."""
     moe, layers = model.config.moe, []
@@ -180,7 +180,7 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
     return form._replace(structure=structure_of(graph, treedef, model.config), dtype=model.dtype, places=places)
 
 
-class Decoded:
+class Converted:
     """Converts the weights of the first `layers` layers of models that share them, such as one model with the adapters
     of several training steps: each quantised weight once, and experts' adapters each time. Quantised experts, and
     linears that multiply in FP8 or round their weights (QAT), stay as they are. A sampler has one, and calls `of` for
