@@ -148,8 +148,8 @@ def _planned(
     length: int | None,
     most_slots: int,
 ) -> SlotPlan:
-    """Makes the plan for which `room` bytes suffice, without converted weights: `most_slots` slots, halved until rows of
-    256 tokens fit, and rows of 256 tokens, doubled as long as they fit. plan_slots calls it with all room, and again
+    """Makes the plan for which `room` bytes suffice, without converted weights: `most_slots` slots, halved until rows
+    of 256 tokens fit, and rows of 256 tokens, doubled as long as they fit. plan_slots calls it with all room, and again
     with the room that converted weights leave.
 
     Args:
