@@ -228,7 +228,7 @@ def _in_layers(where: str, target_modules: str | Sequence[str], layers: int | Se
 def _start_gaussian(module: Decoder, seed: int) -> None:
     """Replaces the matrix A of each adapter of `module`, in place, by draws from a normal distribution with mean 0 and
     standard deviation 1 / rank, which is what PEFT's init_lora_weights="gaussian" means. The matrix B stays zero. seed:
-    determines the draws."""
+    determines the draws. `adapted` calls it after it has added the adapters."""
     pairs = [(name, matrix.lora) for name, matrix in matrices(module) if matrix.lora is not None]
     keys = jax.random.split(jax.random.key(seed), len(pairs))
     for (_, lora), key in zip(pairs, keys, strict=True):

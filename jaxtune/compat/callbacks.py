@@ -71,53 +71,59 @@ class TrainerCallback:
     on_prediction_step, are never called."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called when the trainer has been made. `args` is the SFTConfig, `state` the TrainerState. It may change
-        `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
+        """Called when the trainer has been made. `args` is the SFTConfig, `state` the TrainerState. `control` is the
+        TrainerControl; what is set in it or returned has no effect, because train() and each step set its fields anew;
+        `kwargs` has `model`, `processing_class` and more."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before the first step of a call of train(). `args` is the SFTConfig, `state` the TrainerState. It may
-        change `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and
-        more."""
+        change `control`, the TrainerControl, or return another one (None keeps it), with the effect that on_step_begin
+        describes; `kwargs` has `model`, `processing_class` and more."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called at the end of train(), when the model has its final weights: the trained ones, or the best ones with
-        load_best_model_at_end. `args` is the SFTConfig, `state` the TrainerState and `control` the TrainerControl;
-        `kwargs` has `model`, `processing_class` and more."""
+        load_best_model_at_end. `args` is the SFTConfig, `state` the TrainerState and `control` the TrainerControl, of
+        which nothing has an effect any more; `kwargs` has `model`, `processing_class` and more."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before the first step of an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change
-        `control`, the TrainerControl, or return another one, with the effect that on_step_begin describes; `kwargs` has
-        `model`, `processing_class` and more."""
+        `control`, the TrainerControl, or return another one (None keeps it), with the effect that on_step_begin
+        describes; `kwargs` has `model`, `processing_class` and more."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after the last step of an epoch, and after the last step of the run. `args` is the SFTConfig, `state`
-        the TrainerState. It may change `control`, the TrainerControl, or return another one, which takes effect in the
-        same step; `kwargs` has `model`, `processing_class` and more."""
+        the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it): its
+        requests to log, evaluate, save or stop take effect at the same step; `kwargs` has `model`, `processing_class`
+        and more."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before an optimizer step. `args` is the SFTConfig, `state` the TrainerState. It may change `control`,
-        the TrainerControl, or return another one, but only should_training_stop has an effect from here, after this
-        step: the run sets the requests to log, evaluate and save anew before on_step_end. `kwargs` has `model`,
-        `processing_class` and more."""
+        the TrainerControl, or return another one (None keeps it), but only should_training_stop has an effect from
+        here, after this step: the run sets the requests to log, evaluate and save anew before on_step_end. `kwargs` has
+        `model`, `processing_class` and more."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an optimizer step was dispatched; its numbers may not have arrived. `args` is the SFTConfig,
-        `state` the TrainerState. It may change `control`, the TrainerControl, or return another one, which takes effect
-        in the same step; `kwargs` has `model`, `processing_class` and more."""
+        `state` the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it):
+        its requests to log, evaluate, save or stop take effect at the same step. The fields are True already for what
+        the SFTConfig makes due, which False does not prevent; `kwargs` has `model`, `processing_class` and more."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
         has `model`, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState. It may change
-        `control`, the TrainerControl, or return another one."""
+        `control`, the TrainerControl, or return another one (None keeps it): a request to save or stop takes effect at
+        the same step, and so does one to evaluate if `logs` are a step's."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an evaluation with `metrics` in `kwargs`, its numbers by name; `kwargs` also has `model`, with
         the weights that were evaluated, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState.
-        It may change `control`, the TrainerControl, or return another one."""
+        It may change `control`, the TrainerControl, or return another one (None keeps it): a request to save or stop
+        takes effect at the same step."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after a checkpoint was saved. `args` is the SFTConfig, `state` the TrainerState. It may change
-        `control`, the TrainerControl, or return another one; `kwargs` has `model`, `processing_class` and more."""
+        `control`, the TrainerControl, or return another one (None keeps it), of which only should_training_stop has an
+        effect here, after this step; `kwargs` has `model`, `processing_class` and more."""
 
 
 class EarlyStoppingCallback(TrainerCallback):
@@ -202,7 +208,8 @@ _WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"
 
 
 def checked(callback: Any) -> Any:
-    """Returns a script's callback as an instance; a class is called without arguments.
+    """Returns a script's callback as an instance, which SFTTrainer adds to its list; a class is called without
+    arguments.
 
     Raises:
       ValueError: it is not a callback (it has none of on_step_end, on_log and on_train_begin), or its class defines
@@ -276,10 +283,10 @@ class Events(Callback):
         self._left = 0  # the step of the last checkpoint-N folder
 
     def tell(self, event: str, **more: Any) -> None:
-        """Calls the method named `event`, such as "on_log", of every callback that has it. It gets the SFTConfig, the
-        state and the control, and by name the model, the tokenizer, None for objects of transformers that do not exist
-        here (optimizer, lr_scheduler, data loaders), and `more`. A control that a callback returns replaces the current
-        one.
+        """Calls the method named `event`, such as "on_log", of every callback that has it, in their order. It gets the
+        SFTConfig, the state and the control, and by name the model, the tokenizer, None for objects of transformers
+        that do not exist here (optimizer, lr_scheduler, data loaders), and `more`. A control that a callback returns
+        replaces the current one; None keeps it.
 
         Raises:
           ValueError: a callback set should_epoch_stop.
@@ -406,7 +413,8 @@ class Events(Callback):
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
         """Called by jaxtune's trainer before an evaluation: makes the script's model refer to the weights that it
-        evaluates. step: the number of steps done. model: a function that returns the module with these weights."""
+        evaluates. Callbacks and compute_metrics then see these weights. step: the number of steps done. model: a
+        function that returns the module with these weights."""
         self._at(step, model)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
@@ -445,7 +453,8 @@ class Events(Callback):
 
         Args:
           metrics: the file metrics.jsonl of the run, which has all evaluations.
-          done: the number of steps done; the model has the weights after them if this call evaluated nothing.
+          done: the number of steps done; if this call evaluated nothing, the model has the weights after them, and else
+            those of its own best evaluation.
         """
         kept = done if self.state.best_global_step is None else self.state.best_global_step
         name = best_name(self.args)

@@ -107,8 +107,9 @@ class Evaluations(Reports):
 
     def _on(self, dataset: object) -> Trainer:
         """Makes a jaxtune Trainer that evaluates the current model on the rows of `dataset`, a data set in any form
-        that SFTTrainer accepts, and trains nothing. Its eval_data has these rows, tokenised. Raises ValueError if the
-        rows have another format than the trained ones."""
+        that SFTTrainer accepts, and trains nothing; evaluate and predict use it for rows that the script passes to
+        them. Its eval_data has these rows, tokenised. Raises ValueError if the rows have another format than the
+        trained ones."""
         rows, form = self._read(dataset, self._formatting)
         if form != self._format:
             raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")
@@ -136,5 +137,6 @@ class Evaluations(Reports):
 
 
 def _renamed(values: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The values under names with `prefix` in place of "eval": {"test_loss": ...} for {"eval_loss": ...}."""
+    """The numbers of an evaluation under the names that the script asked for by metric_key_prefix, those with `prefix`
+    in place of "eval": {"test_loss": ...} for {"eval_loss": ...}."""
     return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in values.items()}

@@ -30,7 +30,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 def write_state(folder: Path, state: TrainerState) -> None:
     """Writes `state` as trainer_state.json into an existing folder, as transformers does. An entry in the file marks
-    the folder as written by jaxtune, which is_own looks for."""
+    the folder as written by jaxtune, which is_own looks for. Values that JSON lacks are written as floats."""
     values = {**dataclasses.asdict(state), _WRITER: f"jaxtune {jaxtune.__version__}"}
     (folder / STATE).write_text(json.dumps(values, indent=2, default=float) + "\n", encoding="utf-8")
 
@@ -46,7 +46,7 @@ def is_own(folder: Path) -> bool:
 
 def checkpoints(output: Path) -> dict[int, Path]:
     """{step: folder} of the checkpoint-N folders in `output`, output_dir, by ascending step, those of other programs
-    included; {} if there are none."""
+    included; {} if there are none or no such folder."""
     found = {int(name[1]): path for path in output.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
@@ -98,16 +98,16 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
 
 
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-    """Saves a module's adapter as a PEFT folder, or the whole model as a folder for transformers if it has no adapter.
-    The folder must not exist, or must be empty, else ValueError is raised. tokenizer: is saved with it; None: no
-    tokenizer is saved."""
+    """Saves what a script trained, as a checkpoint-N folder or for save_model: a module's adapter as a PEFT folder, or
+    the whole model as a folder for transformers if it has no adapter. The folder must not exist, or must be empty, else
+    ValueError is raised. tokenizer: is saved with it; None: no tokenizer is saved."""
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)
 
 
 def save_beside(module: Decoder, folder: Path, tokenizer: Any = None) -> None:
     """Saves the adapter of `module`, or the whole model if it has none, into a folder that may have other files, as
-    output_dir has checkpoint-N folders. Files with the names of the new ones are replaced, and others stay. tokenizer:
-    is saved too; None: none is."""
+    output_dir has checkpoint-N folders. SFTTrainer.save_model calls it for output_dir. Files with the names of the new
+    ones are replaced, and others stay. tokenizer: is saved too; None: none is."""
     whole = temporary_path(folder / "model")
     save(module, whole, tokenizer)
     for file in sorted(whole.iterdir()):

@@ -33,8 +33,8 @@ Preprocess = Callable[[Any, Any], Any]
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(graph, state, tokens, segment_ids, positions):
-    """The logits of one batch, float32[rows, length, vocab]. `graph` and `state` are the model, split by nnx.split;
-    tokens, segment_ids (0: padding) and positions are int32[rows, length]."""
+    """The logits of one batch, which `predicted` collects, float32[rows, length, vocab]. `graph` and `state` are the
+    model, split by nnx.split; tokens, segment_ids (0: padding) and positions are int32[rows, length]."""
     return nnx.merge(graph, state)(tokens, segment_ids, positions)
 
 
@@ -75,7 +75,7 @@ def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) 
 
 def measured(prediction: EvalPrediction, compute_metrics: ComputeMetrics) -> dict[str, float]:
     """Calls a script's compute_metrics with `prediction`, the logits and labels of an evaluation, and returns its
-    numbers. Each name gets the prefix eval_ if it has none.
+    numbers as floats, {name: number}. Each name gets the prefix eval_ if it has none.
 
     Raises:
       ValueError: the result is not a mapping of numbers.

@@ -35,11 +35,12 @@ class ModelMethods:
 
     @property
     def dtype(self) -> np.dtype:
-        """The NumPy dtype in which the model computes."""
+        """The NumPy dtype in which the model computes, such as bfloat16 (weights may be stored quantised). Scripts read
+        it as of a torch module."""
         return jax.numpy.dtype(self.module.dtype)
 
     def eval(self) -> Self:
-        """Returns the model unchanged: there is no mode to switch."""
+        """torch's method: returns the model unchanged: there is no mode to switch."""
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -49,7 +50,8 @@ class ModelMethods:
         return self
 
     def to(self, *_: object, **others: object) -> Self:
-        """Returns the model unchanged: arguments such as a device or a dtype are ignored."""
+        """torch's method, as are cuda and cpu: returns the model unchanged: arguments such as a device or a dtype are
+        ignored."""
         del others
         return self
 
@@ -57,12 +59,14 @@ class ModelMethods:
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None) -> None:
         """Lets the planner recompute or offload residuals that do not fit in the device's memory, as it does by
-        default, unless SFTConfig's gradient_checkpointing is set. The argument is ignored."""
+        default, unless SFTConfig's gradient_checkpointing is set. It is transformers' method. The argument is
+        ignored."""
         del gradient_checkpointing_kwargs
         self.residuals = None
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keeps every residual of the backward pass on the device, unless SFTConfig's gradient_checkpointing is set."""
+        """transformers' method: keeps every residual of the backward pass on the device, unless SFTConfig's
+        gradient_checkpointing is set."""
         self.residuals = "keep"
 
     def enable_input_require_grads(self) -> None:
@@ -89,8 +93,8 @@ class ModelMethods:
         )
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, **_: object) -> None:
-        """Checks that the model has an embedding for each of `new_num_tokens` tokens (None: nothing is checked). It
-        never changes the embeddings.
+        """transformers' method, which scripts call after they added tokens. It checks that the model has an embedding
+        for each of `new_num_tokens` tokens (None: nothing is checked). It never changes the embeddings.
 
         Raises:
           ValueError: new_num_tokens is larger than the model's number of embeddings.

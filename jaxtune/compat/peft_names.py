@@ -99,7 +99,7 @@ class PeftModel:
 
         Args:
           model: the script's model without an adapter; it is not changed, and shares its weights with the result.
-          model_id: the adapter's folder.
+          model_id: the adapter's local folder, as PEFT or jaxtune saves it.
           adapter_name: must be "default", because an adapter has no name here.
           is_trainable: has no effect: the adapter can always be trained further.
           others: PEFT's other arguments. A printed line reports each one that has no effect here.

@@ -62,7 +62,7 @@ class Reports:
 
     @property
     def _output(self) -> Path:
-        """The script's output_dir as a path, with ~ expanded."""
+        """The script's output_dir as a path, with ~ expanded; it may not exist yet."""
         return Path(self.args.output_dir).expanduser()
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
@@ -74,8 +74,9 @@ class Reports:
             say(f"  {name} = {value:,.4f}" if isinstance(value, float) else f"  {name} = {value}")
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Writes the metrics to output_dir/SPLIT_results.json, where SPLIT is `split`, such as "train". If `combined`
-        is True, they are also added to output_dir/all_results.json; if False, they are not."""
+        """Writes the metrics to output_dir/SPLIT_results.json, where SPLIT is `split`, such as "train"; output_dir is
+        created if it is missing. If `combined` is True, they are also added to output_dir/all_results.json, where they
+        replace values of the same names; if False, they are not."""
         self._output.mkdir(parents=True, exist_ok=True)
         _write(self._output / f"{split}_results.json", dict(metrics))
         if combined:
@@ -101,5 +102,6 @@ class Reports:
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
     """Writes `values` to the file `path` as JSON, in place of what is there; what JSON lacks, such as a NumPy number,
-    is written as a float."""
+    is written as a float. Raises TypeError or ValueError for a value that float() does not take. Reports.save_metrics
+    calls it."""
     path.write_text(json.dumps(values, indent=4, sort_keys=True, default=float) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ IGNORE = -100  # the label of a token that is not trained on, as in PyTorch's cr
 class Tokenised(Sequence):
     """A sequence of rows {"input_ids": token ids, "labels": the same, -100 where a token is not trained on}, as scripts
     read them from trainer.train_dataset. documents: the tokenised documents, which are converted when a row is
-    accessed. A slice is a list of rows."""
+    accessed. A slice is a list of rows. So no second copy of the rows is kept in memory."""
 
     def __init__(self, documents):
         self._documents = documents
@@ -38,8 +38,9 @@ class Tokenised(Sequence):
 
 
 def columns_of(dataset: Any, trainer: str) -> list[str]:
-    """Returns the names of the columns of `dataset`, a data set of datasets, a list or a stream of rows; for a list or
-    a stream without such names, those of its first row. trainer: the class of the script's trainer, for the message.
+    """Returns the names of the columns of `dataset`, a data set of datasets, a list or a stream of rows (dicts), by
+    which the trainers know the format of a script's rows; for a list or a stream without such names, those of its first
+    row. trainer: the class of the script's trainer, for the message.
 
     Raises:
       ValueError: a data set without such names has no rows.

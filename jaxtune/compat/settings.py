@@ -153,7 +153,8 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
 
 def plain_value(setting: Any) -> Any:
     """The value of `setting` if it is a member of one of transformers' enumerations, such as "steps"; any other setting
-    is returned unchanged. Scripts may pass either for an argument."""
+    is returned unchanged. It is used before values are compared or looked up, because scripts may pass either for an
+    argument."""
     return getattr(setting, "value", setting)
 
 
@@ -251,7 +252,8 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
 
 def precision(args: SFTConfig, module: Decoder) -> Any:
     """Returns the `precision` of a run's config: "bf16" or "fp16" if the field of `args`, the script's config, of that
-    name is True, else "bf16", "fp16" or "fp32" by the module's dtype. Raises ValueError if both are True."""
+    name is True, else "bf16", "fp16" or "fp32" by the dtype in which `module` computes. Raises ValueError if both are
+    True."""
     if args.bf16 and args.fp16:
         raise ValueError("SFTConfig: bf16 and fp16 are both True: keep one")
     if args.bf16 or args.fp16:
@@ -260,9 +262,9 @@ def precision(args: SFTConfig, module: Decoder) -> Any:
 
 
 def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -> int | None:
-    """The value of the field `name` of `args`, the script's config, such as save_steps, as a number of steps. As in
-    transformers, a value below 1 is a share of all steps, whose number `total()` returns. None if the value is None, or
-    if `total()` does not know it yet.
+    """For SFTTrainer.config: the value of the field `name` of `args`, the script's config, such as save_steps, as a
+    number of steps. As in transformers, a value below 1 is a share of all steps, whose number `total()` returns. None
+    if the value is None, or if `total()` does not know it yet.
 
     Raises:
       ValueError: the value is neither whole nor below 1.
@@ -280,7 +282,8 @@ def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
     """Returns the section `metrics` of a run's config: which loggers are used, by report_to of `args`, the script's
     config ("none", "tensorboard", "wandb", "trackio" or a list), and `log_every`, the number of steps between two
     logged lines. The projects of wandb and trackio are those of the environment variables WANDB_PROJECT and
-    TRACKIO_PROJECT, if they are set. Raises ValueError for a logger that is not supported."""
+    TRACKIO_PROJECT, if they are set, and else wandb's "huggingface" and the field `project` of `args`. Raises
+    ValueError for a logger that is not supported."""
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
         choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))

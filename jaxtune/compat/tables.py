@@ -17,7 +17,7 @@ from jaxtune.compat.arguments import Argument
 
 def _tables() -> dict[str, dict[str, Argument]]:
     """{table: {argument: Argument}}, the content of arguments.yaml: for each kind of callee the arguments that it does
-    not follow."""
+    not follow. The module reads it once, at import, into the tables below it."""
     text = Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8")
     return {
         callee: {

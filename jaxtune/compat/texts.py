@@ -211,8 +211,9 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a message of a conversation as {"role", "content"}. It is given in ShareGPT's form {"from", "value"}, or
-    in the resulting form already. Raises ValueError for an unknown value of "from"."""
+    """Returns a message for standardize_sharegpt: one of a conversation as {"role", "content"}. It is given in
+    ShareGPT's form {"from", "value"}, or in the resulting form already. Raises ValueError for an unknown value of
+    "from"."""
     if message.get("role") is not None:
         return {"role": message["role"], "content": message["content"]}
     speaker = message["from"]

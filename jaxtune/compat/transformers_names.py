@@ -64,9 +64,9 @@ class BitsAndBytesConfig:
 
 
 def quantised(config: object) -> dict[str, Any]:
-    """Returns the arguments of FastLanguageModel.from_pretrained, such as {"load_in_4bit": True, "dtype": ...}, for a
-    quantization_config: a BitsAndBytesConfig, this module's or transformers', a dict of its arguments, or None, which
-    means 16 bits.
+    """For load_plain, translates what transformers calls quantization_config: returns the arguments of
+    FastLanguageModel.from_pretrained, such as {"load_in_4bit": True, "dtype": ...}, for a quantization_config: a
+    BitsAndBytesConfig, this module's or transformers', a dict of its arguments, or None, which means 16 bits.
 
     Raises:
       ValueError: `config` is another object, or has a setting that is not supported.

@@ -160,7 +160,7 @@ class LayerSpec:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of all stages, in the order in which they run."""
+        """The parts of all stages, in the order in which they run; each becomes one module of the layer."""
         return tuple(part for stage in self.stages for part in stage.parts)
 
     def config_of(self, name: str) -> PartConfig | None:
@@ -339,7 +339,7 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """The number of layers."""
+        """The number of layers, the length of `layers`."""
         return len(self.layers)
 
     @property

@@ -344,12 +344,14 @@ class FakeQuant:
 
     @property
     def clips(self) -> bool:
-        """Whether numbers outside the grid's range get no gradient (`gradients` is "clipped")."""
+        """Whether numbers outside the grid's range get no gradient (`gradients` is "clipped"), as opposed to the
+        straight-through gradient of all numbers."""
         return self.gradients == CLIPPED
 
     @property
     def grid(self) -> FakeQuant:
-        """The grid alone, with `inputs`, `gradients` and `input_scales` at their defaults."""
+        """The grid alone, with `inputs`, `gradients` and `input_scales` at their defaults: two runs of QAT with equal
+        grids round weights alike."""
         return FakeQuant(self.format, self.group_size, self.dtype)
 
     @property

@@ -242,7 +242,8 @@ class Linear(nnx.Module):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(out, in), the shape of the weight, also of a quantised one."""
+        """(out, in), the shape of the weight, also of a quantised one, whose codes have another shape; those of the
+        adapters follow from it."""
         out_size, in_size = self.weight.shape
         return out_size, in_size
 

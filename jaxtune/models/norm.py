@@ -39,7 +39,8 @@ class RMSNorm(nnx.Module):
 
     @property
     def float32(self) -> bool:
-        """Whether the product with the weight is computed in fp32, before the cast to x's dtype."""
+        """Whether the product with the weight is computed in fp32, before the cast to x's dtype: if the model was built
+        so, as with an offset, or a precision map asks for it."""
         return self._float32 or self.compute == "float32"
 
     def __call__(self, x: jax.Array) -> jax.Array:

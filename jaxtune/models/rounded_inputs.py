@@ -120,7 +120,8 @@ def within_int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
 
 
 def within_fp8_by_token(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are in the range of fp8_by_token, bool in their shape: everywhere."""
+    """Where activations [..., in] are in the range of fp8_by_token, bool in their shape: everywhere, because each
+    token's scale is its largest magnitude's. QAT with clipped gradients asks it."""
     rows = x.reshape(-1, x.shape[-1])
     return within_stored(formats.FP8.encode(rows), rows).reshape(x.shape)
 

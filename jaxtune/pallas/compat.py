@@ -35,7 +35,8 @@ def triton_refusal() -> str | None:
 
 @functools.cache
 def _has_jax_triton() -> bool:
-    """Whether jax-triton is installed."""
+    """Whether jax-triton, which launches the Triton kernels from JAX, is installed; it is looked for once, without
+    importing it."""
     return importlib.util.find_spec("jax_triton") is not None
 
 

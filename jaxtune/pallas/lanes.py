@@ -26,17 +26,17 @@ _WARPS = 4  # of a warpgroup
 
 
 def ir_i32():
-    """MLIR's type of 32-bit integers."""
+    """MLIR's type of 32-bit integers, that of all int32 values of these functions."""
     return ir.IntegerType.get_signless(32)
 
 
 def ir_const(value: int):
-    """A 32-bit integer constant with this value, in MLIR."""
+    """A 32-bit integer constant with this value (-2^31 to 2^31 - 1), as an MLIR int32."""
     return arith.constant(ir_i32(), ir.IntegerAttr.get(ir_i32(), value))
 
 
 def ir_add(*values):
-    """The sum of two or more 32-bit integers, MLIR values."""
+    """The sum of two or more 32-bit integers, MLIR values; as in hardware, it wraps around."""
     total = values[0]
     for value in values[1:]:
         total = arith.addi(total, value)
@@ -44,7 +44,7 @@ def ir_add(*values):
 
 
 def ir_mul(a, b: int):
-    """a, a 32-bit integer in MLIR, times the Python constant b."""
+    """a, a 32-bit integer in MLIR, times the Python constant b, as an MLIR int32."""
     return arith.muli(a, ir_const(b))
 
 
@@ -59,7 +59,7 @@ def ir_item(value, index: int):
 
 
 def ir_vector(values):
-    """Makes a vector register (an MLIR vector) of the MLIR scalars in `values`, which have one type."""
+    """Makes a vector register (an MLIR vector) of the MLIR scalars in `values`, which have one type, in their order."""
     result = llvm.mlir_undef(ir.VectorType.get((len(values),), values[0].type))
     for index, value in enumerate(values):
         result = vector.insert(value, result, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
@@ -103,7 +103,8 @@ def ir_product(a, b):
 
 
 def ir_narrow(low, high, dtype):
-    """float32 `low` and `high` in 16 bits (`dtype`), as one 32-bit integer with `low` in the lower half."""
+    """float32 `low` and `high` in 16 bits (`dtype`), rounded to the nearest, as one MLIR int32 with `low` in the lower
+    half. dtype: bfloat16 or float16."""
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
     return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
 

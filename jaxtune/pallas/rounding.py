@@ -49,7 +49,8 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array, stream: int) -> jax.Arr
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every bit of the result depends on every bit of x (MurmurHash3's finaliser)."""
+    """A bijection of uint32 in which every bit of the result depends on every bit of x (MurmurHash3's finaliser),
+    elementwise. It makes the random bits of stochastic rounding out of the places of the numbers and the seed."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -47,7 +47,7 @@ def operand_arrays(args: dict[str, Any]) -> list[tuple[list[int], str, int]]:
 
 def in_words(dims: Sequence[int], kind: str) -> str:
     """Writes an array as reports do, such as "bf16[8,128]". dims: its dimensions. kind: its dtype as torch names it,
-    such as "c10::BFloat16"."""
+    such as "c10::BFloat16"; one without a short name is written as it is. Kernels' shapes are made of such words."""
     return f"{SHORT_DTYPES.get(kind, kind)}[{','.join(map(str, dims))}]"
 
 

@@ -43,7 +43,8 @@ class Comparison(ComparisonData):
         return comparison_text(self, width)
 
     def to_html(self) -> str:
-        """The comparison as the text of one HTML page, which needs no network or other file."""
+        """The comparison as the text of one HTML page, which needs no network or other file; a caller writes it into a
+        file."""
         return comparison_page(self)
 
     def __str__(self) -> str:
@@ -140,7 +141,7 @@ def _spread(values: Sequence[float], mean: float) -> float:
 
 def _scaled(row: Share | KernelRow | None, scale: float) -> list[float]:
     """The ms of each step that a row of categories, scopes or kernels has, multiplied by `scale`; an empty list for
-    None, a row that the profile does not have."""
+    None, a row that the profile does not have, which counts as no time."""
     return [] if row is None else [ms * scale for ms in row.per_step_ms]
 
 
@@ -228,7 +229,7 @@ def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
 
 def _without_number(name: str) -> str:
     """A kernel's name without the numbers that the compiler appends, which change between compilations: "fusion_12"
-    becomes "fusion"."""
+    becomes "fusion". By such names the kernels of two profiles are paired."""
     return re.sub(r"([_.]\d+)+$", "", name)
 
 

@@ -37,7 +37,8 @@ class Report(ReportData):
         return report_text(self, width)
 
     def to_html(self) -> str:
-        """The report as the text of one HTML page, which needs no network or other file."""
+        """The report as the text of one HTML page, which needs no network or other file; a caller writes it into a
+        file."""
         return report_page(self)
 
     def __str__(self) -> str:

@@ -63,7 +63,8 @@ class Transfer:
     @property
     def longest_wait(self) -> str:
         """The longest exposed transfer in words, its ms and its operator: "1.20 ms, copy-start.3"; "" if none is
-        exposed."""
+        exposed. A transfer is exposed while no kernel, memset or copy within the device runs, so that the step waits
+        for it."""
         return f"{self.waits[0]['ms']:.2f} ms, {self.waits[0]['op']}" if self.waits else ""
 
 
@@ -108,7 +109,8 @@ class ReportData:
     timeline: dict[str, Any] = dataclasses.field(repr=False, default_factory=dict)  # one step for the HTML page
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as a dict of JSON values, for programs; `timeline` is left out."""
+        """The report as a dict of JSON values, for programs (`jaxtune profile --json` writes it); `timeline`, which
+        only the HTML page draws, is left out."""
         out = dataclasses.asdict(self)
         del out["timeline"]
         return out
@@ -153,6 +155,7 @@ class ComparisonData:
         return max(0.0, self.step.diff_ms / self.step.a_ms) if self.step.verdict == "slower" else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as a dict of JSON values, for programs, with `slower_by` and without both timelines."""
+        """The comparison as a dict of JSON values, for programs, with `slower_by` and without both timelines, which
+        only the HTML page draws."""
         out = dataclasses.asdict(self) | {"slower_by": self.slower_by}
         return out | {"a": self.a.to_dict(), "b": self.b.to_dict()}

@@ -48,7 +48,8 @@ def _text(console: Console) -> str:
 
 
 def percent(value: float) -> str:
-    """A fraction (`value`) as text, with one decimal: 0.5 gives "50.0 %"."""
+    """A fraction (`value`) as text, with one decimal: 0.5 gives "50.0 %". The reports on the terminal and in HTML write
+    all shares so."""
     return f"{100 * value:.1f} %"
 
 

@@ -35,7 +35,7 @@ def charge(events: Sequence[Event]) -> None:
 
 def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Merges (start, end) intervals, which may overlap: returns disjoint ones in order that cover the same moments,
-    without those of length 0."""
+    without those of length 0. The time in which a device was busy is the length of such a union."""
     out: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if out and start <= out[-1][1]:

@@ -175,13 +175,14 @@ class _Api:
 
     async def health(self, _: Request) -> Response:
         """GET /health: 200; or 503 with the error if the engine failed in its last round or in starting a request
-        since."""
+        since. It needs no API key: a supervisor or load balancer asks it whether the server works."""
         if self._engine.failure is not None:
             return Json({"status": "failing", "error": self._engine.failure}, 503)
         return Json({"status": "ok"})
 
     async def list_models(self, _: Request) -> Response:
-        """GET /v1/models: OpenAI's list of all served models, the base model first and then its adapters."""
+        """GET /v1/models: OpenAI's list of all served models, the base model first and then its adapters. Clients find
+        in it the names for `model` in their requests."""
         return Json({"object": "list", "data": [self._card(served) for served in self._models.values()]})
 
     async def one_model(self, request: Request) -> Response:

@@ -248,7 +248,7 @@ def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
 
 
 def _short(value: object) -> str:
-    """A value's repr, cut to 80 characters, for messages."""
+    """A value's repr, cut to 80 characters, for messages: values come from clients and may be of any size."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -45,7 +45,8 @@ def encoded(body: object) -> bytes:
 
 
 def _finite(value: object) -> object:
-    """Returns a JSON value with None in place of each float that is NaN or infinite, in lists and dicts too."""
+    """Returns a JSON value with None in place of each float that is NaN or infinite, in lists (also tuples, which
+    become lists) and dicts too. `encoded` calls it for a body with such floats."""
     if isinstance(value, Mapping):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -102,7 +102,7 @@ class _Choice:
 
 def _token(tokenizer: Tokenizer, number: int) -> str:
     """The text that `tokenizer` gives for the token with the id `number`. A special token has its own text, such as
-    <|im_end|>."""
+    <|im_end|>. The log-probabilities of an answer name tokens so."""
     return tokenizer.decode([number], skip_special_tokens=False)
 
 

@@ -88,7 +88,8 @@ class Text:
         return piece
 
     def _decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """The text of token ids, without special tokens, as the tokenizer gives it; an incomplete character at the end
+        is U+FFFD."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _split(self, text: str) -> str:

@@ -87,7 +87,8 @@ class ExpertTensor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape in the file: [E r, in] of lora_A, [out, r E] of lora_B."""
+        """The shape in the file: [E r, in] of lora_A, [out, r E] of lora_B, the layout in which PEFT stores the
+        adapters of E experts."""
         experts, first, second = self.variable.shape
         return (first, second * experts) if self.is_b else (experts * first, second)
 

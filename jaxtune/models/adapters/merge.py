@@ -120,7 +120,8 @@ def _merge_experts(
 
 
 def _roundoff(dtype) -> float:
-    """The unit roundoff of a floating-point dtype, the largest relative error of rounding to it."""
+    """The unit roundoff of a floating-point dtype, the largest relative error of rounding to it. The bounds on the
+    error of a merge are multiples of it."""
     return float(jnp.finfo(dtype).eps) / 2
 
 

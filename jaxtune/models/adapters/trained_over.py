@@ -72,7 +72,8 @@ class TrainedOver:
 
 
 def of_model(model: Decoder) -> TrainedOver:
-    """The record for a model with an adapter, to be written to the adapter's file."""
+    """The record for a model with an adapter, to be written to the adapter's file: by it the adapter is later loaded
+    over a base of the same format and dtype."""
     return TrainedOver(
         load_in=common_format(model),
         precision=followed(model, plain=not _stored_so(model)),

@@ -34,16 +34,17 @@ class Group:
 
     @property
     def tensors(self) -> dict[str, FileTensor]:
-        """{name in the file: tensor} of all pieces."""
+        """{name in the file: tensor} of all pieces, in the order in which they are written."""
         return {name: tensor for piece in self.pieces for name, tensor in piece.tensors.items()}
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that all tensors of the group take in files."""
+        """Bytes that all tensors of the group take in files; the writer divides groups among files by it."""
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
     def renamed(self, rename: Callable[[str], str]) -> Group:
-        """The same group with `rename` (old name -> new one) applied to the names in files."""
+        """The same group with `rename` (old name -> new one) applied to the names in files, for a text model that is
+        written as part of a whole model."""
         pieces = [Piece({rename(key): part for key, part in each.tensors.items()}, each.cut) for each in self.pieces]
         return Group(self.make, tuple(pieces))
 

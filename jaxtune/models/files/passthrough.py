@@ -73,7 +73,8 @@ def _gathered(tensors: tuple[headers.TensorEntry, ...]) -> Iterable[headers.Tens
 
 
 def _in_16_bits(entry: StoredEntry) -> jax.Array:
-    """The quantised passthrough tensor of this entry, read and decoded to bfloat16, in which it is saved."""
+    """The quantised passthrough tensor of this entry, read and decoded to bfloat16, in which it is saved. Passthrough
+    tensors are those that jaxtune does not compute with, such as a vision tower's."""
     weight, _ = stored_weights.read(entry, "bfloat16")
     return jax.tree.map(jnp.asarray, weight).decode("bfloat16")
 

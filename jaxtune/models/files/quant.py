@@ -123,7 +123,8 @@ def stored_in(model: Decoder) -> str | None:
 
 
 def _stored(model: Decoder) -> dict[str, Stored]:
-    """{name of its linear or experts: weight} of all quantised weights of the model."""
+    """{name of its linear or experts: weight} of all quantised weights of the model, in its order; {} if it has none.
+    Weights that are arrays are left out."""
     weights = ((name, matrix.stored_weight) for name, matrix in matrices(model))
     return {name: weight for name, weight in weights if isinstance(weight, Stored)}
 

@@ -35,7 +35,7 @@ class StoredEntry(headers.TensorEntry):
 
     @property
     def format_name(self) -> str:
-        """The name of its format, such as "nf4"."""
+        """The name of its format, such as "nf4", a key of FORMATS."""
         return format_of(self.layout).name
 
 

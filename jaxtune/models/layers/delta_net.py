@@ -70,12 +70,14 @@ class DeltaNetShape:
 
     @property
     def key_size(self) -> int:
-        """key_heads * key_dim: how many numbers all of a token's queries have, and all of its keys."""
+        """key_heads * key_dim: how many numbers all of a token's queries have, and all of its keys, over all heads. The
+        projection has twice this and `value_size` as outputs."""
         return self.key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
-        """heads * value_dim: how many numbers all of a token's values have."""
+        """heads * value_dim: how many numbers all of a token's values have over all heads; the output before the last
+        projection has as many."""
         return self.heads * self.value_dim
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> DeltaNet:

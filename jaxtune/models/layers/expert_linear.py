@@ -200,7 +200,8 @@ class ExpertLinear(nnx.Module):
 
     @property
     def stored_weight(self) -> jax.Array | Stored:
-        """The weight in the form in which the model stores it: an array, or a quantised weight (Stored)."""
+        """The weight in the form in which the model stores it: an array, or a quantised weight (Stored), [E, out, in]
+        or, if transposed, [E, in, out]. Savers and merges read it."""
         return self.weight.get_value()
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:

@@ -160,7 +160,8 @@ class Segment:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the values that it computes, those of the residuals in `makes`."""
+        """Names of the values that it computes, those of the residuals in `makes`, in their order, in which the
+        function `run` returns the values."""
         return tuple(residual.name for residual in self.makes)
 
 

@@ -16,7 +16,8 @@ _PATH = ("per_layer", "weight")
 
 
 def table_of(state: nnx.State) -> Array | None:
-    """The table in a Decoder's `state`, [vocabulary, layers * size]; None if the state has none."""
+    """The table in a Decoder's `state`, [vocabulary, layers * size]; None if the state has none. It is the table of
+    per-layer embeddings, which is in host memory if the run keeps it there."""
     return next((variable.get_value() for path, variable in nnx.to_flat_state(state) if path == _PATH), None)
 
 

@@ -73,7 +73,7 @@ class MeshShape(tuple[int, ...]):
 
     @property
     def copies(self) -> int:
-        """The number of groups of `parts` devices; each group has all parts of every tensor."""
+        """The number of groups of `parts` devices; each group has all parts of every tensor: one copy of the model."""
         return self.size // self.parts
 
     def to_record(self) -> dict[str, int]:
@@ -490,7 +490,7 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
 
 
 def shards(tree: Any) -> list[Shard]:
-    """Collects the Shards of a tree, in order of its leaves; other leaves are left out."""
+    """Collects the Shards of a tree, which gathers make whole, in order of its leaves; other leaves are left out."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_shard) if isinstance(leaf, Shard)]
 
 

@@ -85,7 +85,8 @@ def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
 
 
 def join(pieces: Pieces) -> jax.Array:
-    """Joins the slices of `pieces`, after they were copied, to the array that `cut` had cut."""
+    """Joins the slices of `pieces`, after they were copied, to the array that `cut` had cut, of the same shape and
+    dtype; a single slice is returned without a copy."""
     return pieces.arrays[0] if len(pieces.arrays) == 1 else jnp.concatenate(pieces.arrays, axis=pieces.axis)
 
 

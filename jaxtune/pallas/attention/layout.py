@@ -38,7 +38,8 @@ class PackedLayout:
     full: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     def positions(self) -> jax.Array:
-        """int32[B, T]: index of each token within its document; 0 on padding. Rotary tables are made for these."""
+        """int32[B, T]: index of each token within its document; 0 on padding. The rotary tables of packed rows are made
+        for these, so that each document begins at position 0."""
         index = jnp.arange(self.doc_start.shape[1], dtype=jnp.int32)
         return index - self.doc_start
 

@@ -328,7 +328,7 @@ def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | 
 
 def _numbers(count, size, dtype):
     """Shared memory [count, size] of a dtype for `count` vectors of numbers, such as a tile's log-sum-exps; it is not
-    swizzled, because no tensor core reads it."""
+    swizzled, because no tensor core reads it. It is an entry of a kernel's scratch shapes."""
     return plgpu.SMEM((count, size), dtype)
 
 

@@ -57,7 +57,8 @@ class Blocks:
     value_stages: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """{field: value} of the fields that differ from their defaults, as tuning.py stores blocks."""
+        """{field: value} of the fields that differ from their defaults, as tuning.py stores blocks in its table and
+        looks them up again."""
         fields = dataclasses.fields(self)
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
@@ -69,7 +70,8 @@ def smem(shape, dtype):
 
 
 def rows_of(value, shape):
-    """One number per row (value, [rows] in registers), broadcast over the columns to `shape`, (rows, columns)."""
+    """One number per row (value, [rows] in registers), broadcast over the columns to `shape`, (rows, columns), in
+    registers: the kernels multiply or compare each row of a block by its own number."""
     return lax.broadcast_in_dim(value, shape, [0])
 
 
@@ -143,7 +145,8 @@ class Turns:
         self.barrier, self.wg, self.wanted = barrier, wg, wanted
 
     def swap(self):
-        """Passes the tensor cores to the other warpgroup and waits until that one passes them back."""
+        """Passes the tensor cores to the other warpgroup and waits until that one passes them back. Each warpgroup
+        calls it between two uses of the tensor cores."""
         if self.wanted:
             plgpu.barrier_arrive(self.barrier)
             plgpu.barrier_wait(self.barrier)

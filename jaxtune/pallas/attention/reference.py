@@ -74,7 +74,8 @@ def _split(array, chunk, padded):
 
 
 def _join(array, length):
-    """`array` [n, B, chunk, ...] -> [B, length, ...]: joins the chunks of _split again, and drops what it padded."""
+    """`array` [n, B, chunk, ...] -> [B, length, ...]: joins the chunks of _split again, and drops what it padded: the
+    result has `length` tokens."""
     array = jnp.moveaxis(array, 0, 1)
     return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
 

@@ -114,7 +114,8 @@ def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGT
 
 @triton.jit
 def _matrix(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads the contiguous matrix [ROWS, COLUMNS] that `array` points to."""
+    """Loads the contiguous matrix [ROWS, COLUMNS] that `array`, a pointer to global memory, points to, into registers,
+    in its dtype and row by row."""
     return tl.load(array + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
 
 
@@ -127,7 +128,8 @@ def _turned(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _put_matrix(array, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Stores values [ROWS, COLUMNS] as the contiguous matrix that `array` points to, in its dtype."""
+    """Stores values [ROWS, COLUMNS] as the contiguous matrix that `array`, a pointer to global memory, points to, cast
+    to its dtype: the inverse of `_matrix`."""
     pointers = array + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(pointers, values.to(array.dtype.element_ty))
 

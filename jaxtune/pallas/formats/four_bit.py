@@ -192,7 +192,8 @@ def _blocks(values: jax.Array, block: int, scales: jax.Array) -> jax.Array:
 
 
 def _padded(values: jax.Array, block: int) -> jax.Array:
-    """A flat array values [n] with zeros appended, so that its size is a multiple of `block`."""
+    """A flat array values [n] with zeros appended, so that its size is a multiple of `block`: the last block of a
+    tensor may be incomplete, and codes are made and read for whole blocks."""
     short = -values.size % block
     return jnp.pad(values, (0, short)) if short else values
 

@@ -40,27 +40,29 @@ class Header(Protocol):
 
     @property
     def name(self) -> str:
-        """The tensor's name in the file."""
+        """The tensor's name in the file, which errors name; layouts look tensors up by the keys of Headers."""
         ...
 
     @property
     def dtype(self) -> str:
-        """The tensor's dtype by safetensors' name, such as F8_E4M3."""
+        """The tensor's dtype by safetensors' name, such as F8_E4M3, by which a layout checks that the tensor is one
+        that it reads."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's shape, the lengths of its axes."""
+        """The shape in which the file stores the tensor: that of packed codes is not the weight's."""
         ...
 
     @property
     def file(self) -> Path:
-        """The path of the safetensors file that contains the tensor."""
+        """The path of the safetensors file that contains the tensor, with which errors begin."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """The number of bytes that the tensor's data has in the file."""
+        """The number of bytes that the tensor's data has in the file; with the dtype it tells whether a tensor has the
+        number of elements that a layout expects."""
         ...
 
 
@@ -78,7 +80,8 @@ class FileTensor(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The number of bytes of the tensor's data, from its shape and dtype."""
+        """The number of bytes of the tensor's data, from its shape and dtype, for the file's header and the division
+        into files."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 

@@ -45,17 +45,19 @@ class Stored:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype named by `dtype_name`, which `decode` returns by default."""
+        """The dtype named by `dtype_name`, which `decode` returns by default; to code that asks an array for its dtype,
+        the weight has this one."""
         return jnp.dtype(self.dtype_name)
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions of the decoded tensor."""
+        """The number of dimensions of the decoded tensor, as an array has it: 2 for a matrix, 3 for the experts'
+        matrices."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """The number of elements of the decoded tensor."""
+        """The number of elements of the decoded tensor, as an array has it, whatever number of bytes stores them."""
         return math.prod(self.shape)
 
     @property

@@ -32,17 +32,19 @@ class Groups:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts, E."""
+        """The number of experts, E, those without rows included; it is known while tracing."""
         return self.sizes.shape[0]
 
     @property
     def tiles(self) -> int:
-        """The number of tiles of the buffer, including the empty ones at the end."""
+        """The number of tiles of the buffer, including the empty ones at the end; it is known while tracing, whatever
+        the routing."""
         return self.tile_expert.shape[0]
 
     @property
     def rows(self) -> int:
-        """The number of rows of the sorted buffer, including the empty ones; it is known while tracing."""
+        """The number of rows of the sorted buffer, including the empty ones; it is known while tracing. The arrays of
+        sorted rows have this first dimension."""
         return self.tiles * self.tile_rows
 
     def starts(self) -> jax.Array:

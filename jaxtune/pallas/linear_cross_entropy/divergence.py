@@ -25,7 +25,8 @@ NOTHING = -1e30
 
 
 def within(logits: jax.Array, size: int) -> jax.Array:
-    """The logits [..., n] with those from index `size` on, the rows that fill up a head, replaced by NOTHING."""
+    """The logits [..., n] with those from index `size` on, the rows that fill up a head, replaced by NOTHING, so that
+    they have probability 0. size: the vocabulary's. If n is `size`, they are returned unchanged."""
     return logits if logits.shape[-1] == size else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, NOTHING)
 
 

@@ -49,7 +49,7 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the weight that a program has."""
+        """The number of rows of the weight that a program (or a cluster, with `splits`) multiplies."""
         return 16 * self.groups
 
 

@@ -175,7 +175,8 @@ class _Plan:
 
     @property
     def chunk(self) -> int:
-        """The number of elements of each row of the weight that a warpgroup multiplies in one step."""
+        """The number of elements of each row of the weight that a warpgroup multiplies in one step of its loop over the
+        columns."""
         return 512 * self.parts
 
     @property

@@ -82,7 +82,8 @@ class Chunks:
 
     @property
     def scales_layout(self):
-        """The register layout of a chunk's scales, in which each lane has the scales of the codes that it decodes."""
+        """The register layout of a chunk's scales, in which each lane has the scales of the codes that it decodes;
+        kernels load the scales from global memory in it."""
         return _LAYOUTS[self.scales]
 
     @property
@@ -93,7 +94,7 @@ class Chunks:
 
     @property
     def numbers(self) -> int:
-        """The number of elements of a chunk."""
+        """The number of elements of a chunk, the part of a weight that a program decodes at a time."""
         return self.lines * SMALLEST
 
     @property

@@ -48,7 +48,8 @@ def _warp(wg):
 
 
 def _lane():
-    """The number of the lane (thread) within its warp, 0 to 31, an MLIR int32."""
+    """The number of the lane (thread) within its warp, 0 to 31, an MLIR int32, by which it knows its codes and scales
+    within the warp's slice."""
     return arith.andi(ir_thread(), ir_const(31))
 
 

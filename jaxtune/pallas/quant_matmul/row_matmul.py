@@ -47,17 +47,19 @@ class Plan:
 
     @property
     def warpgroups(self) -> int:
-        """The number of warpgroups of a program that multiply; one more loads."""
+        """The number of warpgroups of a program that multiply; one more loads. Each of the four warps of a warpgroup
+        has one slice of one pair of rows."""
         return -(-self.slices * self.pairs // 4)
 
     @property
     def chunk(self) -> int:
-        """The number of bytes of codes in a chunk."""
+        """The number of bytes of codes in a chunk (two numbers each), of which shared memory has room for `stages`."""
         return self.pairs * self.slices * SLICE
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of 64 numbers in a chunk, each of which has a scale."""
+        """The number of blocks of 64 numbers in a chunk, each of which has a scale, which takes four bytes of shared
+        memory beside the codes."""
         return self.chunk * 2 // BLOCK
 
 

@@ -51,12 +51,14 @@ def _kernel(body, name: str, blocks: int, out_shape):
 
 
 def _down(values, columns: int):
-    """Broadcasts a vector to a matrix [rows, columns] with equal columns, in registers; values: [rows]."""
+    """Broadcasts a vector to a matrix [rows, columns] with equal columns, in registers; values: [rows], of any dtype.
+    With `_across` the kernels compare each pair with each expert or other pair."""
     return lax.broadcast_in_dim(values, (values.shape[0], columns), (0,))
 
 
 def _across(values, rows: int):
-    """Broadcasts a vector to a matrix [rows, columns] with equal rows, in registers; values: [columns]."""
+    """Broadcasts a vector to a matrix [rows, columns] with equal rows, in registers; values: [columns], of any dtype
+    (see `_down`)."""
     return lax.broadcast_in_dim(values, (rows, values.shape[0]), (1,))
 
 

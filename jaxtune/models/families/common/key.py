@@ -15,7 +15,8 @@ REQUIRED, LEFT_OUT = object(), object()  # markers for Key.default and Key.null
 
 
 class Conversion(NamedTuple):
-    """A pair of functions between the value of a key in config.json and that of a field of DecoderConfig."""
+    """A pair of functions between the value of a key in config.json and that of a field of DecoderConfig, for a Key
+    whose two values differ in form (Key.conversion)."""
 
     read: Callable[[Any], Any]  # from the key's value to the field's
     write: Callable[[Any], Any]  # from the field's value to the key's
@@ -50,7 +51,8 @@ class Entry(Protocol):
         ...
 
     def write(self, config: Any) -> Fields:
-        """{key: value} for the config.json of a DecoderConfig: the inverse of `read`."""
+        """{key: value} for the config.json of a DecoderConfig (`config`), which is saved with a model: the inverse of
+        `read`."""
         ...
 
 
@@ -88,7 +90,7 @@ class Key:
 
     @property
     def gives(self) -> tuple[str, ...]:
-        """The fields that it sets, as a tuple."""
+        """The fields that it sets, as a tuple, by which the common Key of the same field is replaced (Entry.gives)."""
         return (self.field,) if isinstance(self.field, str) else self.field
 
     def read(self, hf: Config, fields: Config) -> Fields:
@@ -142,7 +144,8 @@ class Record:
         return self.make(**arguments)
 
     def described(self, made: Any) -> Fields:
-        """{key: value} for the config.json of an object of the class `make`: the inverse of `made`."""
+        """{key: value} for the config.json of an object of the class `make`: the inverse of `made`. made: the
+        object."""
         return {name: value for key in self.keys for name, value in key.write(made).items()}
 
     def read(self, hf: Config, fields: Config) -> Fields:

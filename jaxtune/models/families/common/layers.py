@@ -134,7 +134,7 @@ class LayerTypes:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """sliding_window, layer_types, and the keys of the types' mixers."""
+        """sliding_window, layer_types, and the keys of the types' mixers, which `read` needs (Entry.keys)."""
         mixers = (key for kind in self.types if kind.mixer is not None for key in kind.mixer.keys)
         return (SLIDING_WINDOW, LAYER_TYPES, *mixers)
 

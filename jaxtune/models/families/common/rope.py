@@ -191,7 +191,8 @@ class Rotary:
         return {"rotary": (rope_config(hf, self.given(hf)),)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{"rope_theta": ..., "rope_scaling": ...} for config.json, of the first rotary base of `config`."""
+        """{"rope_theta": ..., "rope_scaling": ...} for config.json, of the first rotary base of `config`, for families
+        with one base; the inverse of `read`."""
         rope = config.rotary[0]
         return {"rope_theta": rope.theta, "rope_scaling": rope_to_hf(rope)}
 
