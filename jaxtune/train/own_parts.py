@@ -139,5 +139,6 @@ def objective_identity(objective: Objective) -> str:
 
 
 def _digest(text: str) -> str:
-    """A hash of `text`, 16 hex digits, that is stored in place of a long text."""
+    """A hash of `text`, 16 hex digits of its SHA-256, which the identity of an own optimizer in checkpoints has in
+    place of the long texts of its states and its update."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

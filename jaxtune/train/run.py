@@ -47,7 +47,8 @@ class Profile:
     """Returns the facts about the run that are stored with the profile."""
 
     def lacking(self, left: int) -> str | None:
-        """A warning if a process that makes `left` steps ends before all of `steps` are traced, else None."""
+        """A warning, a sentence for the screen that also says what to set, if a process that makes `left` steps ends
+        before all of `steps` are traced, else None. The Trainer prints it before the first step."""
         traced = min(self.steps, max(left - self.start, 0))
         if traced == self.steps:
             return None
@@ -185,7 +186,7 @@ class Run:
     @property
     def evaluates(self) -> bool:
         """Whether there is anything to evaluate: held-out rows with a loss, or questions to answer. If False,
-        `evaluate` does nothing."""
+        `evaluate` does nothing, and the last step is not evaluated either."""
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:

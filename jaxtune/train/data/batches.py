@@ -50,7 +50,9 @@ class Batch:
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
-        """`rows` rows of padding, each of `length` tokens, as new numpy arrays; `extra` is empty."""
+        """`rows` rows of padding, each of `length` tokens, as new numpy arrays (zeros, in the dtypes of the fields);
+        `extra` is empty. Sources make a batch of it and write their rows into it; a row that is not written stays
+        padding, without any trained token."""
         shape = (rows, length)
         return cls(
             tokens=np.zeros(shape, np.int32),
@@ -101,25 +103,27 @@ class BatchSource:
 
     @property
     def length(self) -> int:
-        """The number of tokens in a row. A subclass defines it; here it raises NotImplementedError."""
+        """The number of tokens in a row of every batch, padding included, for which memory is planned and the steps are
+        compiled. A subclass defines it; here it raises NotImplementedError."""
         raise NotImplementedError
 
     @property
     def max_documents(self) -> int | None:
-        """The most documents in any row of any step. None, the default, if no limit is known; some faster attention is
-        then not used."""
+        """The most documents in any row of any step, for which attention's kernels are compiled, so that no row may
+        have more. None, the default, if no limit is known; some faster attention is then not used."""
         return None
 
     @property
     def full(self) -> bool:
-        """Whether every row of every step is one document without padding, by default False. If True, attention needs
-        no mask of documents."""
+        """Whether every row of every step is one document without padding, by default False. The run asks once, before
+        it compiles the step: if True, attention needs no mask of documents."""
         return False
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The number of steps in which every row is seen once. None, the default, if it is not known; the config must
-        then set `steps`."""
+        """The number of steps in which every row is seen once, by which the run turns the config's `epochs` into steps
+        and shows how much of an epoch is done. None, the default, if it is not known; the config must then set
+        `steps`."""
         return None
 
     def empty(self, rows: int) -> Batch:
@@ -175,8 +179,9 @@ class BatchSource:
         returned in the earlier process. A source whose batches depend on the number of the step alone does nothing."""
 
     def identity(self) -> dict[str, Json]:
-        """Values that identify the rows, such as checksums, by name; {} by default. They are stored in checkpoints, and
-        a run whose values differ cannot resume."""
+        """Values that identify the rows, such as checksums, by name, from which a run recognises its own rows; {} by
+        default. They are stored in checkpoints, and a run whose values differ cannot resume, because it would continue
+        with other rows."""
         return {}
 
     def described(self, total_steps: int) -> list[str]:
@@ -185,7 +190,8 @@ class BatchSource:
         return ["training rows: made during the run", f"{total_steps:,} steps of {self.rows_per_step:,} rows"]
 
     def warnings(self) -> list[str]:
-        """Warnings about the rows to show before training, one sentence each; [] by default."""
+        """Warnings about the rows to show before training, such as rows that were cut, one sentence each; [] by
+        default. They end nothing: what makes rows unusable is raised as an error instead."""
         return []
 
     def news(self) -> list[str]:
@@ -226,7 +232,8 @@ class Rows(Protocol):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[n]: the number of tokens in each row, padding not counted."""
+        """int64[n]: the number of tokens in each row, padding not counted, in the order of the rows. With
+        data.packing=step, steps are packed by them (`steps.StepBatches`)."""
         ...
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
@@ -255,7 +262,8 @@ class Rows(Protocol):
         ...
 
     def sources(self, row: int) -> list[str]:
-        """Where the documents of row number `row` came from, as `file:line`, for error messages."""
+        """Where the documents of row number `row` came from, as `file:line`, in the order in which the row has them. A
+        run prints it if the loss of a step with this row is not finite."""
         ...
 
 
@@ -330,23 +338,26 @@ class Batches(BatchSource):
 
     @property
     def length(self) -> int:
-        """The number of tokens in a row."""
+        """The number of tokens in a row of every batch, padding included: that of the packed rows. Memory is planned
+        and the steps are compiled for it."""
         return self.rows.length
 
     @property
     def max_documents(self) -> int:
-        """The most documents in any row, which the packed rows know."""
+        """The most documents in any row, which the packed rows know. Attention's kernels are compiled for this
+        number."""
         return self.rows.max_documents
 
     @property
     def full(self) -> bool:
-        """Whether every row of every batch is one document without padding. False if the last batch of an epoch is
-        filled up with rows of padding."""
+        """Whether every row of every batch is one document without padding, so that attention needs no mask of
+        documents. False also if the last batch of an epoch is filled up with rows of padding."""
         return self.rows.full and len(self.rows) % self.rows_per_step == 0
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps in which every row is seen once; the last one may have fewer rows."""
+        """The number of steps in which every row is seen once; the last one may have fewer rows. The run turns the
+        config's `epochs` into steps by it."""
         return -(-len(self.rows) // self._taken)
 
     def rows_at(self, step: int) -> np.ndarray:
@@ -360,11 +371,14 @@ class Batches(BatchSource):
         return order[index * self._taken : (index + 1) * self._taken]
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as new numpy arrays, with the `extra` arrays that the packed rows need."""
+        """A batch of `rows` rows of padding, as new numpy arrays, with the `extra` arrays that the packed rows need.
+        `batch_at` writes a step's rows into it, and the train step is compiled for its shapes."""
         return self.rows.empty(rows)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of a step (from 0), as numpy arrays; steps may be asked for in any order. `model` is not used."""
+        """The batch of a step (from 0), as new numpy arrays, whose rows are those that `rows_at` names, in that order,
+        and padding after them if the last step of an epoch has fewer; steps may be asked for in any order. `model` is
+        not used. Raises ValueError if `step` is negative."""
         batch = self.empty(self.rows_per_step)
         for slot, row in enumerate(self.rows_at(step)):
             self.rows.fill(batch, slot, int(row))
@@ -372,13 +386,13 @@ class Batches(BatchSource):
 
     def sources_at(self, step: int) -> list[str]:
         """Where the documents of the rows of `step`, which may be any step, came from, as `file:line`, in the order of
-        the batch."""
+        the batch. The run prints the first of them if the loss or gradient of the step is not finite."""
         return [source for row in self.rows_at(step) for source in self.rows.sources(int(row))]
 
     def identity(self) -> dict[str, Json]:
-        """What a resumed run must have in common with this one: {"rows": the number of packed rows, "tokens_crc32": a
-        checksum of all tokens, "trained_tokens": the number of targets that are trained on, "order": the order, unless
-        it is "shuffled"}."""
+        """What a resumed run must have in common with this one, as checkpoints record it: {"rows": the number of packed
+        rows, "tokens_crc32": a checksum of all tokens, "trained_tokens": the number of targets that are trained on,
+        "order": the order, unless it is "shuffled"}. A run with other values is not resumed."""
         return {
             "rows": len(self.rows),
             "tokens_crc32": self.rows.documents.tokens_crc32,

@@ -134,8 +134,9 @@ class TokenDataset:
 
     @property
     def longest(self) -> int:
-        """The largest number of tokens that one document (or one preference pair) can have after truncation; a row must
-        have room for as many (`steps.pack_steps`)."""
+        """The most tokens that one document (or one preference pair) can have after truncation, here `length`.
+        `pack_steps` makes the rows of data.packing=step no longer than this, because such a row must have room for any
+        document, not for more."""
         return self.length
 
     def in_rows(self, slots: int) -> TokenDataset:

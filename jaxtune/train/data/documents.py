@@ -141,8 +141,9 @@ class Documents:
         return rest, chosen
 
     def _hashes(self, indices: np.ndarray) -> np.ndarray:
-        """uint64[n]: a hash of the tokens of each of the documents at `indices` (int[n]). Equal documents have equal
-        hashes."""
+        """uint64[n]: a hash of the tokens of each of the documents at `indices` (int[n]), in that order, by which
+        `held_out` and `also_in` compare documents. Equal documents have equal hashes, in every run and process; their
+        masks do not matter."""
         hashes = np.empty(len(indices), np.uint64)
         for place, index in enumerate(indices.tolist()):
             data = self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]].tobytes()

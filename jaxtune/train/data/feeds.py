@@ -40,7 +40,8 @@ class Feed(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases threads and files; called when the run ends or resumes at another step."""
+        """Releases threads and files. FedBatches calls it for all its feeds when the run ends, also by an error, or
+        resumes at another step; no row is taken from the feed afterwards."""
         ...
 
 
@@ -53,12 +54,13 @@ class RowSet(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of the set in messages."""
+        """The name of the set, such as its path, by which messages and warnings tell it from the other sets of a
+        mixture."""
         ...
 
     @property
     def length(self) -> int:
-        """The number of tokens in a row."""
+        """The number of tokens in a row, padding included; sets that are mixed all have the same."""
         ...
 
     @property
@@ -96,15 +98,18 @@ class RowSet(Protocol):
         ...
 
     def described(self) -> str:
-        """A line about the set for the screen before the run: its name, and the counts that are known by then."""
+        """A line about the set for the screen before the run: its name, and the counts that are known by then, such as
+        those of documents and tokens. FedBatches puts it into its own `described`."""
         ...
 
     def warnings(self) -> list[str]:
-        """Warnings about the rows to show before training, one sentence each."""
+        """Warnings about the rows to show before training, such as rows that were cut, one sentence each; [] if there
+        are none. FedBatches adds the set's name if it mixes several."""
         ...
 
     def news(self) -> list[str]:
-        """Sentences about what happened to the set since the last call, such as rows left out."""
+        """Sentences about what happened to the set since the last call, such as rows left out, which the run prints;
+        called after each step. [] if nothing happened."""
         ...
 
 
@@ -149,16 +154,20 @@ class FedBatches(BatchSource):
 
     @property
     def length(self) -> int:
-        """The number of tokens in a row, the same in all sets."""
+        """The number of tokens in a row of every batch, padding included, the same in all sets. Memory is planned and
+        the steps are compiled for it."""
         return self.sets[0].length
 
     @property
     def max_documents(self) -> int:
-        """The most documents in any row of any set."""
+        """The most documents in any row of any set, for which attention's kernels are compiled; the batches of all sets
+        have room for as many."""
         return self._most
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as new numpy arrays; batches of all sets have the same shapes."""
+        """A batch of `rows` rows of padding, as new numpy arrays, into which `batch_at` writes the rows that it takes
+        from the feeds; the train step is compiled for its shapes. The batches of all sets have the same shapes, so it
+        is that of the first one."""
         return self.sets[0].empty(rows)
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
@@ -216,8 +225,9 @@ class FedBatches(BatchSource):
         return self._feeds
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the rows of `step`, one of the last 4 steps (`_KEPT_STEPS`), came from, as `file:line`, of this
-        process's lanes; [] for other steps."""
+        """Where the rows of `step` came from, as `file:line`, for the lanes of this process; the run prints it if the
+        loss or gradient of the step is not finite. It is known of the last 4 steps that were made (`_KEPT_STEPS`),
+        because batches are made a step or two ahead; [] for other steps."""
         return self._sources.get(step, [])
 
     def position(self, step: int) -> Json:
@@ -235,14 +245,16 @@ class FedBatches(BatchSource):
         self._next, self._begin, self._made = step, position, None
 
     def identity(self) -> dict[str, Json]:
-        """The values of the only set, or of all sets with their shares ("sets"), and the number of lanes ("lanes"),
-        since other lanes would get other rows: a run with another number of devices cannot resume."""
+        """What checkpoints record, so that a run is not resumed with other rows: the values of the only set, or of all
+        sets with their shares ("sets"), and the number of lanes ("lanes"), since other lanes would get other rows: a
+        run with another number of devices cannot resume."""
         known = self.sets[0].identity() if len(self.sets) == 1 else {"sets": self._mixed_identity()}
         return {**known, "lanes": self.lanes}
 
     def _mixed_identity(self) -> dict[str, Json]:
         """{index of a set, as text: the set's `identity()`, with its share of the rows, 0 to 1, as "share"}: the part
-        of `identity` for several sets."""
+        of `identity` for several sets. A run whose mixture has other sets, another order of them or other shares is not
+        resumed."""
         shares = np.diff(self._bounds, prepend=0.0)
         return {
             str(number): {**one.identity(), "share": round(float(share), 9)}
@@ -263,16 +275,19 @@ class FedBatches(BatchSource):
         ]
 
     def warnings(self) -> list[str]:
-        """The warnings of all sets, one sentence each, with the name of the set if there are several."""
+        """The warnings of all sets, which the run shows before it begins, one sentence each, with the name of the set
+        in front if there are several sets; [] if there are none."""
         found = [(one.name, text) for one in self.sets for text in one.warnings()]
         return [text if len(self.sets) == 1 else f"{name}: {text}" for name, text in found]
 
     def news(self) -> list[str]:
-        """Sentences about what happened to any set since the last call, such as rows left out."""
+        """Sentences about what happened to any set since the last call, such as rows left out, in the order of the
+        sets. The run calls it after each step and prints them; [] if nothing happened."""
         return [text for one in self.sets for text in one.news()]
 
     def close(self) -> None:
-        """Closes the open feeds and with them their threads and files; the next batch would open new ones."""
+        """Closes the open feeds and with them their threads and files, when the run ends; the next batch would open new
+        ones, so `resume` calls it too. Without open feeds it does nothing."""
         feeds, self._feeds = self._feeds, {}
         for feed in (feed for several in feeds.values() for feed in several):
             feed.close()
@@ -287,12 +302,14 @@ class PreparedSet:
 
     @property
     def length(self) -> int:
-        """The number of tokens in a row."""
+        """The number of tokens in a row, padding included, the data.length that the set was made with; all sets of a
+        mixture have the same."""
         return self.data.length
 
     @property
     def max_documents(self) -> int:
-        """The most documents in any row."""
+        """The most documents in any row of this set. FedBatches takes the largest number of its sets, and gives all of
+        them room for it (`with_max_documents`)."""
         return self.data.rows.max_documents
 
     def with_max_documents(self, documents: int) -> PreparedSet:
@@ -301,7 +318,8 @@ class PreparedSet:
         return PreparedSet(self.name, self.data.with_max_documents(documents))
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as new numpy arrays."""
+        """A batch of `rows` rows of padding, as new numpy arrays, into which FedBatches writes the rows of a step, from
+        this set and the others of the mixture; the train step is compiled for its shapes."""
         return self.data.rows.empty(rows)
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> _PreparedFeed:
@@ -323,15 +341,18 @@ class PreparedSet:
         return self.data.batches(1).identity()
 
     def described(self) -> str:
-        """The set's name and the counts of packing, in words, for the screen before the run."""
+        """The set's name and the counts of packing, in words, which FedBatches puts into the lines that are shown
+        before the run."""
         return f"{self.name}: {self.data.report}"
 
     def warnings(self) -> list[str]:
-        """Warnings about the rows to show before training, one sentence each."""
+        """Warnings about the rows to show before training, such as documents that were cut, one sentence each
+        (`TokenDataset.warnings`); [] if there are none."""
         return self.data.warnings()
 
     def news(self) -> list[str]:
-        """No sentences: nothing happens to these rows during a run."""
+        """Returns []: nothing happens to these rows during a run, because they were all read before it. The method is
+        there because every RowSet has one."""
         return []
 
 
@@ -346,7 +367,8 @@ class _PreparedFeed:
         self._order: tuple[int, np.ndarray] | None = None
 
     def next(self) -> tuple[Rows, int]:
-        """Takes the next row of this lane, and returns (rows, index): it is row `index` of the packed rows `rows`."""
+        """Takes the next row of this lane, and returns (rows, index): it is row `index` of the packed rows `rows`,
+        which FedBatches writes into the lane's part of a batch. It never waits and never ends."""
         epoch, place = divmod(self._taken * self._lanes + self._lane, len(self._rows))
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, epoch_order(len(self._rows), self._seed, epoch)

@@ -102,17 +102,19 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """The number of rows into which the pieces are packed; 0 if nothing was left to pack."""
         return len(self.row_starts) - 1
 
     @property
     def max_documents(self) -> int:
-        """The most pieces in any row, of which each becomes a document of its own in the row."""
+        """The most pieces in any row, of which each becomes a document of its own in the row. Attention's kernels are
+        compiled for this number of documents."""
         return int(np.diff(self.row_starts).max(initial=0))
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: the number of tokens in each row, padding not counted."""
+        """int64[rows]: the number of tokens in each row, the sum of its pieces, padding not counted, in the order of
+        the rows."""
         ends = np.concatenate([[0], np.cumsum(self.count)])[self.row_starts]
         return np.diff(ends)
 
@@ -338,12 +340,14 @@ class PackedRows:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: the number of tokens in each row, padding not counted."""
+        """int64[rows]: the number of tokens in each row, padding not counted, in the order of the rows. With
+        data.packing=step, where a row is one document, steps are packed by them (`steps.StepBatches`)."""
         return self.plan.lengths
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of `rows` rows of padding, each of `length` tokens (None: as long as these rows), as new numpy
-        arrays. `shared`, an argument of `batches.Rows.empty`, changes nothing: these rows have no `extra` arrays."""
+        arrays, into which `fill` then writes; the train step is compiled for its shapes. `shared`, an argument of
+        `batches.Rows.empty`, changes nothing: these rows have no `extra` arrays."""
         return Batch.empty(rows, length or self.length)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
@@ -359,13 +363,14 @@ class PackedRows:
 
     def sources(self, row: int) -> list[str]:
         """Where the documents of row number `row` came from, as `file:line` (`Documents.source`), in the order in which
-        the row has them."""
+        the row has them. A run prints it if the loss of a step with this row is not finite."""
         plan = self.plan
         pieces = slice(plan.row_starts[row], plan.row_starts[row + 1])
         return [self.documents.source(int(index)) for index in plan.document[pieces]]
 
     def batch(self) -> Batch:
-        """All rows in one batch of numpy arrays `[rows, length]`: row i of the batch is row number i of these."""
+        """All rows in one batch of numpy arrays `[rows, length]`: row i of the batch is row number i of these. `pack`
+        returns it, for scripts and tests; a run makes its batches by `empty` and `fill`, one step at a time."""
         batch = Batch.empty(len(self), self.length)
         for row in range(len(self)):
             self.fill(batch, row, row)

@@ -117,13 +117,14 @@ class PackedPairs:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: the number of tokens in each row, padding not counted."""
+        """int64[rows]: the number of tokens in each row, the sum over both documents of its pairs, padding not counted.
+        With data.packing=step, where a row is one pair, steps are packed by them (`steps.StepBatches`)."""
         return self.plan.lengths
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """A batch of `rows` rows of padding as new numpy arrays. Its `extra` has the array PAIRS (1 where there is a
-        pair), and LABELS (a number for each pair) and REFERENCE (log-probabilities of the answers) if these pairs have
-        them.
+        """A batch of `rows` rows of padding as new numpy arrays, into which `fill` then writes pairs; the train step is
+        compiled for its shapes. Its `extra` has the array PAIRS (1 where there is a pair), and LABELS (a number for
+        each pair) and REFERENCE (log-probabilities of the answers) if these pairs have them, all zeros.
 
         Args:
             rows: the number of rows of the batch.
@@ -155,7 +156,8 @@ class PackedPairs:
         return at
 
     def sources(self, row: int) -> list[str]:
-        """Where the pairs of row number `row` came from, as `file:line`, one for each pair."""
+        """Where the pairs of row number `row` came from, as `file:line`, one for each pair, in the order in which the
+        row has them. A run prints it if the loss of a step with this row is not finite."""
         return [self.documents.source(2 * pair) for pair in self.pairs(row)]
 
     def pairs(self, row: int) -> list[int]:

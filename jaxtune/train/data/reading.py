@@ -226,8 +226,8 @@ def _file_identity(file: Path) -> str:
 
 
 def _file_count(file: Path) -> int:
-    """The number of rows of a Parquet file, 0 if it is damaged, or of line breaks of another file: for a progress
-    bar."""
+    """The number of rows of a Parquet file, 0 if it is damaged, which reading it will report; or the number of line
+    breaks of another file, about that of its rows. A progress bar takes it as the total."""
     if file.suffix.lower() == ".parquet":
         import pyarrow.parquet as parquet
 

@@ -73,12 +73,15 @@ class StepBatches(Batches):
 
     @property
     def length(self) -> int:
-        """The number of tokens in a row of every batch."""
+        """The number of tokens in a row of every batch, padding included, as `pack_steps` chose it. It is not
+        data.length, which is here the most tokens of one document. Memory is planned and the steps are compiled for
+        it."""
         return self._length
 
     @property
     def max_documents(self) -> int:
-        """The most documents in any row of any step: those of one document or pair, times the most that share a row."""
+        """The most documents in any row of any step, for which attention's kernels are compiled: those of one document
+        or pair (1 or 2), times the most that share a row."""
         return self.rows.max_documents * self._shared
 
     @property
@@ -88,12 +91,14 @@ class StepBatches(Batches):
 
     def empty(self, rows: int) -> Batch:
         """A batch of `rows` rows of padding, as new numpy arrays, whose `extra` arrays have room for the most documents
-        or pairs that share a row in any step."""
+        or pairs that share a row in any step. `batch_at` writes a step's documents into it, and the train step is
+        compiled for its shapes, which are those of every step."""
         return self.rows.empty(rows, self._length, self._shared)
 
     def batch_at(self, step: int, model: object = None) -> Batch:
-        """The batch of `step` (from 0), whose documents are packed here; steps may be asked for in any order. `model`
-        is not used."""
+        """The batch of `step` (from 0), as new numpy arrays, whose documents are packed here, those of each micro-batch
+        into the rows of that micro-batch; empty documents are left out. Steps may be asked for in any order. `model` is
+        not used."""
         epoch, index = divmod(int(step), self.steps_per_epoch)
         numbers, of_row = self.rows_at(step), self._epoch_plan(epoch)[index]
         batch = self.empty(self.rows_per_step)

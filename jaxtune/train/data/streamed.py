@@ -119,7 +119,8 @@ class StreamedRows:
 
     @property
     def length(self) -> int:
-        """The number of tokens in a row."""
+        """The number of tokens in a row, padding included, the data.length of the run; FedBatches makes batches with
+        rows of this length."""
         return self.first.length
 
     @property
@@ -130,7 +131,8 @@ class StreamedRows:
         return self._max_documents
 
     def with_max_documents(self, documents: int) -> StreamedRows:
-        """The same stream, changed in place, with room for `documents` documents in a row."""
+        """The same stream, changed in place, with room for `documents` documents in a row, a number not below
+        `max_documents`. FedBatches calls it, so that the batches of all sets of a mixture have equal shapes."""
         self._max_documents = documents
         self.first = self.first.with_max_documents(documents)
         return self
@@ -163,12 +165,14 @@ class StreamedRows:
         return {**known, "shards": shards or len(self.sources)}
 
     def described(self) -> str:
-        """The stream in words: its name, its shards, and the counts of the first window."""
+        """The stream in words: its name, its number of shards (files), and the counts of the first window, the rows
+        that were read before the run. FedBatches puts it into the lines that are shown before the run."""
         shards = "1 shard" if len(self.sources) == 1 else f"{len(self.sources):,} shards"
         return f"{self.name}, a stream of {shards}; its first {self._first_rows:,} rows give {self.first.report}"
 
     def warnings(self) -> list[str]:
-        """Warnings about the rows of the first window, one sentence each."""
+        """Warnings about the rows of the first window, the only ones that are read before the run, such as documents
+        that were cut, one sentence each; [] if there are none. What is found in later windows comes by `news`."""
         return self.first.warnings()
 
     def news(self) -> list[str]:
@@ -301,7 +305,8 @@ class StreamFeed:
         return {**begin, "window": self._window.number, "taken": self._taken}
 
     def close(self) -> None:
-        """Makes the thread that makes windows stop at its next row; it is not waited for."""
+        """Makes the daemon thread that makes windows stop at its next row. It is not waited for, because the run that
+        closes its feeds needs no more rows."""
         self._closed.set()
 
     def _load(self) -> Future[_TokenisedWindow]:

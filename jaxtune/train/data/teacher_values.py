@@ -78,8 +78,9 @@ class TaughtRows(PackedRows):
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of `rows` rows of padding, each of `length` tokens (None: as long as these rows), as new numpy
-        arrays; no place in `extra` is used. `shared`, how many of these rows may be written into one row of the batch,
-        changes nothing."""
+        arrays, into which `fill` then writes; the train step is compiled for its shapes. Its `extra` has TEACHER_IDS,
+        -1 everywhere (no place is used), and TEACHER_LOG_PROBS, zeros, each [rows, length, k]. `shared`, how many of
+        these rows may be written into one row of the batch, changes nothing."""
         batch = super().empty(rows, length, shared)
         shape = (*batch.tokens.shape, self.values.k)
         return dataclasses.replace(

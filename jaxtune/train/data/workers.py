@@ -362,7 +362,7 @@ class _InProcess:
         self.thread: int | None = None
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """Tokenises some rows in the calling thread and returns their chunk."""
+        """Tokenises some rows in the calling thread and returns their chunk; `kill` can end it."""
         self.thread = threading.get_ident()
         try:
             return encode_chunk(self.encoder, rows)

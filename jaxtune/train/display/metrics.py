@@ -147,7 +147,7 @@ class _JsonlSink(_Sink):
         self._torn = False
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file at the end of the run; lines are written without a buffer."""
         self._file.close()
 
 
@@ -166,7 +166,7 @@ class _TensorBoardSink(_Sink):
             self._writer.add_scalar(key, value, line["step"], walltime=line["time"])
 
     def close(self) -> None:
-        """Closes the event file."""
+        """Writes what is not written yet, and closes the event file."""
         self._writer.close()
 
 
@@ -190,7 +190,7 @@ class _WandbSink(_Sink):
         self._run.log({"step": line["step"], **_numbers(line)})
 
     def close(self) -> None:
-        """Ends the run at Weights & Biases."""
+        """Ends the run at Weights & Biases, when the training run ends."""
         self._run.finish()
 
 

@@ -251,7 +251,8 @@ def thinned(curve: Curve, factor: float = 1.0) -> dict[str, list[float]]:
 
 
 def _short(value: float) -> float:
-    """`value` rounded to six significant digits, which keeps the page small."""
+    """`value` rounded to six significant digits, as a chart's point shows it, which keeps the page small. NaN and
+    infinities stay as they are."""
     return float(f"{value:.6g}")
 
 

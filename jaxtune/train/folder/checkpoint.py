@@ -336,7 +336,7 @@ def _size(count_bytes: int) -> str:
 
 
 def _is_key(x: Any) -> bool:
-    """Whether the array `x` is a typed PRNG key."""
+    """Whether the array `x` is a typed PRNG key, which is stored as its data and the name of its implementation."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -149,8 +149,8 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
 
 
 def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-    """Whether the run with the record `current` has more steps than that of the checkpoint's record `saved`. False if
-    that does not say how many it has."""
+    """Whether the run with the record `current` has more steps than that of the checkpoint's record `saved`, as a run
+    does whose steps or epochs were raised to train it further. False if `saved` does not say how many it has."""
     return current["total_steps"] > saved.get("total_steps", current["total_steps"])
 
 
@@ -389,7 +389,8 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
 
 
 def write_config(output: Path, config: TrainConfig) -> None:
-    """Writes `config` to config.yaml in the folder `output`, in the first process only."""
+    """Writes `config` with every key to config.yaml in the run's folder `output`, in the first process only, so that
+    the folder says which run it is of; a file that is there is replaced."""
     if processes.first():
         atomic_write(output / CONFIG, config_to_yaml(config))
 

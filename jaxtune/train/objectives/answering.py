@@ -148,7 +148,8 @@ class Answering(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """The options of sampling, and what makes text of tokens."""
+        """The options of sampling, what makes text of tokens, and the plan of its memory, which the batch source sets
+        in it once the run's memory is planned (`SampledAnswers.limit_slots`)."""
         ...
 
     @property
@@ -188,12 +189,13 @@ class OneTurn:
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """(): the model calls no tools."""
+        """(): the model calls no tools, so none are shown before the run or stored in its checkpoints."""
         return ()
 
     @property
     def changes_prompts(self) -> bool:
-        """False: the prompt of an answer is always that of its data row."""
+        """False: the prompt of an answer is always that of its data row, so that sampling is planned with room for the
+        longest prompt and the longest answer only."""
         return False
 
     def __call__(
@@ -283,8 +285,8 @@ class ToolTurns:
 
     @property
     def changes_prompts(self) -> bool:
-        """True if the run has environments, whose `reset` may add text to a prompt; False: prompts are those of the
-        data rows."""
+        """True if the run has environments, whose `reset` may add text to a prompt, so that sampling is planned with
+        room for data.length tokens in a row; False: prompts are those of the data rows."""
         return self.tools.has_environments
 
     def __call__(

@@ -55,8 +55,8 @@ class Objective(Protocol):
         ...
 
     def check(self, model: Decoder) -> None:
-        """Checks that the objective can train this model; the Trainer calls it first. The model's arrays may be
-        `jax.ShapeDtypeStruct`s.
+        """Checks that the objective can train this model, such as by its head or by whether its reference stays fixed.
+        The Trainer calls it before it plans or compiles anything, so the model's arrays may be `jax.ShapeDtypeStruct`s.
 
         Raises:
           ValueError: it cannot; the message says what to change.

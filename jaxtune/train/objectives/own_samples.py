@@ -100,21 +100,25 @@ class OwnSamples(BatchSource):
 
     @property
     def length(self) -> int:
-        """The number of tokens in a packed row, as it was given."""
+        """The number of tokens in a packed row, padding included, as the constructor was given it (data.length). Memory
+        is planned and the steps are compiled for it."""
         return self._rows.length
 
     @property
     def max_documents(self) -> int:
-        """The most data rows, each with its answer, in one packed row."""
+        """The most data rows, each with its answer, in one packed row, for which attention's kernels are compiled. It
+        is fixed before the run, although answers of any length are sampled during it."""
         return self._rows.places
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps in which every data row is used once, rounded up."""
+        """The number of steps in which every data row is used once, rounded up. The run turns the config's `epochs`
+        into steps by it; the last step of an epoch may also have rows of the next one."""
         return -(-len(self.asked) // self.documents)
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as new numpy arrays, with which the train step is compiled."""
+        """A batch of `rows` rows of padding, as new numpy arrays, without `extra`, for whose shapes the train step is
+        compiled before any answer is sampled; the batches of steps have the same."""
         return Batch.empty(rows, self.length)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
@@ -133,8 +137,9 @@ class OwnSamples(BatchSource):
         return [f"answers sampled for step {step}"]
 
     def resume(self, step: int, position: Json) -> None:
-        """Forgets the batch that was made last, when a run is resumed at `step`. position: None, as nothing is
-        recorded."""
+        """Forgets the batch that was made last, when a run is resumed at `step`, so that the step's answers are sampled
+        by the model that was restored. `position` is None, as nothing is recorded: what a step draws depends on the
+        seed and its number alone."""
         self._made = None
 
     def identity(self) -> dict[str, Json]:

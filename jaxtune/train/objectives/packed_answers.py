@@ -89,8 +89,8 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps from one generation (round of sampling) to the next: steps_per_generation times
-        num_iterations."""
+        """The number of optimizer steps from one generation (round of sampling) to the next, in which the answers of
+        one round are used: steps_per_generation times num_iterations."""
         return self.steps_per_generation * self.num_iterations
 
 
@@ -126,7 +126,8 @@ class Answer:
 
     @property
     def length(self) -> int:
-        """The number of tokens of the answer that are trained on; of a sampled one, those that the model sampled."""
+        """The number of tokens of the answer that are trained on; of a sampled one, those that the model sampled.
+        Losses and metrics count the answer's tokens by it, which leaves out the results of tools."""
         return int(self.mask.sum())
 
     def to_json(self) -> dict[str, Json]:

@@ -103,12 +103,14 @@ class GRPO:
     @property
     def unit(self) -> str:
         """What the mean loss is a mean over, in plural: "answers" (loss types grpo and sapo), "possible_tokens"
-        (dr_grpo: answers times max_completion_length) or "tokens" (the others)."""
+        (dr_grpo: answers times max_completion_length) or "tokens" (the others). A step's metrics have the number of
+        them under this name."""
         return {"grpo": "answers", "sapo": "answers", "dr_grpo": "possible_tokens"}.get(self.losses.loss_type, "tokens")
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The names of the sums for metrics that `loss` returns, beside the loss and the count."""
+        """The names of the sums for metrics that `loss` returns, beside the loss and the count. The train step adds up
+        as many over micro-batches and devices, and `metrics` makes means of them."""
         corrected = (_RATIO,) if self.importance_sampling_correction else ()
         return (*self._measured, "answers", _MISMATCH, *corrected)
 
@@ -120,9 +122,9 @@ class GRPO:
 
     @property
     def over_generation(self) -> bool:
-        """True (loss types dapo and cispo): the loss of a step is divided by the mean number of tokens over the steps
-        that share a generation of answers (those of one round of sampling), so that every token of the generation
-        counts alike. False: it is divided by the count of the step itself."""
+        """Which count `loss` divides by. True (loss types dapo and cispo): the loss of a step is divided by the mean
+        number of tokens over the steps that share a generation of answers (those of one round of sampling), so that
+        every token of the generation counts alike. False: it is divided by the count of the step itself."""
         return self.losses.loss_type in ("dapo", "cispo")
 
     @property
@@ -141,8 +143,8 @@ class GRPO:
 
     @property
     def penalises(self) -> bool:
-        """Whether the KL divergence from the reference is subtracted from the rewards (True, in RLOO), or added to the
-        loss (False, here)."""
+        """Whether the KL divergence from the reference is subtracted from the rewards (True, in RLOO), for which the
+        batch source runs the reference when it samples, or added to the loss if beta is not 0 (False, here)."""
         return False
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
@@ -292,8 +294,8 @@ class RLOO(GRPO):
 
     @property
     def _measured(self) -> tuple[str, ...]:
-        """The names of the sums for metrics that `_sums` returns: GRPO's without "kl", which is measured with the
-        rewards."""
+        """The names of the sums for metrics that `_sums` returns, of which `sums` is made: GRPO's without "kl", which
+        the batch source measures with the rewards."""
         return tuple(name for name in super()._measured if name != "kl")  # the divergence is measured with the rewards
 
     @property
@@ -304,8 +306,9 @@ class RLOO(GRPO):
 
     @property
     def penalises(self) -> bool:
-        """True if beta is above 0: the divergence of each answer from the reference is subtracted from its reward.
-        False: the reference is not needed."""
+        """True if beta is above 0: the batch source runs the reference over each generation (round of sampling), and
+        subtracts beta times the divergence of each answer from its reward. False: the reference is not needed, and does
+        not run."""
         return self.losses.beta > 0
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:

@@ -141,8 +141,8 @@ class Pairs:
 
     @property
     def reference_runs(self) -> int:
-        """The number of forward passes of a frozen model in the computation of each loss: 0, as there is no
-        reference."""
+        """The number of forward passes of a frozen model in the computation of each loss, whose time the planner adds
+        to its forecast: 0, as there is no reference."""
         return 0
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +169,8 @@ class Preference(Pairs):
     computes."""
 
     def check(self, model: Decoder) -> None:
-        """Accepts every model, because without a reference nothing about it can be wrong. model: not used here."""
+        """Accepts every model, because without a reference nothing about it can be wrong. The Trainer calls the method
+        of every objective before anything is compiled. model: not used here."""
 
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
         """The implicit reward of each answer of a batch divided by beta: float32[rows, most pairs, 2], chosen answers
@@ -251,8 +252,8 @@ class Referenced(Preference):
 
     @property
     def reference_runs(self) -> int:
-        """The number of forward passes of the reference in the computation of each loss: 1, or 0 if its
-        log-probabilities are computed before training."""
+        """The number of forward passes of the reference in the computation of each loss, whose time and memory the
+        planner adds to its forecast: 1, or 0 if its log-probabilities are computed before training."""
         return 0 if self.precompute_ref_log_probs else 1
 
     def prepare(
@@ -277,7 +278,8 @@ class Referenced(Preference):
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError if the model with its adapter off cannot be the reference: it has no adapter, or other
-        weights train too."""
+        weights train too, so that the reference would change during the run. The Trainer calls it before anything is
+        compiled."""
         require_fixed_base(self.name, model)
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:

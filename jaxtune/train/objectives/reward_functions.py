@@ -354,7 +354,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(text: str) -> float | None:
-    """The last number in `text`, commas between digits ignored ("1,024" is 1024.0); None if there is no number."""
+    """The last number in `text`, commas between digits ignored ("1,024" is 1024.0); None if there is no number. A
+    reward function compares it, as the result of an answer, with that of the row's own answer."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 

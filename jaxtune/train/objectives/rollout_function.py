@@ -115,12 +115,14 @@ class RolloutFunction:
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """(): the run knows no names of tools, because the function calls tools itself."""
+        """(): the run knows no names of tools, because the function calls tools itself. So none are shown or stored in
+        checkpoints."""
         return ()
 
     @property
     def changes_prompts(self) -> bool:
-        """True: the function returns the prompts' token ids, which may differ from those of the data rows."""
+        """True: the function returns the prompts' token ids, which may differ from those of the data rows, so that
+        sampling is planned with room for data.length tokens in a row."""
         return True
 
     def __call__(

@@ -146,18 +146,20 @@ class SampledAnswers(BatchSource):
 
     @property
     def length(self) -> int:
-        """The number of tokens in a packed row, as it was given."""
+        """The number of tokens in a packed row, padding included, as the constructor was given it (data.length). Memory
+        is planned and the steps are compiled for it."""
         return self._length
 
     @property
     def max_documents(self) -> int:
-        """The most documents in a row; a document is one answer with its prompt."""
+        """The most documents in a row, for which attention's kernels are compiled; a document is one answer with its
+        prompt. It is fixed before the run, although answers of any length are sampled during it."""
         return self.rows.places
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps in which every prompt is used once: the generations that this takes, rounded up, times
-        the steps for which each is used."""
+        """The number of steps in which every prompt is used once: the generations (rounds of sampling) that this takes,
+        rounded up, times the steps for which each is used. The run turns the config's `epochs` into steps by it."""
         return -(-len(self.prompts) // self._prompts_per_generation) * self.settings.steps
 
     @property
@@ -167,13 +169,15 @@ class SampledAnswers(BatchSource):
         return self.answers_per_step * self.settings.steps_per_generation // self.settings.num_generations
 
     def limit_slots(self, plan: SlotPlan) -> None:
-        """Sets the most answers that a device samples at a time, and the most layers that its samplers decode, to those
-        of `plan`. A run calls it after it has planned its memory."""
+        """Sets the most answers that a device samples at a time, and the most layers whose quantised weights its
+        samplers decode, to those of `plan`, so that sampling has room beside the weights and the optimizer. A run calls
+        it once, after it has planned its memory and before the first batch."""
         self.answering.sampling.plan = plan
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding without answers, with all arrays of this source in `extra`, with which the
-        train step is compiled."""
+        """A batch of `rows` rows of padding without answers, as new numpy arrays, with all arrays of this source in
+        `extra`, zeros, for whose shapes the train step is compiled before any answer is sampled; the batches of steps
+        have the same."""
         return self.rows.empty(rows)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:

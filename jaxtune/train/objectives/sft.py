@@ -28,7 +28,8 @@ class SFT:
 
     @property
     def reference_runs(self) -> int:
-        """The number of forward passes of a frozen model in each loss: 0, as there is no reference."""
+        """The number of forward passes of a frozen model in each loss, whose time the planner adds to its forecast: 0,
+        as there is no reference."""
         return 0
 
     def prepare(
@@ -53,7 +54,8 @@ class SFT:
         return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
 
     def check(self, model: Decoder) -> None:
-        """Accepts every `model`: nothing about a decoder can be wrong for this objective, so nothing is checked."""
+        """Accepts every `model`: nothing about a decoder can be wrong for this objective, so nothing is checked. The
+        Trainer calls the method of every objective before anything is compiled."""
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """The loss of `batch`, a micro-batch: (the sum of the cross-entropies of trained targets, in nats; their

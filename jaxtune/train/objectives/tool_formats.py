@@ -257,7 +257,8 @@ class ToolFormat:
             raise ConfigError("objective.tools: the chat template does not write what a tool answers")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the token ids `ids`, with special tokens, which calls of tools are written with."""
+        """The text of the token ids `ids`, with special tokens, because calls of tools are written with them; it is
+        what the parsers of this module read."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def parsed(self, ids: Sequence[int], schemas: Schemas) -> tuple[Message, list[Call]]:

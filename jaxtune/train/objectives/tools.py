@@ -121,8 +121,8 @@ class Tools:
 
     @property
     def has_environments(self) -> bool:
-        """Whether each answer has an environment (True), or answers only have the tools that are plain functions
-        (False)."""
+        """Whether each answer has an environment (True), whose `reset` is called before the answer is sampled and may
+        change the prompt, or answers only have the tools that are plain functions (False)."""
         return bool(self._factories)
 
     @property

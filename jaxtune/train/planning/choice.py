@@ -144,7 +144,8 @@ def beside_states(parts: StepCost, device: Device) -> Device:
 
 
 def trained_bytes(parts: StepCost) -> float:
-    """Bytes of the trained parameters on one device, in the dtype in which they are stored. parts: the step's costs."""
+    """Bytes of the trained parameters on one device, in the dtype in which they are stored, for the forecasts of phases
+    and of what a save copies to the host. parts: the step's costs."""
     return sum(size for name, size in parts.fixed.items() if name.startswith("trainable parameters"))
 
 
@@ -313,7 +314,8 @@ def _best_pairs(
 
 
 def tokens_of(parts: StepCost, micro: int) -> float:
-    """Tokens of a micro-batch on one device, if a step has `micro` micro-batches. parts: the step's costs."""
+    """Tokens of a micro-batch on one device, padding included, if a step has `micro` micro-batches, as the forecasts of
+    a plan take them; a quotient, so not always a whole number. parts: the step's costs."""
     return parts.rows / micro / parts.devices * parts.length
 
 

@@ -147,12 +147,14 @@ class StepCost:
 
     @property
     def table_rows_bytes(self) -> float:
-        """Bytes on a device of the rows of per-layer embeddings that two steps have; 0 with the table on the device."""
+        """Bytes on a device of the rows of the table of per-layer embeddings that two steps have, the one that it
+        computes and the next, which are copied there if the table is on the host; 0 with the table on the device."""
         return self.fixed.get(TABLE_ROWS, 0.0)
 
     @property
     def frozen_bytes(self) -> float:
-        """Bytes on a device of the weights that do not train: the model's and its teacher's."""
+        """Bytes on a device of the weights that do not train, the model's and its teacher's, which are there in every
+        phase of the run, whatever the plan."""
         return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
@@ -363,8 +365,8 @@ def _adapter_bytes(layer: Block, dtype) -> float:
 
 
 def _masked_sizes(model: Decoder) -> list[int]:
-    """The number of input features of each adapter of `model` that has dropout, whose masks take memory; [] without
-    dropout."""
+    """The number of input features of each adapter of `model` that has dropout; [] without dropout. Masks take memory,
+    and the planner reserves it by the largest of these sizes."""
     matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())
     return [matrix.sizes[1] for matrix in matrices if matrix.lora is not None and matrix.lora.rate]
 
@@ -386,7 +388,8 @@ def _given_bytes(model: Decoder, dtype) -> float:
 
 
 def _mean(values: list[float]) -> float:
-    """The mean of `values`, one or more numbers: of a cost in all layers."""
+    """The mean of `values`, one or more numbers: a layer's cost averaged over all layers, as StepCost and SegmentCost
+    describe the mean layer. Without values it divides by zero."""
     return sum(values) / len(values)
 
 

@@ -72,12 +72,14 @@ _ASSUMED = "RTX 3060"
 
 def host_memory_bytes() -> float:
     """Bytes of host memory that this process may use: those of the machine, or of the container or job that it runs in
-    if that is limited to less."""
+    if that is limited to less. What else runs there is not subtracted. The planner counts on it for all that it places
+    on the host."""
     return float(min([_machine_bytes(), *_group_limits()]))
 
 
 def _machine_bytes() -> int:
-    """Bytes of this machine's memory, whatever part of them this process may use."""
+    """Bytes of this machine's memory, whatever part of them this process may use. `host_memory_bytes` takes the smaller
+    of it and the limits, and `_limited_note` shows both."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

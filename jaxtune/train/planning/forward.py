@@ -110,12 +110,14 @@ class ForwardPlanner:
         return {max(1, min(tokens, logits // self.cost.vocab_size)) for logits in CHUNK_LOGITS}
 
     def _tokens(self, count: int) -> float:
-        """The number of tokens that one device computes at a time, if the rows are divided into `count`
-        micro-batches."""
+        """The number of tokens that one device computes at a time, padding included, if the rows are divided into
+        `count` micro-batches: a quotient, so not always a whole number. The memory of the pass is forecast by it."""
         return self.cost.rows / count / self.cost.devices * self.cost.length
 
     def working_bytes(self, plan: StepPlan) -> float:
-        """Device bytes that a forward pass under `plan` takes in addition to the weights, by forecast."""
+        """Device bytes that a forward pass under `plan` takes in addition to the weights, by forecast. The planner
+        takes the first plan whose bytes fit beside the weights; if the compiled program then needs more, that error
+        scales all forecasts."""
         return forward_bytes(self.cost, self._tokens(plan.micro_batches), plan.chunk_tokens, self.device)
 
     def smaller(self, program: Any) -> bool:

@@ -80,8 +80,8 @@ def _cache() -> ProgramCache | None:
 
 @functools.cache
 def _sources() -> str:
-    """A hexadecimal SHA-256 of all Python files of jaxtune, because other code compiles to other programs. It is
-    computed once in a process."""
+    """A hexadecimal SHA-256 of all Python files of jaxtune. It is part of the key under which plans that were too large
+    are stored, because other code compiles to other programs. It is computed once in a process."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[2].rglob("*.py")):
         digest.update(path.read_bytes())

@@ -120,7 +120,8 @@ def choose_mesh(
 
 
 def _name(mesh: MeshConfig) -> str:
-    """The sizes of the axes of `mesh` in words, such as "data=2 fsdp=4"."""
+    """The sizes of the axes of `mesh` in words, such as "data=2 fsdp=4", for the reason that is printed with a chosen
+    mesh."""
     return " ".join(f"{key}={value}" for key, value in mesh.axes.items())
 
 

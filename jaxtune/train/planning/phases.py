@@ -83,8 +83,9 @@ class Sampled:
         return f"sampling: {self.rows} slots of {self.prompt + self.answer:,} tokens"
 
     def bytes(self, parts: StepCost, device: Device) -> float:
-        """Device bytes that answering takes in addition to the weights: the layers' states, such as caches of keys and
-        values, and the pass over the prompts. parts: the step's costs. device: the device."""
+        """Device bytes that answering `rows` questions at a time takes in addition to the weights: the layers' states,
+        such as caches of keys and values, and the pass over the prompts. The forecast of the phase "sample" has them,
+        and the number of questions is chosen so that they fit. parts: the step's costs. device: the device."""
         kinds = zip(parts.kinds, parts.kind_counts, strict=True)
         states = sum(count * kind.state_bytes(self.prompt, self.answer) for kind, count in kinds)
         prefill = forward_bytes(parts, self.rows * self.prompt, self.rows, device)

@@ -47,8 +47,8 @@ class Failed:
 
     @property
     def ratio(self) -> float:
-        """The bytes that the plan needs over those that were predicted; an assumed 1.15 if its need is unknown. `goal`
-        sees by it how much forecasts err."""
+        """The bytes that the plan needs over those that were predicted, by which the planner tells how much its
+        forecasts err; an assumed 1.15 if its need is unknown."""
         return (self.need_bytes or self.peak_bytes * _MORE) / self.peak_bytes
 
 

@@ -59,7 +59,8 @@ class Buffer:
 
     @property
     def part(self) -> int:
-        """How many numbers each of the devices adds up: its equal part of the buffer, a multiple of a block."""
+        """How many numbers each of the devices adds up, for itself and the others: its equal part of the buffer, a
+        multiple of a block, because each block is encoded with a scale of its own."""
         return -(-self.numbers // (self.devices * low_format.BLOCK)) * low_format.BLOCK
 
     @property
@@ -290,5 +291,6 @@ def fitted(state, like, note: Callable[[list[str]], object]):
 
 
 def _is_shard(leaf) -> bool:
-    """Whether a leaf of a tree is a partition.Shard: the part that this device has of a tensor that `fsdp` divides."""
+    """Whether a leaf of a tree is a partition.Shard: the part that this device has of a tensor that `fsdp` divides. The
+    buffers treat those apart from whole tensors, and jax.tree takes it as `is_leaf`, so that a Shard is not opened."""
     return isinstance(leaf, partition.Shard)

@@ -57,8 +57,9 @@ class AuxLosses:
 
     @property
     def made_of(self) -> tuple[str, ...]:
-        """Names of the sums that the layers have to return for these losses; the loss is computed from the sums over
-        all layers, rows and devices."""
+        """Names of the sums that the layers have to return for these losses, each once; a forward pass is asked for
+        them. A loss is computed from the sums over all layers, rows and devices, because it is not the mean of the
+        losses of these."""
         return tuple(dict.fromkeys(name for name, *_ in self.losses))
 
     def values(self, sums: Mapping[str, object]) -> jax.Array:

@@ -55,7 +55,8 @@ def _may_plan_again(error: Exception) -> bool:
 
 
 def abstract(tree):
-    """The tree with each array replaced by a jax.ShapeDtypeStruct of its shape, dtype and sharding, for lowering."""
+    """The tree with each array, or shape with a sharding, replaced by a jax.ShapeDtypeStruct of its shape, dtype and
+    sharding, for lowering: a program is lowered and compiled without the arrays, often before they exist."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
@@ -140,7 +141,8 @@ class Engine:
         ]
 
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
-        """Sets the mesh, and the shardings on it, for the programs that are compiled from now on."""
+        """Sets the mesh, and the shardings on it, for the programs that are compiled from now on; those that are
+        compiled already, and arrays that are placed, stay on the earlier one."""
         self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
         self._by_rows = NamedSharding(mesh, partition.ROWS)
         self.program = dataclasses.replace(self.program, mesh=mesh)
@@ -161,7 +163,8 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        """XLA's options for the programs, {name: value}, by the mesh and the config (see compiler_options)."""
+        """XLA's options for the programs, {name: value}, by the mesh and the config (see compiler_options); all
+        programs of the run are compiled with the same ones."""
         divides = partition.MeshShape.of(self.mesh).parts > 1
         return compiler_options(self.mesh.devices.flat[0].platform, self._deterministic, divides)
 
@@ -169,7 +172,8 @@ class Engine:
 
     @property
     def rows(self) -> int:
-        """The number of rows of a micro-batch under the plan in force, over all devices."""
+        """The number of rows of a micro-batch under the plan in force, over all devices. Evaluations and passes of a
+        reference use batches of as many rows, so that they fit the memory that the step fits."""
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
@@ -217,7 +221,8 @@ class Engine:
         return -(-last * parts // len(batch.tokens))
 
     def zero_sums(self, state: TrainState) -> Sums:
-        """The sums with which a step starts: zeros on the devices for the trainable tensors of `state`."""
+        """The sums with which a step starts, to which its micro-batches are added: zeros on the devices, for the loss,
+        the gradients of the trainable tensors of `state`, and the metrics."""
         return self.program.zero_sums(state.trainable, self.replicated)
 
     def first_sums(self, state: TrainState) -> Sums:
@@ -281,8 +286,9 @@ class Engine:
         return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
     def compile_evaluate(self, program: StepProgram, trainable, frozen):
-        """Compiles `program.evaluate`, the evaluation of one batch of the held-out rows, to a jax.stages.Compiled.
-        trainable, frozen: the weights that train and the others, or their shapes."""
+        """Compiles `program.evaluate`, the evaluation of one batch of the held-out rows, to a jax.stages.Compiled, for
+        runs that evaluate without making a step; those that train compile it with the steps. AssertionError without
+        held-out rows. trainable, frozen: the weights that train and the others, or their shapes."""
         assert self._held_out is not None
         return self._compiled_of_rows(program.evaluate, self.replicated, trainable, frozen, self._held_out)
 

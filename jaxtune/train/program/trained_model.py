@@ -116,7 +116,8 @@ class TrainedModel:
         self.free_given()
 
     def _set_scales(self, scales: Mapping[str, float]) -> None:
-        """Sets the scales of activations, {name of a linear: scale}."""
+        """Sets the scales of activations, with which QAT rounds them, as observed in this run or read from a
+        checkpoint; they are then not observed again. scales: {name of a linear: scale}."""
         model = with_input_scales(self.prepared, scales)
         self.scales, self._unobserved = nnx.state(model, InputScale), False
 
@@ -246,7 +247,9 @@ class TrainedModel:
         return state, sums, _placed(frozen, partition.shardings(frozen, engine.mesh))
 
     def state_shapes(self, engine: Engine) -> TrainState:
-        """The shapes of a run's state with their shardings on the mesh of `engine`, into which a checkpoint is read."""
+        """The shapes of a run's state with their shardings on the mesh of `engine`, a TrainState of
+        jax.ShapeDtypeStruct, into which a checkpoint is read: each device then reads only its parts. No array is
+        made."""
         program = engine.program
         state = jax.eval_shape(lambda trainable: program.init(trainable, self._config.seed), self.trainable)
         return _placed(state, program.shardings(state, engine.replicated))
@@ -280,8 +283,8 @@ class TrainedModel:
         return None if teacher is None else teacher.base_digest
 
     def release(self) -> None:
-        """Replaces the given model's trained tensors by their shapes, which frees their memory; first_state cannot be
-        called after it."""
+        """Replaces the given model's trained tensors by their shapes, which frees their memory for the state that
+        trains in their place; first_state cannot be called after it. Frozen weights stay."""
         graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
         self.trainable = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), trainable)
         self.given = nnx.merge(graph, self.trainable, frozen)
