@@ -21,10 +21,10 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.structure import Structure, structure_of
-from jaxtune.models.layers.expert_linear import RANK_STEP, ExpertLinear
+from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Linear, frozen
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.grouped_matmul import fills_adapters
+from jaxtune.pallas.grouped_matmul import filled_adapter, fills_adapters
 from jaxtune.pallas.linear_cross_entropy import filled_up
 from jaxtune.pallas.quant_matmul import decoded
 
@@ -167,13 +167,14 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
     for matrix in itertools.chain(*_adapted(model)[:layers]):
         lora, dtype = matrix.lora, matrix.compute or model.dtype
         assert lora is not None
-        rank, scale = -(-lora.rank // RANK_STEP) * RANK_STEP, lora.scale
+        scale = lora.scale
         for name, axis in (("a", 1), ("b", 2)):
             side = getattr(lora, name)
             given = side.get_value()
             form.adapters.append((place_of[id(given)], axis, dtype))
-            setattr(lora, name, side.replace(made((*given.shape[:axis], rank, *given.shape[axis + 1 :]), dtype)))
-        lora.alpha, lora.rslora = scale * rank, False  # which leaves the scale as it is
+            filled = jax.eval_shape(lambda a, axis=axis, dtype=dtype: filled_adapter(a, axis, dtype), given)
+            setattr(lora, name, side.replace(made(filled.shape, dtype)))
+        lora.alpha, lora.rslora = scale * lora.rank, False  # which leaves the scale as it is
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     places = [place_of[id(leaf)] for leaf in leaves]
@@ -215,11 +216,6 @@ class Converted:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _filled(sides: list[jax.Array], how) -> list[jax.Array]:
-    """Casts and pads the A and B of experts' adapters as grouped_matmul's kernels would do in each product, in one
-    program. sides: [E, r, in] or [E, out, r] each. how: for each (the axis of the rank r, the dtype)."""
-    filled = []
-    for side, (axis, dtype) in zip(sides, how, strict=True):
-        widths = [(0, 0)] * side.ndim
-        widths[axis] = (0, -side.shape[axis] % RANK_STEP)
-        filled.append(jnp.pad(side.astype(dtype), widths))
-    return filled
+    """Casts and pads the A and B of experts' adapters (filled_adapter), all in one program. sides: each [E, r, in] or
+    [E, out, r]. how: for each side (the axis of the rank r, the dtype)."""
+    return [filled_adapter(side, axis, dtype) for side, (axis, dtype) in zip(sides, how, strict=True)]

@@ -19,7 +19,7 @@ from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_mat
 from jaxtune.pallas.quant_matmul import LoraWeights
 from jaxtune.pallas.routing import Routing, matmul_of_tokens, matmul_to_tokens, token_bias
 
-RANK_STEP = 64  # grouped_matmul's kernels sum over multiples of this many numbers, so ranks are padded to them
+_RANK_STEP = 64  # grouped_matmul's kernels sum over multiples of this many numbers, so ranks are padded to them
 
 
 class ExpertLora(nnx.Module):
@@ -234,7 +234,7 @@ class ExpertLinear(nnx.Module):
         if self.lora is None:
             return 0.0
         experts, rank, in_size = self.lora.a.shape
-        return float(experts * (in_size + self.lora.b.shape[1]) * -(-rank // RANK_STEP) * RANK_STEP * itemsize)
+        return float(experts * (in_size + self.lora.b.shape[1]) * -(-rank // _RANK_STEP) * _RANK_STEP * itemsize)
 
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
         """Multiplies each token of x [T, in] by the matrices of its experts: [rows, out], one row for each pair of

@@ -76,6 +76,12 @@ def fills_adapters(dtype, in_size: int, out_size: int) -> bool:
     return mosaic.refusal(jnp.dtype(dtype), in_size, out_size, TILE_ROWS) is None
 
 
+def filled_adapter(side: jax.Array, axis: int, dtype) -> jax.Array:
+    """Returns one side of the adapters, A [E, r, in] or B [E, out, r], cast to `dtype` and padded with zeros along
+    `axis`, that of the rank r, as the products do it for which `fills_adapters` holds."""
+    return mosaic.filled(side.astype(dtype), axis)
+
+
 def implementations(
     dtype, in_size: int, out_size: int, groups: Groups, weight=None, implementation: str | None = None
 ) -> dispatch.Table:

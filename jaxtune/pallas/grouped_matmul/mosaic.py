@@ -358,7 +358,7 @@ def _smem(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=_TRANSFORMS)
 
 
-def _filled(array, axis: int):
+def filled(array, axis: int):
     """Pads an array with zeros along `axis`, that of an adapter's rank, to a multiple of 64, because the kernel sums
     over it in steps of 64. Zeros do not change the product."""
     widths = [(0, 0)] * array.ndim
@@ -378,7 +378,7 @@ def thin(x, weight, groups: Groups, contract: int, tokens=None):
       contract: the axis of the weight that is summed over.
       tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
     """
-    return product(x, _filled(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
+    return product(x, filled(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
@@ -406,7 +406,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
         operands.append(tokens)
     if extra is not None:
         u, side = extra
-        operands += [_filled(u, 1), _filled(side.astype(x.dtype), contract)]
+        operands += [filled(u, 1), filled(side.astype(x.dtype), contract)]
     decoder, packed = None, [weight]
     out_type = [jax.ShapeDtypeStruct((groups.rows, columns), x.dtype)]
     if ahead:
