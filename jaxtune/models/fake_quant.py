@@ -193,18 +193,18 @@ def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] is between -127 and 127 times its scale, bool in its shape: everywhere except where
-    float16 rounds scales down. group_size: 32, the size of a block, not None. dtype: the name of the dtype that
-    represents scale times code exactly."""
+    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -127 and 127 times
+    its scale. All are, except where float16 rounds scales down. group_size: 32, the size of a block, not None. dtype:
+    the name of the dtype that represents scale times code exactly."""
     blocks = _blocks(weight, group_size)
     largest = 127 * as_float16(q8_0_codes(blocks, dtype)[0])
     return between(blocks, -largest, largest).reshape(weight.shape)
 
 
 def _within_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Where a weight [..., out, in] is in the range of a declared format (a key of formats.FORMATS), bool in its shape.
-    group_size (None) and dtype are not used, because the format fixes its blocks and scales; Rounding.within takes them
-    for every format."""
+    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is in the range of a declared
+    format (a key of formats.FORMATS). group_size (None) and dtype are not used, because the format fixes its blocks and
+    scales; Rounding.within takes them for every format."""
     del group_size, dtype
     return within_stored(formats.FORMATS[format].encode(weight.astype(jnp.float32)), weight)
 
@@ -391,8 +391,8 @@ class FakeQuant:
             return ROUNDINGS[self.format].weights(weight, self.group_size, self.dtype)
 
     def within(self, weight: jax.Array) -> jax.Array:
-        """Where a weight [..., out, in] is in the grid's range, between the least and the largest number with its
-        scale, bool in its shape. If gradients are clipped, a weight elsewhere gets none."""
+        """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is in the grid's range,
+        between the least and the largest number with its scale. If gradients are clipped, others get none."""
         with jax.named_scope("fake_quantise"):
             return ROUNDINGS[self.format].within(weight, self.group_size, self.dtype)
 

@@ -89,49 +89,54 @@ def nvfp4_scale(largest: jax.Array, dtype: str) -> jax.Array:
 
 
 def between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """Where numbers are between the least and the largest number of their grid, bool in their shape. What the rounding
-    of a float32 scale may add, 2^-22 of the bound, does not count. numbers: float32[...]. low, high: the bounds, whose
-    shapes broadcast to that of `numbers`."""
+    """Returns a bool array of the shape of `numbers`: whether each number is between the least and the largest number
+    of its grid. A number beyond a bound by no more than 2^-22 of the bound counts as between, because the rounding of a
+    float32 scale may add that. numbers: float32[...]. low, high: the bounds, whose shapes broadcast to that of
+    `numbers`."""
     slack = np.float32(2**-22)
     return (numbers >= low - slack * jnp.abs(low)) & (numbers <= high + slack * jnp.abs(high))
 
 
 def within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
-    """Where numbers are in the range that their scales have in a format of quantised weights, bool in their shape.
-    stored: the numbers, encoded in the format. numbers: of any floating-point dtype."""
+    """Returns a bool array of the shape of `numbers`: whether each number is in the range that its scale has in a
+    format of quantised weights. stored: the numbers, encoded in the format. numbers: of any floating-point dtype."""
     largest = stored.largest()
     return between(numbers.astype(jnp.float32), -largest, largest)
 
 
 def within_int8_by_token(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are between -128 and 127 times the scale of int8_by_token, bool in their shape. The
-    largest magnitude is at 127.5 scales, so a positive one is outside."""
+    """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is between -128 and 127
+    times the scale of int8_by_token. The largest magnitude is at 127.5 scales, so a positive number of that magnitude
+    is not."""
     wide = x.astype(jnp.float32)
     scale = _token_scales(wide)
     return between(wide, -128 * scale, 127 * scale)
 
 
 def within_int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are in the range of int8_by_token_asymmetric, bool in their shape. The rounded zero
-    point moves it by up to half a scale to one side."""
+    """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is in the range of
+    int8_by_token_asymmetric. The rounded zero point moves that range by up to half a scale to one side."""
     wide = x.astype(jnp.float32)
     scale, zero = _token_zero_points(wide)
     return between(wide, (-128 - zero) * scale, (127 - zero) * scale)
 
 
 def within_fp8_by_token(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are in the range of fp8_by_token, bool in their shape: everywhere, because each
-    token's scale is its largest magnitude's. QAT with clipped gradients asks it."""
+    """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is in the range of
+    fp8_by_token. All are, because the scale of each token follows from its largest magnitude. Quantisation-aware
+    training with clipped gradients calls it, as it does for every format."""
     rows = x.reshape(-1, x.shape[-1])
     return within_stored(formats.FP8.encode(rows), rows).reshape(x.shape)
 
 
 def within_mxfp4_activations(x: jax.Array) -> jax.Array:
-    """Where activations [..., in] are between -6 and 6 times the scale of their block in MXFP4, bool in their shape."""
+    """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is between -6 and 6 times
+    the scale of its block in MXFP4."""
     return within_stored(formats.MXFP4.encode_activations(x), x)
 
 
 def within_nvfp4_activations(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Where activations [..., in] are between -6 and 6 times the scale of their block in NVFP4, bool in their shape.
-    scale: float32[], the observed scale of the whole tensor, as in `nvfp4_activations`."""
+    """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is between -6 and 6 times
+    the scale of its block in NVFP4. scale: float32[], the observed scale of the whole tensor, as in
+    `nvfp4_activations`."""
     return within_stored(formats.NVFP4.encode_activations(x, scale), x)

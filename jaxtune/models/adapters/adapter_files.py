@@ -184,9 +184,9 @@ class AdapterContent(NamedTuple):
 
 
 def adapter_content(model: Decoder) -> AdapterContent:
-    """Collects the content of the files of a model's adapter in host memory, for `write_adapter`: the config, the
-    arrays in float32 by PEFT's keys, and the metadata. In a run of several processes whose weights are divided over
-    their devices, all of them must call it.
+    """Collects in host memory what `write_adapter` writes into the files of a model's adapter: the config, the arrays,
+    which are float32 and have PEFT's keys, and the metadata. If several processes have divided the weights over their
+    devices, all of these processes must call it.
 
     Raises:
       ValueError: the model has no adapter; other tensors are trainable too; a value is not finite.

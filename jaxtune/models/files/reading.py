@@ -74,19 +74,19 @@ def read_tensors(
     stay: Collection[str] = (),
 ) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
     """Reads tensors, casts, encodes or decodes them, places them on devices, and checks there that they are finite.
-    Eight threads read, in the order of the files; at most 1 GiB, or one larger tensor, is in host memory.
+    Eight threads read them in the order of the files. Host memory has at most 1 GiB of them, or one larger tensor.
 
     Args:
       entries: {name: entry in files}.
       dtype: of tensors that are not kept quantised; those that are encoded are cast to it first.
       encoded: {name: format} of tensors that are quantised on the device, one at a time.
-      decoded: names of quantised tensors that are decoded to their dtype; so is each in a format that no model keeps.
+      decoded: names of quantised tensors to decode to their dtype. Those in formats that no model keeps always are.
       cancelled: once another thread sets it, the function raises CancelledError; None: it cannot be cancelled.
       where: (name, tensor) -> the sharding of its arrays, called in threads; None: the default device. `tensor` is the
         array or quantised weight, or only its shape. Of a divided tensor only this process's parts are read, unless it
         is quantised or encoded; its digest, which needs all of it, is cached on disk.
       dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
-      stay: names of tensors, none of them quantised, that stay in host memory besides, as numpy arrays.
+      stay: names of tensors, none of them quantised, that stay in host memory as numpy arrays, beyond that 1 GiB.
     Returns ({name: array or quantised weight}, digest of all tensors as they are stored, in the order of their names).
     Raises ValueError for values that are not finite in `dtype` or that a format does not allow, and CancelledError.
     """

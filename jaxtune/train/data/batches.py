@@ -121,8 +121,8 @@ class BatchSource:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The number of steps in which every row is seen once, by which the run turns the config's `epochs` into steps
-        and shows how much of an epoch is done. None, the default, if it is not known; the config must then set
+        """The number of steps in which every row is seen once; None, the default, if it is not known. The run turns the
+        config's `epochs` into steps by it, and shows how much of an epoch is done. If it is None, the config must set
         `steps`."""
         return None
 

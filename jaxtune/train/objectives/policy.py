@@ -408,13 +408,14 @@ def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _row_log_probs(graph, temperature, state, tokens, targets, segment_ids, positions) -> jax.Array:
-    """The log-probabilities of the targets of some rows under a model, float32[rows, length]; compiled once for each
-    shape. `log_probs_of` calls it for a few rows at a time.
+    """Computes the log-probability of each target of some rows under a model, float32[rows, length]. It is compiled
+    once for each shape. `log_probs_of` calls it for a few rows at a time.
 
     Args:
       graph, state: the nnx.GraphDef and nnx.State of the model.
       temperature: a float that the logits are divided by.
-      tokens, targets, segment_ids, positions: int32[rows, length], the arrays of a `Batch`.
+      tokens, targets, segment_ids, positions: int32[rows, length], the arrays of a `Batch`; a target is the token that
+        follows.
     """
     model = nnx.merge(graph, state)
     batch = Batch(tokens, targets, jnp.zeros(tokens.shape), segment_ids, positions)

@@ -316,8 +316,8 @@ class StepProgram:
             return partition.undivided(partition.divided(local, self.mesh, (given,), result)(sums)), {}
 
         def quantised(sums, state):
-            """(the sums of all devices, the new errors of this device), with gradients added by the quantised sync.
-            state: has the errors of the last step."""
+            """Adds this device's `sums` to those of all others, gradients by the quantised sync. Returns (the sums of
+            all devices, the new errors of this device). state: has this device's errors of the last step."""
             sums, errors = jax.tree.map(lambda a: a[0], (sums, state.sync_errors))
             others = of_all_devices(dataclasses.replace(sums, gradients=None))
             unit = jnp.maximum(others.count, 1.0) * state.loss_scale
