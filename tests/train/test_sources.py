@@ -142,15 +142,17 @@ class Vanish(Callback):
 
 
 def test_a_run_whose_shards_vanish_saves_what_it_has_and_goes_on_to_the_same_bits(tmp_path):
-    rows = write_shards(tmp_path / "rows")
-    trained, whole = stream_run(tmp_path / "whole", rows)
+    """No save is due during the run, so the only one is of the last step; how many steps that is depends on how far the
+    rows were read ahead."""
+    rows, no_save = write_shards(tmp_path / "rows"), CheckpointConfig(every_steps=100, every_minutes=None)
+    trained, whole = stream_run(tmp_path / "whole", rows, checkpoint=no_save)
     output = tmp_path / "run"
     with pytest.raises(ValueError, match=r"part-\d.jsonl: a shard of the stream cannot be read .* the same command"):
-        stream_run(output, rows, [Vanish(2, rows)])
+        stream_run(output, rows, [Vanish(2, rows)], checkpoint=no_save)
     [saved] = saved_steps(output / "checkpoints")
-    assert saved % 4, "the last step is saved, whether or not it was due"
+    assert 2 <= saved < 12
     shutil.move(tmp_path / "away", rows)
-    again, resumed = stream_run(output, rows)
+    again, resumed = stream_run(output, rows, checkpoint=no_save)
     assert [line["loss"] for line in resumed.history] == [line["loss"] for line in whole.history[saved:]]
     assert_same(again, trained)
 
