@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
-from jaxtune.models.config import Source
+from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.layers.block import Block
@@ -24,9 +25,14 @@ from jaxtune.pallas.formats.fp8 import TILE
 
 
 def random_model(
-    hf: Mapping[str, Any], key: jax.Array, load_in: str | None = None, mesh: jax.sharding.Mesh | None = None
+    hf: Mapping[str, Any],
+    key: jax.Array,
+    load_in: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    table_on_host: bool = False,
 ) -> Decoder:
-    """A bfloat16 model of the shape that a config.json states; load_in as in from_pretrained.
+    """A bfloat16 model of the shape that a config.json states; load_in as in from_pretrained. table_on_host: a table of
+    per-layer embeddings is a numpy array, as loading for a run with an adapter leaves it.
 
     One layer at a time is made and, where asked, encoded and divided over a mesh: its 16-bit weights are gone before
     the next one's exist. So a model fits whose 16-bit weights do not, and one that no device can hold alone.
@@ -40,7 +46,7 @@ def random_model(
     model = Decoder(dataclasses.replace(config, layers=config.layers[:1]), key, "bfloat16")
     model.layers = nnx.List([])
     if config.per_layer_size is not None:  # of all layers, and not of the one that the decoder was made with
-        model.per_layer = PerLayerInputs(config, jax.random.fold_in(key, 0), "bfloat16")
+        model.per_layer = per_layer_inputs(config, jax.random.fold_in(key, 0), table_on_host)
     if load_in:
         model = freeze(model)
 
@@ -63,6 +69,20 @@ def random_model(
         model = quantize(model, load_in)  # what is outside of the layers
     model.source = Source(path="random weights", config=json.dumps(dict(hf)))
     return model
+
+
+def per_layer_inputs(config: DecoderConfig, key: jax.Array, table_on_host: bool) -> PerLayerInputs:
+    """A model's per-layer embeddings, random, in bfloat16. With table_on_host they are drawn on the CPU, so that their
+    table (5.6 GB of Gemma 4 E4B) never takes the device's memory."""
+    if not table_on_host:
+        return PerLayerInputs(config, key, "bfloat16")
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        made = PerLayerInputs(config, jax.device_put(key, jax.local_devices(backend="cpu")[0]), "bfloat16")
+    graph, state = nnx.split(made)
+    table = np.asarray(made.weight.get_value())
+    made = nnx.merge(graph, jax.device_put(state, jax.local_devices()[0]))
+    made.weight.set_value(table)
+    return made
 
 
 def in_blocks(model: Decoder) -> Decoder:

@@ -2,7 +2,7 @@
 
     python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed|pairs]
                                     [--objective sft|dpo|dpo_precomputed] [--load-in nf4|fp8] [--compute fp8]
-                                    [--qat int4] [--plan keep|recompute|...|auto] [--budget-gb 24]
+                                    [--qat int4] [--precision norms=fp32,layers.0.*=bf16] [--plan keep|recompute|...|auto] [--budget-gb 24]
                                     [--micro-batches 1] [--data 1] [--fsdp 1] [--output FILE.json]
 
 The programs are the Trainer's own. Each record holds tokens/s (all slots), model FLOP utilisation, peak memory of the
@@ -38,6 +38,7 @@ from benchmarks.random_model import in_blocks, random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.serial import serial_transfers
 from benchmarks.shapes import SHAPES
+from jaxtune.models.components import stored_as
 from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
@@ -93,12 +94,18 @@ def adapter_config(options) -> AdapterConfig | None:
     )
 
 
+def precision_map(options) -> dict[str, str]:
+    """{pattern of modules: dtype or format} of --precision; {} without one."""
+    return dict(pair.split("=") for pair in options.precision.split(",")) if options.precision else {}
+
+
 def train_config(options) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(path=options.shape, load_in=options.load_in, compute=options.compute),
         data=DataConfig(train="random tokens", length=options.length),
         adapter=adapter_config(options),
         steps=options.steps + 3,
+        precision={"*": "bf16", **precision_map(options)},
         rows_per_step=options.rows,
         micro_batches=options.micro_batches,
         mesh=MeshConfig(data=options.data, fsdp=options.fsdp, gradient_sync=options.gradient_sync),
@@ -122,7 +129,10 @@ def make_trainer(options, model) -> Trainer:
 def build(options) -> Trainer:
     """The trainer of a random model."""
     mesh = None if options.fsdp == 1 else partition.make_mesh(options.data, options.fsdp)
-    model = random_model(SHAPES[options.shape], jax.random.key(0), options.load_in, mesh)
+    words, on_host = precision_map(options), bool(options.rank) and mesh is None
+    model = random_model(SHAPES[options.shape], jax.random.key(0), None if words else options.load_in, mesh, on_host)
+    if words:
+        model = stored_as(model, words, options.load_in)
     if options.scales == "blocks":
         model = in_blocks(model)
     if options.compute == "fp8":
@@ -177,6 +187,7 @@ def compared(shape: dict, options) -> dict:
         "load_in": options.load_in,
         "compute": options.compute,
         "qat": options.qat,
+        **({"precision": precision_map(options)} if options.precision else {}),
         "scales": options.scales,
         "adapter_rank": options.rank,
         "rows": options.rows,
@@ -239,6 +250,7 @@ def measure(options) -> dict:
         "attention": dispatch.record["attention"][0],
         "residuals": residuals_text(planner.plan.residuals),
         "micro_batches": planner.plan.micro_batches,
+        **({"per_layer_embeddings": "host"} if planner.plan.table_on_host else {}),
         "budget_gb": options.budget_gb,
         "predicted_peak_gb": planner.forecast.peak_bytes / 1e9,
         "compiled_peak_gb": planner.compiled_bytes(programs.accumulate, programs.update) / 1e9,
@@ -279,6 +291,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--load-in", choices=tuple(LOADED), help="the layers' weights in few bits; default: bfloat16")
     parser.add_argument("--compute", choices=["fp8"], help="weights in FP8 multiply as they are stored")
     parser.add_argument("--qat", choices=list(QAT_GROUPS), help="weights are rounded to this format in the forward")
+    parser.add_argument("--precision", help="a precision map of modules: pattern=word, several with commas between")
     parser.add_argument(
         "--scales", choices=["rows", "blocks"], default="rows", help="of FP8: jaxtune's, or official checkpoints'"
     )
