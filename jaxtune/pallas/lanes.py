@@ -606,7 +606,7 @@ def copies_see_stores():
 
 def ir_chunk(ref, number, size: int, element):
     """A pointer to the beginning of chunk `number` (an MLIR int32) of ref, which is taken as a flat array of the MLIR
-    type `element`; a chunk has `size` elements. The offset has 64 bits, because it may exceed int32."""
+    type `element`; a chunk has `size` elements. The offset has 64 bits."""
     return utils.getelementptr(utils.memref_ptr(ref), [number], ir.Type.parse(f"!llvm.array<{size} x {element}>"))
 
 
