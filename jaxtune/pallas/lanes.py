@@ -49,8 +49,7 @@ def ir_mul(a, b: int):
 
 
 def ir_shift_right(value, amount: int):
-    """`value`, an MLIR int32 such as a word of codes, shifted right by `amount` (a Python int) bits; zeros come in
-    left."""
+    """`value`, an MLIR int32 such as a word of codes, shifted right by `amount` (a Python int) bits; zeros come in."""
     return arith.shrui(value, ir_const(amount)) if amount else value
 
 
@@ -68,8 +67,8 @@ def ir_vector(values):
 
 
 def ir_words(value, count: int):
-    """The `count` 32-bit integers of a vector register (`value`, 32 * `count` bits, such as codes), a list, lowest
-    first."""
+    """The `count` 32-bit integers of a vector register (`value`, 32 * `count` bits, such as codes) as a list, in
+    order."""
     both = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
     return [ir_item(both, index) for index in range(count)]
 
@@ -606,7 +605,7 @@ def copies_see_stores():
 
 def ir_chunk(ref, number, size: int, element):
     """A pointer to the beginning of chunk `number` (an MLIR int32) of ref, which is taken as a flat array of the MLIR
-    type `element`; a chunk has `size` elements. The offset has 64 bits."""
+    type `element`; a chunk has `size` elements. The offset is computed in 64 bits, without overflow."""
     return utils.getelementptr(utils.memref_ptr(ref), [number], ir.Type.parse(f"!llvm.array<{size} x {element}>"))
 
 
@@ -619,8 +618,8 @@ def _shared(ref, index, size: int):
 def begin_barriers(full_smem):
     """Initialises the barriers (mbarrier objects of one arrival each) with which `wait_for_chunk` waits for a copy of
     `copy_chunk`. full_smem: int32[2 * number of barriers] in shared memory; each barrier takes 8 bytes. All threads of
-    the first warpgroup must call it, and the first thread of the program does the work. All threads may use the
-    barriers after a program_barrier."""
+    the first warpgroup must call it, and its first thread does the work. All threads may use them from the next
+    program_barrier on."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(_, full_smem):
@@ -636,8 +635,7 @@ def begin_barriers(full_smem):
 
 
 def program_barrier():
-    """A barrier of all threads of the program, which must all call it; they then see what each wrote to shared
-    memory."""
+    """A barrier for all threads of the program. Each must call it, and then sees what all wrote to shared memory."""
 
     @mosaic_types.inline_mgpu()
     def wait(_):

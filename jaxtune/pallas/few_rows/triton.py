@@ -48,7 +48,7 @@ _ADAPTED = Tile(128, 64, 8, 6)
 
 def padded(rows: int) -> int:
     """The number of rows of x that the tensor cores multiply if x has `rows` rows: the next power of two, at least 16.
-    It is part of what a kernel is compiled for."""
+    It is part of what a kernel is compiled for; ranks of adapters are rounded up in the same way."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
@@ -84,9 +84,9 @@ def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None]) 
 
 
 def _splits(inner: int, programs: int) -> int:
-    """The number of splits, ranges of the columns that different programs sum over, of a product, from 1 to 8. It is
-    the smallest number that gives enough programs to occupy the multiprocessors, or else the largest, of those by which
-    splits are equal and have two steps of columns (128 each) or more; 1 is always one of them.
+    """For `products`: the number of splits, ranges of the columns that different programs sum over, of a product, from
+    1 to 8. It is the smallest number that gives enough programs to occupy the multiprocessors, or else the largest, of
+    those by which splits are equal and have two steps of columns (128 each) or more; 1 is always one of them.
 
     Args:
       inner: the number of columns that are summed over.
