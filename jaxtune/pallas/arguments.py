@@ -75,9 +75,9 @@ class Arguments:
         self._fit(name, value, shape.split())
 
     def _fit(self, name: str, value: Any, words: list[str]) -> None:
-        """Checks the shape of the argument `name`, `value`, against `words`, one for each axis: a number is a size, a
-        name is a size that all arrays of the call share, and a leading "..." stands for any number of axes. Names that
-        have no size yet get it from this array.
+        """For `array`: checks the shape of the argument `name`, `value`, against `words`, one for each axis: a number
+        is a size, a name is a size that all arrays of the call share, and a leading "..." stands for any number of
+        axes. Names that have no size yet get it from this array.
 
         Raises:
           ValueError: the shape differs; the message has the sizes of the names, and the argument each is from.

@@ -53,8 +53,8 @@ def triton_call(
     **constants: int | float,
 ) -> list[jax.Array]:
     """Calls a Triton kernel, a function under triton.jit that takes pointers to `arguments` and to the outputs, and
-    `constants`. On a mesh of several devices each device calls it on plain local arrays. It may only be called where
-    `triton_refusal` returns None.
+    `constants`, through jax-triton, whatever its version. On a mesh of several devices each device calls it on plain
+    local arrays. It may only be called where `triton_refusal` returns None.
 
     Args:
       kernel: the function.

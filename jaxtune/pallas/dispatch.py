@@ -343,13 +343,14 @@ def on_request(
 
 def choose(op: str, table: Table, implementation: str | None) -> str:
     """Chooses the implementation that runs a call, and returns its name. The choice is stored in `record`, which
-    `jaxtune info` prints. If faster ones refuse the call on a GPU, a warning says why, once.
+    `jaxtune info` prints. If faster ones refuse the call on a GPU, a warning says why, once, but not within `unsaid`.
 
     Args:
       op: the operation's name.
       table: its implementations, the preferred one first: {name: a function that returns why it refuses this call, or
         None}.
-      implementation: the name that the caller requests; None: the first in the table that supports the call.
+      implementation: the name that the caller requests, which is then the only one that is asked; None: the first in
+        the table that supports the call.
     Raises:
       ValueError: the requested name is unknown or refuses the call, or no implementation supports it.
     """

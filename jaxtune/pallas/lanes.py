@@ -49,7 +49,8 @@ def ir_mul(a, b: int):
 
 
 def ir_shift_right(value, amount: int):
-    """`value`, an MLIR int32 such as a word of codes, shifted right by `amount` (a Python int) bits; zeros come in."""
+    """`value`, an MLIR int32 such as a word of codes, shifted right by `amount` (a Python int) bits, with zeros on the
+    left."""
     return arith.shrui(value, ir_const(amount)) if amount else value
 
 
@@ -67,8 +68,8 @@ def ir_vector(values):
 
 
 def ir_words(value, count: int):
-    """The `count` 32-bit integers of a vector register (`value`, 32 * `count` bits, such as codes) as a list, in
-    order."""
+    """The `count` 32-bit integers of a vector register (`value`, 32 * `count` bits) such as codes, lowest first, as a
+    list."""
     both = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
     return [ir_item(both, index) for index in range(count)]
 

@@ -45,7 +45,7 @@ class Blocks:
     workers: int  # warpgroups of a program, each of which works alone with slots of its own
 
     def as_dict(self) -> dict[str, Any]:
-        """{field: value}, as tuning.py stores blocks."""
+        """{field: value} of all fields, as tuning.py stores blocks; `variant` names the blocks of a check by it."""
         return dataclasses.asdict(self)
 
 

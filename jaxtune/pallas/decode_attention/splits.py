@@ -70,5 +70,6 @@ def order_of(tiles):
 
 def log2_sinks(sinks, heads: int):
     """float32[heads]: the sinks (a logit of each head that takes a share of the softmax and has no value) in units of
-    log2, in which the kernels compute scores; MASKED if `sinks` is None."""
+    log2, in which the kernels compute scores; MASKED if `sinks` is None. sinks: float[heads], or None for none; heads:
+    the number of query heads."""
     return jnp.full(heads, MASKED, jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E

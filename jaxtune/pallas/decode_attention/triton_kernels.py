@@ -14,7 +14,8 @@ _MASKED = tl.constexpr(-1e30)
 @triton.jit
 def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Loads rows first to first + STEP - 1 of a matrix with DIM columns, such as the keys of one head, to whose first
-    row `array` points: [STEP, WIDTH], with zeros in the columns from DIM on."""
+    row `array` points: [STEP, WIDTH], with zeros in the columns from DIM on. The kernels load the keys and values of a
+    tile so; there must be as many rows."""
     columns = tl.arange(0, WIDTH)
     pointers = array + (first + tl.arange(0, STEP))[:, None] * DIM + columns[None, :]
     if WIDTH == DIM:

@@ -31,8 +31,8 @@ GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist 
 
 def forward(query, key, value, decay, beta, layout):
     """Returns the output [B, T, heads, V] of the gated delta rule over packed documents, computed by chunks of tokens,
-    in value's dtype; padding gives 0, whatever finite numbers stand there. It is differentiable. It is the
-    implementation "chunked" of gated_delta_rule.
+    in value's dtype; padding gives 0, whatever finite numbers stand there. It is differentiable. gated_delta_rule calls
+    this as its implementation "chunked".
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.

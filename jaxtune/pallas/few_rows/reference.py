@@ -30,16 +30,16 @@ def _each(x, weights, loras):
 def products(x, weights, loras=()):
     """Multiplies x [N, in] by the transposes of all weights, each [out_i, in], with their adapters `loras`: one for
     each weight or None, or none at all. Returns the results side by side in the form of the kernel's partial sums, with
-    a single split: [1, N, sum of out_i], in x's dtype. It runs where the kernel refuses a call, and the kernel is
-    compared with it."""
+    a single split: [1, N, sum of out_i], in x's dtype. This plain implementation runs where the kernel refuses a call,
+    and the kernel is compared with it."""
     return jnp.concatenate(_each(x, weights, loras), axis=-1)[None]
 
 
 def gated_product(x, gate, up, activation, loras=()):
     """Computes activation(x gate^T) * (x up^T), [N, out] in x's dtype, the part of a gated MLP before the down
     projection. x is [N, in], gate and up are [out, in], with the adapters `loras` (of gate and up, each may be None; or
-    none at all), and activation is a key of ACTIVATIONS. It runs where the kernel refuses a call, and the kernel is
-    compared with it."""
+    none at all), and activation is a key of ACTIVATIONS. This plain implementation runs where the kernel refuses a
+    call, and the kernel is compared with it."""
     gate, up = _each(x, (gate, up), loras)
     return ACTIVATIONS[activation](gate) * up
 
@@ -73,7 +73,7 @@ def _normed(x, weight, eps, offset, float32):
 
 def added_norm(x, parts, weight, *, eps, offset, float32):
     """Adds a product, given as partial sums, to the residual stream. Returns (the sum, its RMS norm), both [N, hidden]
-    in x's dtype. It runs where the kernel refuses a call, and the kernel is compared with it.
+    in x's dtype. This plain implementation runs where the kernel refuses a call, and the kernel is compared with it.
 
     Args:
       x: [N, hidden], the residual stream.
@@ -91,8 +91,8 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
     """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
     into the caches. Returns (query [N, heads, D] in the caches' dtype, the new cache of keys, the new cache of values).
-    A query at a negative position has no meaning. It runs where the kernel refuses a call, and the kernel is compared
-    with it.
+    A query at a negative position has no meaning. This plain implementation runs where the kernel refuses a call, and
+    the kernel is compared with it.
 
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side.
