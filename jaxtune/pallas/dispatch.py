@@ -135,8 +135,8 @@ def exactly[**P, R](results: Callable[P, R]) -> Callable[P, R]:
 def unchecked():
     """A context for the abstract evaluation (jax.eval_shape) of a computation that is lowered later within `built`. In
     it `first_use` queues its checks, does not wait for them, and assumes that kernels are right, except those whose
-    check is done already; `built` waits for the checks. The planner traces a step in it, before the step is
-    compiled."""
+    check is done already; `built` waits for the checks. The planner traces single layers in it, before the run's
+    programs are compiled."""
     token = _beside.set([])
     try:
         yield
@@ -146,7 +146,7 @@ def unchecked():
 
 def built[Built](build: Callable[[], Built]) -> Built:
     """Calls `build`, which traces, lowers and may compile programs, while the checks of `first_use` run at the same
-    time, and returns its result. The training program compiles its step in it.
+    time, and returns its result. The programs of a training run are compiled by it.
 
     Kernels are assumed to be right until it ends, so that the start of a run does not wait for checks that take less
     time than compiling. A model of experts has a dozen checks, of up to 20 s. At its end it waits for all checks that

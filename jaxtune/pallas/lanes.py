@@ -55,7 +55,7 @@ def ir_shift_right(value, amount: int):
 
 
 def ir_item(value, index: int):
-    """Element `index` (a Python int) of `value`, an MLIR vector (a vector register of an array), as an MLIR scalar."""
+    """Element `index` (a Python int) of `value`, an MLIR vector such as a register of an array, as an MLIR scalar."""
     return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
 
 
@@ -113,7 +113,7 @@ def ir_narrow(low, high, dtype):
 
 def ir_permute(low, high, selector):
     """PTX's prmt.b32: byte i of the result is that byte of the eight bytes (low, high) which nibble i of `selector`
-    numbers. Each argument is an MLIR int32 or a Python int. Table look-ups consist of it."""
+    numbers. Each argument is an MLIR int32 or a Python int. Table look-ups are made with it."""
     return utils.prmt(*(ir_const(word) if isinstance(word, int) else word for word in (low, high, selector)))
 
 
@@ -548,7 +548,7 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
 
 def fill_table(table_ref, table_smem):
     """Copies table_ref, a one-dimensional array of 32-bit values in global memory, to table_smem, an array of the same
-    size in shared memory. One warpgroup calls it; other threads may read the copy after a barrier."""
+    size in shared memory, for look-ups. One warpgroup calls it; other threads may read the copy after a barrier."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -575,7 +575,7 @@ def warpgroup_barrier():
 def store_chunk(values, out_ref, chunk, layout):
     """Stores the 16-bit values [n] that a warpgroup has in registers as chunk number `chunk` (int32[]) of out_ref, an
     array in global memory of any shape: they become elements chunk * n to chunk * n + n - 1 of the flat array. layout:
-    the register layout of `values`, WG_STRIDED with vectors of 8."""
+    the register layout of `values`, WG_STRIDED with vectors of 8. Decoded weights are stored so."""
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, values, chunk, out_ref):

@@ -211,7 +211,7 @@ def _entries(kind: str, cache: str) -> dict[str, Any]:
 def _own(path: Path) -> dict[str, Any]:
     """{key: entry} of the user's file of measurements at `path`. Empty if the file does not exist, if its entries were
     made with another jaxlib, or if it cannot be read or is not one of jaxtune's. Entries without block sizes are left
-    out. Of these, all but a missing file and another jaxlib cause a warning."""
+    out. A warning is logged in each of these cases, except for a missing file and another jaxlib."""
     try:
         record = json.loads(read_plain(path))
     except FileNotFoundError:

@@ -66,8 +66,8 @@ def _chunked(length, per_query):
 
 
 def _split(array, chunk, padded):
-    """`array` [B, T, ...] -> [n, B, chunk, ...], n chunks of T, which is padded with zeros to `padded` first: the form
-    in which lax.scan goes through chunks."""
+    """`array` [B, T, ...] -> [n, B, chunk, ...], n chunks of T, which is padded with zeros to `padded` first
+    (`_chunked` gives both numbers): the form in which lax.scan goes through chunks."""
     pad = [(0, 0)] * array.ndim
     pad[1] = (0, padded - array.shape[1])
     array = jnp.pad(array, pad)
