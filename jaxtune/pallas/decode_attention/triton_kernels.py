@@ -183,9 +183,10 @@ def decode_combine_kernel(
     log2) of decode_split_kernel, to out [B, HEADS, DIM], the second of two kernels. It adds the sinks, and gives 0 for
     a row without keys. Grid: (KV_HEADS, B).
 
-    order int32[B, SPLITS] has the numbers of a row's splits, those that read keys first, and counts int32[B] how many
-    of them do (splits.order_of). sinks: float32[HEADS], in units of log2; _MASKED: no sink. GROUP and WIDTH are the
-    query heads of a KV head and DIM, padded to powers of two.
+    parts is float32[B, KV_HEADS, SPLITS, heads of a group, DIM], and lses is the same without DIM. order int32[B,
+    SPLITS] has the numbers of a row's splits, those that read keys first, and counts int32[B] how many of them do
+    (splits.order_of). sinks: float32[HEADS], in units of log2; _MASKED: no sink. GROUP and WIDTH are the query heads of
+    a KV head and DIM, padded to powers of two.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS

@@ -22,9 +22,9 @@ MOST = 2**32  # the largest number of elements
 
 
 def refusal(dtype, size: int, activation: str) -> str | None:
-    """The reason why the kernel cannot compute a call on this GPU, or None; the choice of an implementation asks it. It
-    is a GPU that is not Hopper, another activation than "silu" and "gelu_tanh", another dtype than bfloat16, a size
-    that is no multiple of CHUNK, or an array of 2^32 elements or more.
+    """The reason why the kernel cannot compute a call on this GPU, or None; the choice of an implementation asks it.
+    Reasons are a GPU that is not Hopper (where the kernel is not interpreted), another activation than "silu" and
+    "gelu_tanh", another dtype than bfloat16, a size that is no multiple of CHUNK, or an array of 2^32 elements or more.
 
     Args:
       dtype: of the arrays.
