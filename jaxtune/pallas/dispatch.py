@@ -79,9 +79,9 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
     A pass is stored in the user's cache, because compiling the case takes seconds. Nothing is compared without a GPU
     (interpreted kernels have tests) or while compiling for another GPU; the result is then None. The function may be
-    called while JAX traces: the comparison runs in a thread of its own, outside of any trace, mesh or context. It
-    starts all queued checks and waits for its own. Within `built` and `unchecked` it only queues its check and returns
-    None at once, unless the check is done already; the comparison then starts with `begin_checks`.
+    called while JAX traces: the comparison runs in a thread of its own, outside of any trace, mesh or context. The call
+    starts all queued checks and waits for its own. Within `built` and `unchecked` the call only queues its check and
+    returns None at once, unless the check is done already; the comparison then starts with `begin_checks`.
 
     Args:
       op: the operation's name.

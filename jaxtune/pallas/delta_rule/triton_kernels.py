@@ -332,10 +332,10 @@ def _walk(
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Returns where the data of a program is that walks along a row with WIDTH columns of a value head: (the number of
-    its first column of the values, the offset of its key head's first token in query and key, that of its columns'
-    first token in value and out, the number of its first chunk among those of all rows and heads). Offsets count
-    numbers of an array. Grid: (VALUE_DIM / WIDTH, heads, B).
+    """For forward_kernel and reverse_kernel, whose programs walk along a row with WIDTH columns of a value head:
+    returns where the data of a program is: (the number of its first column of the values, the offset of its key head's
+    first token in query and key, that of its columns' first token in value and out, the number of its first chunk among
+    those of all rows and heads). Offsets count numbers of an array. Grid: (VALUE_DIM / WIDTH, heads, B).
 
     The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks, KEY_HEADS of KEY_DIM, HEADS of
     VALUE_DIM.
