@@ -75,9 +75,9 @@ class Arguments:
         self._fit(name, value, shape.split())
 
     def _fit(self, name: str, value: Any, words: list[str]) -> None:
-        """Checks the shape of the argument `name`, `value`, against `words`, one for each axis: a number is a size, a
-        name is a size that all arrays of the call share, and a leading "..." stands for any number of axes. Names that
-        have no size yet get it from this array.
+        """For `array`: checks the shape of the argument `name`, `value`, against `words`, one for each axis: a number
+        is a size, a name is a size that all arrays of the call share, and a leading "..." stands for any number of
+        axes. Names that have no size yet get it from this array.
 
         Raises:
           ValueError: the shape differs; the message has the sizes of the names, and the argument each is from.
@@ -173,14 +173,16 @@ class Arguments:
 
 
 def describe(value: Any) -> str:
-    """An array (`value`) in words, such as float32[2, 24], for messages; a quantised weight by its class and shape."""
+    """An array (`value`) in words, such as float32[2, 24], and a quantised weight by its class and shape. The messages
+    of failed checks contain it."""
     kind = str(value.dtype) if _is_array(value) else type(value).__name__
     return f"{kind}[{', '.join(map(str, value.shape))}]"
 
 
 def _is_array(value: Any) -> bool:
     """Whether a value is an array: one of JAX or numpy, a numpy scalar, or an object that JAX converts to an array
-    (with a method __jax_array__)."""
+    (with a method __jax_array__). `Arguments.array` refuses all other values, and messages describe arrays by their
+    shape."""
     return isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__")
 
 

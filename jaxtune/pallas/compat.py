@@ -36,7 +36,7 @@ def triton_refusal() -> str | None:
 @functools.cache
 def _has_jax_triton() -> bool:
     """Whether jax-triton, which launches the Triton kernels from JAX, is installed; it is looked for once, without
-    importing it."""
+    importing it. `triton_refusal` asks."""
     return importlib.util.find_spec("jax_triton") is not None
 
 
@@ -53,8 +53,8 @@ def triton_call(
     **constants: int | float,
 ) -> list[jax.Array]:
     """Calls a Triton kernel, a function under triton.jit that takes pointers to `arguments` and to the outputs, and
-    `constants`. On a mesh of several devices each device calls it on plain local arrays. It may only be called where
-    `triton_refusal` returns None.
+    `constants`, through jax-triton, whatever its version. On a mesh of several devices each device calls it on plain
+    local arrays. It may only be called where `triton_refusal` returns None.
 
     Args:
       kernel: the function.
@@ -113,7 +113,8 @@ def triton_graph_call(
     """Calls a Triton kernel as XLA launches its own kernels: the call becomes a node of a CUDA graph beside the kernels
     around it, and costs no time between kernels. The calls of jax-triton, which `triton_call` makes, are no nodes of
     graphs. The kernel must be one of a few in a program, because each call has the kernel's whole assembly with it. On
-    a mesh of several devices each device calls it on plain local arrays.
+    a mesh of several devices each device calls it on plain local arrays. It may only be called where `triton_refusal`
+    returns None.
 
     Args:
       kernel: a function under triton.jit that takes pointers to `arguments` and to the outputs, and `constants`.
@@ -122,6 +123,7 @@ def triton_graph_call(
       grid: number of programs along each axis.
       warps, stages: Triton's num_warps and num_stages.
       aliases: {index of an argument: index of the output that takes its memory, for a kernel that changes it in place}.
+        The kernel gets both pointers.
       constants: its compile-time constants; None for an array that the kernel takes but does not read in this call.
     Returns:
       the outputs, one for each of out_types.
@@ -162,8 +164,8 @@ class _Assembly:
 
 @functools.cache
 def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stages: int, capability) -> _Assembly:
-    """Compiles a Triton kernel to an _Assembly, once for equal arguments, for arrays whose memory is aligned to 16
-    bytes; needs no GPU.
+    """For `triton_graph_call`: compiles a Triton kernel to an _Assembly, once for equal arguments, for arrays whose
+    memory is aligned to 16 bytes; needs no GPU.
 
     Args:
       kernel: the function under triton.jit.

@@ -39,9 +39,9 @@ record: dict[str, tuple[str, dict[str, str]]] = {}
 
 @functools.cache
 def _device_capability(platform: str) -> tuple[int, int] | None:
-    """The compute capability of this machine's first GPU, (major, minor), such as (9, 0) for Hopper. platform: JAX's
-    default backend. None if `platform` is not "gpu", or if the GPU has no compute capability, because it is not
-    NVIDIA's."""
+    """The compute capability of this machine's first GPU, (major, minor), such as (9, 0) for Hopper. It is asked for
+    once for each value of `platform`, JAX's default backend, by `compute_capability` and `first_use`. None if
+    `platform` is not "gpu", or if the GPU has no compute capability, because it is not NVIDIA's."""
     if platform != "gpu":
         return None
     text = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", None)
@@ -57,7 +57,8 @@ _unsaid = False  # True within the context `unsaid`
 
 def compute_capability() -> tuple[int, int] | None:
     """The compute capability, (major, minor), of the NVIDIA GPU that programs are compiled for: this machine's, or
-    within `compile_for` the one given there. None without an NVIDIA GPU."""
+    within `compile_for` the one given there. None without an NVIDIA GPU. Implementations decide by it whether they can
+    run a call."""
     return _target if _target is not None else _device_capability(jax.default_backend())
 
 
@@ -78,9 +79,9 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
     A pass is stored in the user's cache, because compiling the case takes seconds. Nothing is compared without a GPU
     (interpreted kernels have tests) or while compiling for another GPU; the result is then None. The function may be
-    called while JAX traces: the comparison runs in a thread of its own, outside of any trace, mesh or context. Within
-    `built` and `unchecked` it returns None at once, unless the check is done already, and the comparison starts with
-    `begin_checks`.
+    called while JAX traces: the comparison runs in a thread of its own, outside of any trace, mesh or context. The call
+    starts all queued checks and waits for its own. Within `built` and `unchecked` the call only queues its check and
+    returns None at once, unless the check is done already; the comparison then starts with `begin_checks`.
 
     Args:
       op: the operation's name.
@@ -133,8 +134,9 @@ def exactly[**P, R](results: Callable[P, R]) -> Callable[P, R]:
 @contextlib.contextmanager
 def unchecked():
     """A context for the abstract evaluation (jax.eval_shape) of a computation that is lowered later within `built`. In
-    it `first_use` queues its checks, does not wait for them, and assumes that kernels are right; `built` waits for
-    them."""
+    it `first_use` queues its checks, does not wait for them, and assumes that kernels are right, except those whose
+    check is done already; `built` waits for the checks. The planner traces single layers in it, before the run's
+    programs are compiled."""
     token = _beside.set([])
     try:
         yield
@@ -144,12 +146,12 @@ def unchecked():
 
 def built[Built](build: Callable[[], Built]) -> Built:
     """Calls `build`, which traces, lowers and may compile programs, while the checks of `first_use` run at the same
-    time, and returns its result.
+    time, and returns its result. The programs of a training run are compiled by it.
 
     Kernels are assumed to be right until it ends, so that the start of a run does not wait for checks that take less
-    time than compiling. A model of experts has a dozen checks, of up to 20 s. If a check fails, JAX's caches are
-    cleared and `build` is called once more, and that kernel is then refused. If `build` raises although no check
-    failed, the exception is raised.
+    time than compiling. A model of experts has a dozen checks, of up to 20 s. At its end it waits for all checks that
+    `build` asked for. If one fails, JAX's caches are cleared and `build` is called once more, and that kernel is then
+    refused. If `build` raises although no check failed, the exception is raised.
     """
     asked: list[Future[str | None]] = []
     token = _beside.set(asked)
@@ -224,8 +226,8 @@ def _pass(op: str, name: str, call: str) -> Path:
 
 @functools.cache
 def _sources() -> str:
-    """A SHA-256 digest of all Python files of jaxtune/pallas, because a check that passed says nothing about a changed
-    kernel."""
+    """A SHA-256 digest of all Python files of jaxtune/pallas, for the name of `_pass`, because a check that passed says
+    nothing about a changed kernel. It is computed once in a process."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -235,8 +237,8 @@ def _sources() -> str:
 def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
     """Compares the results of a kernel with those of the reference. Returns None if each result's relative error in the
     norm is at most 2 %, else a text that says which result differs, or which error was raised. It raises nothing
-    itself. compare: a function without arguments that makes a small case and returns (the list of the kernel's results,
-    that of the reference's)."""
+    itself; `_checked` calls it. compare: a function without arguments that makes a small case and returns (the list of
+    the kernel's results, that of the reference's)."""
     try:
         errors = []
         with jax.enable_x64(False):  # with it, small cases would be float64
@@ -259,8 +261,8 @@ def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
 
 def device_kind() -> str | None:
     """The name of the GPU that programs are compiled for, such as "NVIDIA H200": the device that the current mesh
-    describes, or this machine's. None without a GPU, or if only a compute capability is known, as within
-    `compile_for`."""
+    describes, or this machine's. Measured block sizes (tuning.py) and fitted times are looked up by it. None without a
+    GPU, or if only a compute capability is known, as within `compile_for`."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         return described.device_kind
@@ -272,7 +274,7 @@ def device_kind() -> str | None:
 def multiprocessors() -> int:
     """The number of multiprocessors of the GPU that programs are compiled for: the device that the current mesh
     describes, or this machine's. If only a compute capability is known, as within `compile_for`, it is 132, as an H100
-    or H200 has. Persistent kernels run a program on each."""
+    or H200 has. Persistent kernels run a program on each. Raises RuntimeError without a GPU if neither is known."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         return described.num_cores
@@ -308,7 +310,8 @@ def unsaid():
 
 @functools.cache
 def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
-    """Logs a warning that an operation does not run on its fastest implementation, once for the same arguments.
+    """Logs a warning that an operation does not run on its fastest implementation, once for the same arguments; for
+    `choose`.
 
     Args:
       op: the operation's name.
@@ -340,13 +343,14 @@ def on_request(
 
 def choose(op: str, table: Table, implementation: str | None) -> str:
     """Chooses the implementation that runs a call, and returns its name. The choice is stored in `record`, which
-    `jaxtune info` prints. If faster ones refuse the call on a GPU, a warning says why, once.
+    `jaxtune info` prints. If faster ones refuse the call on a GPU, a warning says why, once, but not within `unsaid`.
 
     Args:
       op: the operation's name.
       table: its implementations, the preferred one first: {name: a function that returns why it refuses this call, or
         None}.
-      implementation: the name that the caller requests; None: the first in the table that supports the call.
+      implementation: the name that the caller requests, which is then the only one that is asked; None: the first in
+        the table that supports the call.
     Raises:
       ValueError: the requested name is unknown or refuses the call, or no implementation supports it.
     """

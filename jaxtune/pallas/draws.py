@@ -34,7 +34,8 @@ def uniform(key: jax.Array, shape: tuple[int, int], part: jax.Array | int = 0) -
 
 def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | int = 0) -> jax.Array:
     """Draws a dropout mask for a block of consecutive rows of a larger array: bool[shape], False (the element is
-    dropped) with the probability `rate`. The array consists of blocks of this shape, one below the other.
+    dropped) with the probability `rate`. The array consists of blocks of this shape, one below the other. The dropout
+    of LoRA's inputs is drawn so.
 
     Args:
       key: a key of jax.random, typed or uint32[2].
@@ -55,7 +56,8 @@ def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | 
 def _hashes(key: jax.Array, shape: tuple[int, int], part: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """Computes a hash of 64 bits for each element of a block of consecutive rows of a larger array, as two arrays
     uint32[shape]. It is the threefry2x32 hash of the element's number in the whole array, row * columns + column, as
-    jax.random computes it; jax.random.bits is the xor of the two arrays.
+    jax.random computes it; jax.random.bits is the xor of the two arrays. `uniform` and `mask` make their numbers from
+    the hashes.
 
     Args:
       key: a key of jax.random, typed or uint32[2].
@@ -69,10 +71,11 @@ def _hashes(key: jax.Array, shape: tuple[int, int], part: jax.Array | int) -> tu
 def hashes_of_rows(key: jax.Array, rows: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     """Computes a hash of 64 bits for each element of single rows of an array with `width` columns, as two arrays
     uint32[n, width]. The hash is that of the element's number in the array, row * width + column, under the key, so it
-    does not depend on which other rows are asked for.
+    does not depend on which other rows are asked for. `uniform` and `mask` are made from such hashes.
 
     Args:
-      key: a key of jax.random, typed or uint32[2].
+      key: a key of jax.random, typed or uint32[2]. Of a typed key that is not of threefry2x32, two words are drawn,
+        which serve as the key.
       rows: uint32[n], the numbers of the rows in the whole array.
       width: the number of columns.
     Raises:

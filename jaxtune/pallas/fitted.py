@@ -22,7 +22,7 @@ class Fitted[Numbers]:
     rows: Mapping[tuple[str, str], tuple[Numbers, str]]
 
     def of(self, implementation: str, device: str) -> Numbers:
-        """Returns the numbers for an implementation on a device.
+        """Returns the numbers for an implementation on a device, with which the planner forecasts time and memory.
 
         Args:
           implementation: such as "cudnn" or "xla". One without a row gets the numbers of the table's first row.

@@ -27,7 +27,8 @@ QAT_GROUPS: dict[str, tuple[int | None, ...]] = {
 
 def qat_group_size(format: str, group_size: int | None) -> str | None:
     """The reason why a format of quantisation-aware training (a key of QAT_GROUPS) has no groups of this size, or None
-    if it has. group_size: weights of a row that share a scale; None: as many as the format itself says."""
+    if it has. The configuration (qat.group_size) and FakeQuant put it into their errors. group_size: weights of a row
+    that share a scale; None: as many as the format itself says."""
     sizes = QAT_GROUPS[format]
     if group_size in sizes:
         return None

@@ -84,9 +84,9 @@ _traced_once: dict[Hashable, Callable[..., Any]] = {}
 
 
 def _jitted(function, name: str) -> Callable[..., Any]:
-    """Returns `function`, a Mosaic kernel as a function of arrays, under a jit with the name `name` that is inlined,
-    traced without x64, in which numbers created in the kernel would have 64 bits. The jit makes JAX trace and lower the
-    kernel once for all calls with the same shapes; inlining keeps the program as if there were no jit."""
+    """For `kernel`: returns `function`, a Mosaic kernel as a function of arrays, under a jit with the name `name` that
+    is inlined, traced without x64, in which numbers created in the kernel would have 64 bits. The jit makes JAX trace
+    and lower the kernel once for all calls with the same shapes; inlining keeps the program as if there were no jit."""
 
     def call(*operands):
         with jax.enable_x64(False):  # with it, numbers created in a kernel would have 64 bits
@@ -101,7 +101,8 @@ _TARGET = "mosaic_gpu_v2"
 
 def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> list[Future[None]]:
     """Starts to compile the Mosaic kernels of a lowered program in parallel, and returns a future for each, which has
-    no result but raises what the compilation raised. It shortens the start of a run.
+    no result but raises what the compilation raised. It shortens the start of a run, whose training program (Engine)
+    calls it after lowering.
 
     XLA would compile them one by one at the end of a program, and also those of a program that it takes from its cache.
     Mosaic does not compile a kernel again that the process has compiled before, in any program, so XLA then finds them
@@ -145,7 +146,8 @@ def _compile(kernel: dict[str, Any], device: Any) -> None:
 def _name_modules_alike() -> None:
     """Gives the module of every kernel that this process lowers the same name for dumps, unless dumps are asked for (an
     environment variable MOSAIC_GPU_DUMP...). jaxlib's own names are numbered, and would change the keys of XLA's
-    compilation cache."""
+    compilation cache. It replaces a function of jaxlib, once in a process; `kernel` calls it before it makes a
+    kernel."""
     numbered = mgpu.dialect.get_or_set_dump_options
 
     def named(module):

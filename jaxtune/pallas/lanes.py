@@ -26,17 +26,17 @@ _WARPS = 4  # of a warpgroup
 
 
 def ir_i32():
-    """MLIR's type of 32-bit integers, that of all int32 values of these functions."""
+    """MLIR's type of 32-bit integers, in which these functions compute codes, indices and addresses."""
     return ir.IntegerType.get_signless(32)
 
 
 def ir_const(value: int):
-    """A 32-bit integer constant with this value (-2^31 to 2^31 - 1), as an MLIR int32."""
+    """A 32-bit integer constant with this value (-2^31 to 2^31 - 1), as an MLIR int32, for arithmetic in PTX bodies."""
     return arith.constant(ir_i32(), ir.IntegerAttr.get(ir_i32(), value))
 
 
 def ir_add(*values):
-    """The sum of two or more 32-bit integers, MLIR values; as in hardware, it wraps around."""
+    """The sum of one or more MLIR int32, such as parts of an address in a PTX body; as in hardware, it wraps around."""
     total = values[0]
     for value in values[1:]:
         total = arith.addi(total, value)
@@ -44,17 +44,18 @@ def ir_add(*values):
 
 
 def ir_mul(a, b: int):
-    """a, a 32-bit integer in MLIR, times the Python constant b, as an MLIR int32."""
+    """`a`, an MLIR int32 such as an index in a PTX body, times the Python constant `b`, as an MLIR int32."""
     return arith.muli(a, ir_const(b))
 
 
 def ir_shift_right(value, amount: int):
-    """A 32-bit integer (`value`, in MLIR) shifted right by `amount` (a Python int) bits, with zeros on the left."""
+    """`value`, an MLIR int32 such as a word of codes, shifted right by `amount` (a Python int) bits, with zeros on the
+    left."""
     return arith.shrui(value, ir_const(amount)) if amount else value
 
 
 def ir_item(value, index: int):
-    """Reads element `index` (a Python int) of a vector register (`value`, an MLIR vector), as an MLIR scalar."""
+    """Element `index` (a Python int) of `value`, an MLIR vector such as a register of an array, as an MLIR scalar."""
     return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
 
 
@@ -67,13 +68,14 @@ def ir_vector(values):
 
 
 def ir_words(value, count: int):
-    """The `count` 32-bit integers of a vector register (`value`, 32 * `count` bits) as a list, the lowest first."""
+    """The `count` 32-bit integers of a vector register (`value`, 32 * `count` bits) such as codes, lowest first, as a
+    list."""
     both = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
     return [ir_item(both, index) for index in range(count)]
 
 
 def ir_thread():
-    """The number of the calling thread within its warpgroup, 0 to 127, as an MLIR int32."""
+    """The number of the calling thread in its warpgroup, 0 to 127, as an MLIR int32, by which threads share work."""
     return arith.remui(arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x)), ir_const(128))
 
 
@@ -104,25 +106,25 @@ def ir_product(a, b):
 
 def ir_narrow(low, high, dtype):
     """float32 `low` and `high` in 16 bits (`dtype`), rounded to the nearest, as one MLIR int32 with `low` in the lower
-    half. dtype: bfloat16 or float16."""
+    half. dtype: bfloat16 or float16. Decoded weights and sums are stored so."""
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
     return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
 
 
 def ir_permute(low, high, selector):
     """PTX's prmt.b32: byte i of the result is that byte of the eight bytes (low, high) which nibble i of `selector`
-    numbers. Each argument is an MLIR int32 or a Python int."""
+    numbers. Each argument is an MLIR int32 or a Python int. Table look-ups are made with it."""
     return utils.prmt(*(ir_const(word) if isinstance(word, int) else word for word in (low, high, selector)))
 
 
 def _signed(word: int) -> int:
-    """An unsigned 32-bit number, `word`, as the signed one with the same bits, which MLIR's constants take."""
+    """The unsigned 32-bit `word` as the signed number with the same bits, which MLIR constants take, for `_entries`."""
     return word - (1 << 32) if word >> 31 else word
 
 
 def _entries(table: bytes, word):
-    """Looks up the eight 4-bit codes in `word` (an MLIR int32) in a table of 16 float32 values: returns a list of eight
-    MLIR float32 values, that of the lowest four bits first. table: the 64 bytes of the values.
+    """For `table_values`: looks up the eight 4-bit codes in `word` (an MLIR int32) in a table of 16 float32 values:
+    returns a list of eight MLIR float32 values, that of the lowest four bits first. table: the 64 bytes of the values.
 
     It uses byte permutations, and neither memory nor other lanes: one permutation looks up four codes in a table of
     eight bytes, so it is done for each of the four bytes of an entry and for both halves of the table.
@@ -147,10 +149,10 @@ def _entries(table: bytes, word):
 
 
 def _shuffled_entries(lane_entry, word):
-    """Looks up the eight 4-bit codes in `word` (an MLIR int32) in a table of 16 float32 values by warp shuffles, which
-    all lanes of the warp must execute. It returns a list of eight MLIR float32 values, that of the lowest four bits
-    first. lane_entry: the entry that this lane provides, an MLIR float32; lanes i and i + 16 have entry i. A shuffle
-    within 16 lanes reads only the low four bits of an index, so codes need no mask."""
+    """For `table_values`: looks up the eight 4-bit codes in `word` (an MLIR int32) in a table of 16 float32 values by
+    warp shuffles, which all lanes of the warp must execute. It returns a list of eight MLIR float32 values, that of the
+    lowest four bits first. lane_entry: the entry that this lane provides, an MLIR float32; lanes i and i + 16 have
+    entry i. A shuffle within 16 lanes reads only the low four bits of an index, so codes need no mask."""
     shuffle = nvvm.ShflKind.idx
     return [
         nvvm.shfl_sync(ir_const(-1), lane_entry, ir_shift_right(word, 4 * n), ir_const(0x101F), shuffle)
@@ -172,7 +174,7 @@ def table_values(
     beside_products: bool,
 ):
     """Decodes 4-bit numbers in registers: `dtype`[2 n], where each number is the entry of a table of 16 values that its
-    code selects, times a scale.
+    code selects, times a scale. quant_matmul's kernels decode weights in NF4, FP4, MXFP4 and NVFP4 with it.
 
     Args:
       codes: uint8[n], two 4-bit codes in each; a register has four bytes, and so eight codes.
@@ -283,8 +285,8 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
 
 def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
     """Writes the scales of a tile of rows to shared memory: scales_smem[row, block] = the float32 absmax of that block,
-    decoded if it is stored as uint8. All threads of the program call it. Before the call all must have finished reading
-    scales_smem; after it they must pass a barrier before `small_product` reads it.
+    decoded if it is stored as uint8 (map[absmax] * nested + offset). All threads of the program call it. All must have
+    finished reading scales_smem before; they must pass a barrier after it, before `small_product` reads it.
 
     Args:
       share: what `absmax_share` returned to this thread, (absmax, nested absmax or None).
@@ -408,7 +410,8 @@ def ir_products(words, rights, pair, name: str):
 
 def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype):
     """Adds to acc the product of 16 rows of a weight and x^T over the columns of one chunk, on the tensor cores
-    (mma.m16n8k16), by one warpgroup. It returns the new acc, whose sums `store_sums` adds up over warps and parts.
+    (mma.m16n8k16), by one warpgroup, for the product of a 4-bit weight with few tokens (quant_matmul/mosaic.py). It
+    returns the new acc, whose sums `store_sums` adds up over warps and parts.
 
     Args:
       acc: float32[64 p, n] in registers, the sums so far. Of a row's codes in a chunk, each warp takes p parts of 64
@@ -545,7 +548,7 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
 
 def fill_table(table_ref, table_smem):
     """Copies table_ref, a one-dimensional array of 32-bit values in global memory, to table_smem, an array of the same
-    size in shared memory. One warpgroup calls it; other threads may read the copy after a barrier of the program."""
+    size in shared memory, for look-ups. One warpgroup calls it; other threads may read the copy after a barrier."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -560,8 +563,7 @@ def fill_table(table_ref, table_smem):
 
 
 def warpgroup_barrier():
-    """A barrier of the 128 threads of the calling warpgroup, after which they see what each of them wrote to shared
-    memory."""
+    """A barrier of the 128 threads of the calling warpgroup, which then see what each wrote to shared memory."""
 
     @mosaic_types.inline_mgpu()
     def wait(_):
@@ -573,7 +575,7 @@ def warpgroup_barrier():
 def store_chunk(values, out_ref, chunk, layout):
     """Stores the 16-bit values [n] that a warpgroup has in registers as chunk number `chunk` (int32[]) of out_ref, an
     array in global memory of any shape: they become elements chunk * n to chunk * n + n - 1 of the flat array. layout:
-    the register layout of `values`, WG_STRIDED with vectors of 8."""
+    the register layout of `values`, WG_STRIDED with vectors of 8. Decoded weights are stored so."""
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, values, chunk, out_ref):
@@ -604,22 +606,21 @@ def copies_see_stores():
 
 def ir_chunk(ref, number, size: int, element):
     """A pointer to the beginning of chunk `number` (an MLIR int32) of ref, which is taken as a flat array of the MLIR
-    type `element`; a chunk has `size` elements. The offset is computed in 64 bits, because number times size may exceed
-    int32."""
+    type `element`; a chunk has `size` elements. The offset is computed in 64 bits, without overflow."""
     return utils.getelementptr(utils.memref_ptr(ref), [number], ir.Type.parse(f"!llvm.array<{size} x {element}>"))
 
 
 def _shared(ref, index, size: int):
     """The 32-bit address in shared memory, as PTX's instructions take it, of the byte at offset index * size of ref.
-    index: an MLIR int32; size: bytes."""
+    index: an MLIR int32; size: bytes. The instructions for bulk copies and barriers take such addresses."""
     return ir_add(llvm.ptrtoint(ir_i32(), utils.memref_ptr(ref)), ir_mul(index, size))
 
 
 def begin_barriers(full_smem):
     """Initialises the barriers (mbarrier objects of one arrival each) with which `wait_for_chunk` waits for a copy of
     `copy_chunk`. full_smem: int32[2 * number of barriers] in shared memory; each barrier takes 8 bytes. All threads of
-    the first warpgroup must call it, and the first thread of the program does the work. All threads may use the
-    barriers after a program_barrier."""
+    the first warpgroup must call it, and its first thread does the work. All threads may use them from the next
+    program_barrier on."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(_, full_smem):
@@ -635,8 +636,7 @@ def begin_barriers(full_smem):
 
 
 def program_barrier():
-    """A barrier of all threads of the program, which must all call it, after which they see what each of them wrote to
-    shared memory."""
+    """A barrier for all threads of the program. Each must call it, and then sees what all wrote to shared memory."""
 
     @mosaic_types.inline_mgpu()
     def wait(_):

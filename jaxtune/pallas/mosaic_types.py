@@ -10,15 +10,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def inline_mgpu(*, arg_types=(), return_type=None) -> Callable[[Callable], Callable]:
-    """plgpu.inline_mgpu with types that a checker can follow. It is a decorator for functions that emit PTX; what it
-    returns is called with the arrays alone. arg_types: for each array its register layout, or a type such as
-    plgpu.RefType. return_type: the shape, dtype and layout of the result; None if nothing is returned. The decorated
-    function has one more argument, in front of the arrays: the launch context, which Pallas passes."""
+    """plgpu.inline_mgpu with types that a checker can follow. It makes a decorator for functions that emit PTX within a
+    kernel, for what Pallas has no operation; the decorated function is called with the arrays alone. arg_types: for
+    each of these arrays its register layout, or a type such as plgpu.RefType. return_type: the shape, dtype and layout
+    of the result; None if nothing is returned. The function itself has one more argument, in front of the arrays: the
+    launch context, which Pallas passes."""
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
 
 
 def tiled(dtype, row_bytes: int = 128) -> tuple:
     """The transforms argument of plgpu.SMEM for an array of `dtype` that tensor cores read from shared memory: tiles of
-    8 rows of row_bytes bytes (32, 64 or 128), swizzled over the memory banks."""
+    8 rows of row_bytes bytes (32, 64 or 128), swizzled over the memory banks. Returns (tiling, swizzle)."""
     tiling = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     return tiling, plgpu.SwizzleTransform(row_bytes)  # type: ignore[abstract]

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 def stochastic_round(x: jax.Array, seed: jax.Array, stream: int) -> jax.Array:
     """Rounds float32 to bfloat16 of the same shape: to one of the two neighbours of each value, the nearer with the
-    higher probability, so that the expected result is the value.
+    higher probability, so that the expected result is the value. The optimizer's step stores bf16 weights so, because
+    rounding to the nearest would lose small updates.
 
     A value that bfloat16 represents stays as it is; a value that is not finite is cast. The same arguments give the
     same bits on every device and however x is divided over devices. Raises ValueError for more than 2^32 elements.
@@ -31,9 +32,10 @@ def stochastic_round(x: jax.Array, seed: jax.Array, stream: int) -> jax.Array:
 
 
 def random_bits(shape: tuple[int, ...], seed: jax.Array, stream: int) -> jax.Array:
-    """uint32 of `shape`, uniform from 0 to 2^16 - 1: a hash of each element's position, the step's seed (uint32[2]),
-    and `stream`, the number of the tensor, by which tensors of the same shape get different bits. Raises ValueError
-    for more than 2^32 elements.
+    """The random numbers of stochastic rounding, uint32 of `shape`, uniform from 0 to 2^16 - 1, of which one is added
+    to each value below the 16 bits that are kept: a hash of each element's position, `seed`, uint32[2], different for
+    each step, and `stream`, the number of the tensor, by which tensors of the same shape get different bits. Raises
+    ValueError for more than 2^32 elements.
 
     jax.random would write its numbers to memory before they are used, twice the bytes of the weight itself. This is a
     dozen integer operations inside the fusion that updates the weight.

@@ -157,8 +157,9 @@ def measure(
 
 def as_the_first() -> Callable[[Any], str | None]:
     """Returns a function for the argument `wrong` of `measure`. It takes a candidate's result, and returns why that is
-    wrong, or None. The first result that it gets is taken as right, so the first candidate should be one that is known
-    to be right; a later result is wrong if its relative error against the first one exceeds 2 % in the norm."""
+    wrong, or None. The first result that it gets is kept and taken as right, so the first candidate should be one that
+    is known to be right; a later result is wrong if its relative error against the first one exceeds 2 % in the
+    norm."""
     right: list[Any] = []
 
     @jax.jit
@@ -185,13 +186,15 @@ def cache_file(kind: str) -> Path:
 
 def _file_name(kind: str) -> str:
     """The name of the JSON file with the measurements for a kind of GPU, such as nvidia_h200.json for "NVIDIA H200".
-    The user's file and the one packaged with jaxtune have the same name, in different folders."""
+    `cache_file` and `_entries` use it for the user's file and the packaged one, which have the same name in different
+    folders."""
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()) + ".json"
 
 
 def _key(op: str, bucket: str, dtype) -> str:
-    """The key of an entry in a file of measurements, such as "attention forward, head_dim=128, bfloat16". op: the name
-    of the operation; bucket: the class of shapes that share the entry; dtype: of the operands."""
+    """The key under which `measure` stores an entry in a file of measurements and `tuned` looks it up, such as
+    "attention forward, head_dim=128, bfloat16". op: the name of the operation; bucket: the class of shapes that share
+    the entry; dtype: of the operands."""
     return f"{op}, {bucket}, {jax.numpy.dtype(dtype).name}"
 
 
@@ -208,7 +211,7 @@ def _entries(kind: str, cache: str) -> dict[str, Any]:
 def _own(path: Path) -> dict[str, Any]:
     """{key: entry} of the user's file of measurements at `path`. Empty if the file does not exist, if its entries were
     made with another jaxlib, or if it cannot be read or is not one of jaxtune's. Entries without block sizes are left
-    out. Of these, all but a missing file and another jaxlib cause a warning."""
+    out. A warning is logged in each of these cases, except for a missing file and another jaxlib."""
     try:
         record = json.loads(read_plain(path))
     except FileNotFoundError:
@@ -229,7 +232,7 @@ def _own(path: Path) -> dict[str, Any]:
 
 def _is_entry(entry: Any) -> bool:
     """Whether a value from a user's file, which can contain anything, is an entry as `measure` makes them: a dictionary
-    with "blocks", whose values are integers, booleans or strings."""
+    with "blocks", whose values are integers, booleans or strings. `_own` drops all other values."""
     blocks = entry.get("blocks") if isinstance(entry, dict) else None
     return isinstance(blocks, dict) and all(isinstance(value, int | str) for value in blocks.values())
 
@@ -254,7 +257,7 @@ def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
 def _milliseconds(run: Callable[[], Any], rounds: int = 5, runs: int = 4) -> float:
     """Times `run`, a function that launches a compiled program once and returns its arrays, in milliseconds. After two
     calls that are not timed, it launches the program `runs` times back to back and takes the mean, does this `rounds`
-    times, and returns the smallest mean."""
+    times, and returns the smallest mean. `measure` compares candidates by it."""
     for _ in range(2):
         jax.block_until_ready(run())
     best = math.inf

@@ -21,9 +21,9 @@ _LIBRARIES = ("cudnn", "cublas", "cuda_runtime")
 
 @functools.cache
 def of_kernels() -> tuple[str, ...]:
-    """The versions of the installed packages, of the loaded NVIDIA libraries, which may come from elsewhere, and of the
-    driver, each as "name version". Results that depend on compiled kernels, such as checks that passed, are stored with
-    them."""
+    """The versions of the installed packages, of the loaded NVIDIA libraries, which may come from elsewhere than the
+    packages, and of the driver, each as "name version". Results that depend on compiled kernels, such as checks that
+    passed, are stored with them. They are read once in a process."""
     named = {(each.metadata["Name"] or "").lower().replace("_", "-"): each.version for each in metadata.distributions()}
     found = [f"{name} {version}" for name, version in sorted(named.items()) if name.startswith(_PACKAGES)]
     return (*found, *_loaded(), _driver())

@@ -32,7 +32,7 @@ from jaxtune.system.private_mlir import arith, ir, llvm
 
 def _elementwise(arrays, refs, layout, dtype, function):
     """Applies a function of single elements to arrays in registers. The function writes PTX or MLIR instructions that
-    Pallas has no operation for.
+    Pallas has no operation for: `direction` and `places` are made with it.
 
     Args:
       arrays: the arrays in registers, all of one shape and of `layout`.
@@ -95,7 +95,8 @@ def looked_up(codes, table_smem, layout):
 
 def direction(m, v, mean_factor, root_factor, eps, layout):
     """Returns Adam's direction m mean_factor / (sqrt(v) root_factor + eps), float32, by the approximate square root and
-    reciprocal (errors of 1 and 2 units in the last place), which are much faster than exact ones.
+    reciprocal (errors of 1 and 2 units in the last place), which are much faster than exact ones. The kernel of
+    adam8/api.py calls it for each chunk.
 
     Args:
       m, v: the first and the second moment, float32 in registers of `layout`.
@@ -156,7 +157,7 @@ def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
 
 def store_chunk(array, ref, number, layout):
     """Stores an array of `size` elements from registers as chunk `number` of a flat array in global memory: ref[size
-    number : size (number + 1)] = array, row by row.
+    number : size (number + 1)] = array, row by row. The Adam kernel stores the direction so.
 
     The address is computed in 64 bits, because number times size may exceed int32.
 

@@ -80,8 +80,8 @@ def refusal(gradient, m_codes) -> str | None:
     """Returns the reason why the kernel cannot update this tensor, or None if it can; the optimizer then calls
     adam_update, otherwise plain_update. Reasons are a device that is not a Hopper GPU, a gradient that is neither
     bfloat16 nor float32, codes that are not uint8, and fewer than 2,048 elements. On a GPU, the first call for a dtype
-    runs a small case on the kernel and compares it with XLA; a difference is a reason too. In Pallas' interpreter, in
-    which tests run the kernel, the device does not matter and nothing is compared.
+    runs a small case on the kernel and compares it with XLA (later, within dispatch.built); a difference is a reason
+    too. In Pallas' interpreter, in which tests run the kernel, the device does not matter and nothing is compared.
 
     Args:
       gradient: the gradient, or its jax.ShapeDtypeStruct; only dtype and size matter.

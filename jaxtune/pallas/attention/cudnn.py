@@ -58,7 +58,7 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 def _slots(layout: PackedLayout) -> int:
     """M, the number of documents for which each row has room in the arrays that cuDNN's packed path takes: the layout's
-    max_documents, but at least two, which cuDNN needs."""
+    max_documents, but at least two, which cuDNN needs. layout: its max_documents is not None, as `refusal` requires."""
     return max(2, layout.max_documents or 0)
 
 
@@ -82,8 +82,9 @@ def _documents(layout: PackedLayout):
 def _stat_index(layout: PackedLayout):
     """Where cuDNN stores each token's log-sum-exp in a batch of this layout, two int32[B, T]: (the token's document,
     its index within the document). In cuDNN's statistics [B * M, heads, T] they index the first and the last axis. JAX
-    passes the documents of all rows to cuDNN in one list without the unused entries, so documents are numbered from
-    row 0 on, through all rows. At padding the numbers mean nothing."""
+    passes the documents of all rows to cuDNN in one list without the unused entries, so documents are numbered from row
+    0 on, through all rows. At padding the numbers mean nothing. `forward` reads the log-sum-exp there, and `backward`
+    writes it there again."""
     index = jnp.arange(layout.doc_start.shape[1], dtype=jnp.int32)
     first = (layout.doc_start == index) & (layout.doc_end > index)
     number = jnp.cumsum(first.reshape(-1)).reshape(first.shape) - 1
@@ -91,11 +92,11 @@ def _stat_index(layout: PackedLayout):
 
 
 def _call_arguments(layout, query, scale, window):
-    """Returns (arrays, static arguments) that JAX's call of cuDNN takes after query, key and value. The seven arrays
-    are a bias, the documents' lengths for queries and for keys, their first tokens for both, and two page tables. Those
-    of the documents are from `_documents` if rows are packed (max_documents is not 1); all others are empty, which
-    means that the feature is not used. The static arguments are a dict of keywords: the scale, a causal mask (within
-    documents, if rows are packed), the window, no dropout, and the order of axes.
+    """Returns (arrays, static arguments) that JAX's call of cuDNN takes after query, key and value. `forward` and
+    `backward` call it. The seven arrays are a bias, the documents' lengths for queries and for keys, their first tokens
+    for both, and two page tables. Those of the documents are from `_documents` if rows are packed (max_documents is not
+    1); all others are empty, which means that the feature is not used. The static arguments are a dict of keywords: the
+    scale, a causal mask (within documents, if rows are packed), the window, no dropout, and the order of axes.
 
     Args:
       layout: the bounds of the documents of the batch's rows.

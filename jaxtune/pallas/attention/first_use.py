@@ -34,7 +34,8 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Ma
     """Returns the reason why this GPU must not run the kernels of `module` for calls like this one, or None. It
     compares the forward and the gradients of a small packed case with the reference, once for each kind of call (dtype,
     head dim, grouped heads or not, soft cap or not, blocks), which takes some seconds; a pass is stored in the user's
-    cache. It is None without a check if there is no GPU, or while compiling for another GPU.
+    cache. It is None without a check if there is no GPU, while compiling for another GPU, or if the check is done later
+    (dispatch.built).
 
     Args:
       name: the implementation's name, such as "mosaic".
@@ -89,7 +90,8 @@ def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int
     """Returns the reason why this GPU must not run cuDNN for calls like this one, or None. It compares the forward and
     the gradients with the reference, on packed rows of the call's own sizes, by which cuDNN chooses its kernels, or for
     rows of one document each on one shorter row; once for each kind of call; a pass is stored in the user's cache. It
-    is None without a check if there is no GPU, or while compiling for another GPU.
+    is None without a check if there is no GPU, while compiling for another GPU, or if the check is done later
+    (dispatch.built).
 
     Args:
       query: of the call, [B, T, heads, D]; only shape and dtype are used.

@@ -132,7 +132,8 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 def _bounds(layout: PackedLayout, window: int | None):
     """What each token sees, and what sees it: (lower, upper), int32[B, T] each. The query at index q sees the keys
-    lower[q] to q of its row; the key at index k is seen by the queries k to upper[k] - 1.
+    lower[q] to q of its row; the key at index k is seen by the queries k to upper[k] - 1. `_prepare` pads them for the
+    kernels.
 
     At padding these ranges are empty, but the numbers still never fall along the row, so that a tile is bounded by its
     first and last token. layout: the documents of the rows. window: how many keys a query sees, of a sliding window;
@@ -207,7 +208,8 @@ def _table(starts, first, count, falling: bool | None):
 
 def _whole_blocks(tokens, blocks: Blocks):
     """How many blocks of blocks.step tokens fit before a token: tokens // blocks.step, int32, which for the first token
-    that a tile sees is the number of the block that it is in. It avoids `//`, which tests every number's sign."""
+    that a tile sees is the number of the block that it is in. The tables of work contain such numbers. It avoids `//`,
+    which tests every number's sign."""
     return jax.lax.div(tokens, jnp.int32(blocks.step))
 
 

@@ -75,7 +75,8 @@ def wide_key_kernel(
       dk_ref, dv_ref: the results, as k_ref and v_ref.
       k_smem, v_smem: shared memory for an item's keys, and later its dv; and for its values, and later its dk.
       upper_smem: shared memory for the item's part of upper_ref.
-      weights_smem: float32[2, keys, queries], the softmax weights that the first warpgroup passes to the second.
+      weights_smem: float32[2, keys, queries], the softmax weights, times the slope of the soft cap, that the first
+        warpgroup passes to the second.
       q_smem, do_smem, numbers_smem: slots of queries, dout and numbers (stat and delta).
       key_full, value_full: barriers that complete when an item's keys, and its values, have arrived.
       q_full to do_free: barriers of the slots: a block of queries, of dout has arrived; the slot of either is free

@@ -40,7 +40,8 @@ PIECE = 128  # columns that are brought at a time of a block that only scores ar
 
 def columns_of(number, size: int):
     """Returns the slice (pl.ds) of the columns of a head that its piece or half `number` (int or int32[]) has, counted
-    from 0: number * size to (number + 1) * size - 1. size is 128 for pieces and 256 for halves."""
+    from 0: number * size to (number + 1) * size - 1. size is 128 for pieces and 256 for halves. The kernels copy
+    operands and results of heads of 512 by such slices."""
     return pl.ds(number * size, size)
 
 
@@ -143,8 +144,8 @@ def two_products(shape, weight_operands, score_operands, number, zero):
 
 def slot_of(number, piece, ring):
     """Returns the index of the slot that has piece `piece` (int or int32[]) of block `number` (int32[]), which is taken
-    modulo the slots of `ring`. ring: [slots, tokens, columns of a piece]. The result is an int where it is the same for
-    every block, otherwise int32[]."""
+    modulo the slots of `ring`. ring: [slots, tokens, columns of a piece]. Kernels find by it the slot that they wait
+    for, read or release. The result is an int where it is the same for every block, otherwise int32[]."""
     stages, pieces = ring.shape[0], 2 * HALF // ring.shape[-1]
     if isinstance(piece, int) and pieces % stages == 0:
         return piece % stages

@@ -76,8 +76,9 @@ def rows_of(value, shape):
 
 
 def filled(shape, value, layout):
-    """A float32 array of this shape in the registers of the calling warpgroup with one value everywhere; layout: how
-    its numbers are spread over a warpgroup's threads (plgpu.Layout)."""
+    """A float32 array of this shape in the registers of the calling warpgroup with one value everywhere, with which an
+    accumulator or a running maximum starts; layout: how its numbers are spread over a warpgroup's threads
+    (plgpu.Layout)."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -89,7 +90,8 @@ def ids(shape, axis, base):
 
 def capped(scores, scale, soft_cap):
     """Returns (scores times `scale`, capped and in units of log2, for exp2; the derivative of the soft cap at them, or
-    None without one), float32 in registers in the shape of `scores`.
+    None without one), float32 in registers in the shape of `scores`. All kernels of attention call it on the products
+    of queries and keys; those of gradients need the derivative.
 
     Args:
       scores: float32 in registers, the raw products of queries and keys.

@@ -17,15 +17,16 @@ _MASKED = -1e30  # finite, so that a row without visible keys stays free of inf 
 
 
 def _precision(dtype):
-    """The precision of a product whose factors have this dtype, for jnp: exact for float32, which a GPU would
-    otherwise round to TF32; the default for 16 bits."""
+    """The precision of a product whose factors have this dtype, for the jnp calls of `forward` and `backward`: exact
+    for float32, which a GPU would otherwise round to TF32; the default for 16 bits."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def _scores(query, key, scale, soft_cap):
     """(scores, derivative of the soft cap at them), both float32[B, K, G, Q, T]; the second is None without a cap.
     query is [B, Q, K, G, D], of K key/value heads with G query heads each, and key [B, T, K, D]. Scores are the
-    products times `scale`, then s -> soft_cap * tanh(s / soft_cap) unless soft_cap is None."""
+    products times `scale`, then s -> soft_cap * tanh(s / soft_cap) unless soft_cap is None. `forward` and `backward`
+    call it for a chunk of Q queries."""
     scores = jnp.einsum(
         "bqkgd,btkd->bkgqt", query, key, preferred_element_type=jnp.float32, precision=_precision(query.dtype)
     )
@@ -38,7 +39,7 @@ def _scores(query, key, scale, soft_cap):
 
 def _visible(start, end, first, length, window):
     """Returns the mask of a chunk of queries, bool[B, 1, 1, Q, T]: whether each of the queries first, first + 1, ...
-    sees each of the row's keys.
+    sees each of the row's T keys. `forward` and `backward` mask scores by it.
 
     Args:
       start, end: int32[B, Q], the bounds of the queries' documents (doc_start and doc_end).
@@ -56,8 +57,8 @@ def _visible(start, end, first, length, window):
 
 def _chunked(length, per_query):
     """(chunk, padded length): the number of queries at a time that keeps the scores within _MAX_SCORES, and `length`
-    rounded up to a multiple of it. A chunk has at least one query. per_query: the number of scores of one query
-    position, over all rows, heads and keys."""
+    rounded up to a multiple of it. A chunk has at least one query. `forward` and `backward` divide a row's queries so,
+    to bound their memory. per_query: the number of scores of one query position, over all rows, heads and keys."""
     chunk = max(1, min(length, _MAX_SCORES // max(1, per_query)))
     count = -(-length // chunk)
     chunk = -(-length // count)
@@ -65,8 +66,8 @@ def _chunked(length, per_query):
 
 
 def _split(array, chunk, padded):
-    """`array` [B, T, ...] -> [n, B, chunk, ...], n chunks of T, which is padded with zeros to `padded` first: the form
-    in which lax.scan goes through chunks."""
+    """`array` [B, T, ...] -> [n, B, chunk, ...], n chunks of T, which is padded with zeros to `padded` first
+    (`_chunked` gives both numbers): the form in which lax.scan goes through chunks."""
     pad = [(0, 0)] * array.ndim
     pad[1] = (0, padded - array.shape[1])
     array = jnp.pad(array, pad)

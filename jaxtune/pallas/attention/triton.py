@@ -71,8 +71,8 @@ LEAST, MOST = 64, 512  # head dims
 
 
 def width(dim: int) -> int:
-    """Returns the number of columns that the kernels' blocks have for a head dim from 64 to 512: the next power of two.
-    Columns from the head dim on are zeros."""
+    """Returns the number of columns that the kernels' blocks have for a head dim from 64 to 512: the next power of two,
+    because Triton's blocks have no other sizes. Columns from the head dim on are zeros."""
     return 1 << (dim - 1).bit_length()
 
 

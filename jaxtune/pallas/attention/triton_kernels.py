@@ -68,9 +68,10 @@ def _store(
 
 @triton.jit
 def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Returns, for each of `queries` (positions in the row, int32), the first key that it sees, int32. A query of a
-    document sees the keys from that one to itself, and at most WINDOW of them if WINDOW is not 0. Padding and positions
-    past the row see nothing and get query + 1, so that the result never falls along the row.
+    """For forward_kernel and query_kernel: returns, for each of `queries` (positions in the row, int32), the first key
+    that it sees, int32. A query of a document sees the keys from that one to itself, and at most WINDOW of them if
+    WINDOW is not 0. Padding and positions past the row see nothing and get query + 1, so that the result never falls
+    along the row.
 
     starts and ends point to the row's document bounds, int32[LENGTH] each.
     """
@@ -83,10 +84,10 @@ def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Returns, for each of `keys` (positions in the row, int32), the query after the last that sees it, int32. A key of
-    a document is seen by the queries from itself to before that one, and by at most WINDOW of them if WINDOW is not 0.
-    Padding is seen by none and gets its own position, so that the result never falls along the row; positions past the
-    row get a number that is not above them.
+    """For key_kernel: returns, for each of `keys` (positions in the row, int32), the query after the last that sees it,
+    int32. A key of a document is seen by the queries from itself to before that one, and by at most WINDOW of them if
+    WINDOW is not 0. Padding is seen by none and gets its own position, so that the result never falls along the row;
+    positions past the row get a number that is not above them.
 
     ends points to the ends of the documents of the row's tokens, int32[LENGTH].
     """

@@ -39,9 +39,9 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
 def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
     """Returns the reason why this GPU must not run a kernel for such calls, or None. It compares a small case with the
     reference, once for each kind of call (dtypes, head dim, query heads of a KV head, tiles, soft cap or not); a pass
-    is stored in the user's cache. It is None without a check if there is no GPU, or while compiling for another GPU.
-    The case has an empty row, rows that end within and at the end of a tile of keys, and rows longer than the cache,
-    which is then a ring.
+    is stored in the user's cache. It is None without a check if there is no GPU, while compiling for another GPU, or if
+    the check is done later (dispatch.built). The case has an empty row, rows that end within and at the end of a tile
+    of keys, and rows longer than the cache, which is then a ring.
 
     Args:
       name: the implementation's name, "mosaic" or "triton".

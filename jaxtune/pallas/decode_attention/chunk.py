@@ -37,7 +37,8 @@ def chunk_attention(
       query: [B, N, heads, D] bfloat16, float16 or float32.
       new_keys, new_values: [B, N, kv_heads, D] in query's dtype, of the new tokens, which are not in the cache yet.
       keys, values: [B, kv_heads, capacity, D], the cache of the tokens before them, in query's dtype or float8_e4m3fn
-        (without scales). The token at position p is at index p % capacity.
+        (without scales). The token at position p is at index p % capacity. Entries that are not visible must be finite
+        too.
       before: int32[B], tokens of each row before the new ones; 0: the cache has none. Of a row longer than the capacity
         the cache has the last `capacity` tokens.
       scale: factor on query . key.

@@ -45,7 +45,7 @@ class Blocks:
     workers: int  # warpgroups of a program, each of which works alone with slots of its own
 
     def as_dict(self) -> dict[str, Any]:
-        """{field: value}, as tuning.py stores blocks."""
+        """{field: value} of all fields, as tuning.py stores blocks; `variant` names the blocks of a check by it."""
         return dataclasses.asdict(self)
 
 
@@ -61,10 +61,10 @@ def blocks_of(dim: int, dtype) -> Blocks:
 
 
 def refusal(query, keys) -> str | None:
-    """Returns the reason why these kernels cannot compute a call with such arrays, or None: no Hopper GPU, another
-    dtype than 16 bits or a cache in another one, a head dim other than 64, 96, 128 and 256, more than 64 query heads
-    for a key head, or a capacity of the cache that is no whole number of tiles (Blocks.step keys). query is [B, heads,
-    D], keys [B, kv_heads, capacity, D]; only shapes and dtypes are used."""
+    """Returns the reason why these kernels cannot compute a call with such arrays, or None: no Hopper GPU (where they
+    are not interpreted), another dtype than 16 bits or a cache in another one, a head dim other than 64, 96, 128 and
+    256, more than 64 query heads for a key head, or a capacity of the cache that is no whole number of tiles
+    (Blocks.step keys). query is [B, heads, D], keys [B, kv_heads, capacity, D]; only shapes and dtypes are used."""
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):

@@ -153,8 +153,8 @@ def split_kernel(
 
 def product(left, right, shape, interpreted):
     """Multiplies left @ right on the tensor cores, by the calling warpgroup, and returns float32 of `shape` in
-    registers. `left` is in registers and `right` in shared memory. interpreted: True: Pallas' interpreter runs it,
-    which does not support this wgmma, and jnp computes it; False on a GPU."""
+    registers. `left` is in registers and `right` in shared memory. split_kernel computes scores so. interpreted: True:
+    Pallas' interpreter runs it, which does not support this wgmma, and jnp computes it; False on a GPU."""
     if interpreted:
         return lax.dot(left, right[...], preferred_element_type=jnp.float32)
 

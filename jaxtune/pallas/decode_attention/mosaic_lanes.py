@@ -34,7 +34,8 @@ TILE = 64  # rows of a tile
 
 def _row(half: int):
     """The number of one of the two rows of a tile that this lane holds in registers, an MLIR int32: the first of them
-    if half is 0, the second, 8 rows further, if half is 1."""
+    if half is 0, the second, 8 rows further, if half is 1. `load_rows` and `store_rows` access memory by it and by
+    `_column`."""
     thread = ir_thread()
     of_warp = ir_mul(ir_shift_right(thread, 5), 16)
     return ir_add(of_warp, ir_shift_right(arith.andi(thread, ir_const(31)), 2), ir_const(8 * half))
@@ -42,7 +43,7 @@ def _row(half: int):
 
 def _column():
     """The number of the first of the two neighbouring columns that this lane holds, of every 8 columns of a tile, an
-    MLIR int32: 0, 2, 4 or 6."""
+    MLIR int32: 0, 2, 4 or 6. `load_rows` and `store_rows` access memory by it and by `_row`."""
     return ir_mul(arith.andi(ir_thread(), ir_const(3)), 2)
 
 

@@ -16,9 +16,9 @@ MASKED = -1e30  # score of a key that is not visible
 
 
 def live_tiles(lengths, capacity: int, window: int | None, step: int):
-    """Which tiles of keys each split of a row must read: (first, count), both int32[B, splits]. A split is SPLIT
-    consecutive entries of the cache and consists of tiles of `step` keys. It reads the tiles from the first to the last
-    that contain a key which the row's newest token sees.
+    """For the functions `decode` of the kernels: which tiles of keys each split of a row must read: (first, count),
+    both int32[B, splits]. A split is SPLIT consecutive entries of the cache and consists of tiles of `step` keys. It
+    reads the tiles from the first to the last that contain a key which the row's newest token sees.
 
     `first` is the number of the first of these tiles, counted from the start of the cache; `count` is how many there
     are, 0 for a split without visible keys, whose `first` means nothing. Tiles between the first and the last of them
@@ -54,7 +54,8 @@ def seen_of(lengths, window: int | None):
 
 def newest_of(lengths, capacity: int):
     """int32[B]: the index of a row's newest key in the cache, a ring of `capacity` keys; 0 for an empty row. lengths:
-    int32[B], tokens of each row."""
+    int32[B], tokens of each row. Counted back from there, an index tells how old its key is, and so whether it is
+    visible."""
     return jnp.maximum(lengths - 1, 0) % capacity
 
 
@@ -69,5 +70,6 @@ def order_of(tiles):
 
 def log2_sinks(sinks, heads: int):
     """float32[heads]: the sinks (a logit of each head that takes a share of the softmax and has no value) in units of
-    log2, in which the kernels compute scores; MASKED if `sinks` is None."""
+    log2, in which the kernels compute scores; MASKED if `sinks` is None. sinks: float[heads], or None for none; heads:
+    the number of query heads."""
     return jnp.full(heads, MASKED, jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E

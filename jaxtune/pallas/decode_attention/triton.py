@@ -38,8 +38,9 @@ WHOLE_TILES = {64: Tile(64, 4, 3), 128: Tile(32, 4, 4), 256: Tile(32, 4, 2), 512
 
 
 def width(dim: int) -> int:
-    """Returns the number of columns that the kernels use for a head dim: the next power of two, at least 64. Columns
-    past the head dim are zeros. Only numbers for which TILES has tiles are supported."""
+    """Returns the number of columns that the kernels use for a head dim: the next power of two, at least 64, because
+    Triton's blocks have no other sizes. Columns past the head dim are zeros. Only numbers for which TILES has tiles are
+    supported."""
     return max(64, 1 << (dim - 1).bit_length())
 
 

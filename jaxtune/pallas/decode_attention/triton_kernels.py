@@ -14,7 +14,8 @@ _MASKED = tl.constexpr(-1e30)
 @triton.jit
 def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Loads rows first to first + STEP - 1 of a matrix with DIM columns, such as the keys of one head, to whose first
-    row `array` points: [STEP, WIDTH], with zeros in the columns from DIM on."""
+    row `array` points: [STEP, WIDTH], with zeros in the columns from DIM on. The kernels load the keys and values of a
+    tile so; there must be as many rows."""
     columns = tl.arange(0, WIDTH)
     pointers = array + (first + tl.arange(0, STEP))[:, None] * DIM + columns[None, :]
     if WIDTH == DIM:
@@ -182,9 +183,10 @@ def decode_combine_kernel(
     log2) of decode_split_kernel, to out [B, HEADS, DIM], the second of two kernels. It adds the sinks, and gives 0 for
     a row without keys. Grid: (KV_HEADS, B).
 
-    order int32[B, SPLITS] has the numbers of a row's splits, those that read keys first, and counts int32[B] how many
-    of them do (splits.order_of). sinks: float32[HEADS], in units of log2; _MASKED: no sink. GROUP and WIDTH are the
-    query heads of a KV head and DIM, padded to powers of two.
+    parts is float32[B, KV_HEADS, SPLITS, heads of a group, DIM], and lses is the same without DIM. order int32[B,
+    SPLITS] has the numbers of a row's splits, those that read keys first, and counts int32[B] how many of them do
+    (splits.order_of). sinks: float32[HEADS], in units of log2; _MASKED: no sink. GROUP and WIDTH are the query heads of
+    a KV head and DIM, padded to powers of two.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS

@@ -28,8 +28,8 @@ def implementations(key, value) -> dispatch.Table:
 
 
 def _check_layout(check: Arguments, layout) -> None:
-    """Checks that `layout` is a PackedLayout, and that its document bounds have the rows and tokens of the call's
-    arrays, which `check` has seen before.
+    """For gated_delta_rule and short_convolution: checks that `layout` is a PackedLayout, and that its document bounds
+    have the rows and tokens of the call's arrays, which `check` has seen before.
 
     Raises:
       TypeError, ValueError: it is not as PackedLayout describes it.

@@ -31,7 +31,8 @@ GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist 
 
 def forward(query, key, value, decay, beta, layout):
     """Returns the output [B, T, heads, V] of the gated delta rule over packed documents, computed by chunks of tokens,
-    in value's dtype; padding gives 0, whatever finite numbers stand there. It is differentiable.
+    in value's dtype; padding gives 0, whatever finite numbers stand there. It is differentiable. gated_delta_rule calls
+    this as its implementation "chunked".
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
@@ -47,7 +48,8 @@ def forward(query, key, value, decay, beta, layout):
 
 def state(key, value, decay, beta, lengths):
     """Returns the state after the first `lengths` (int32[B]) tokens of each row, which is one document: float32[B,
-    heads, K, V]. Generation continues from it. Tokens from `lengths` on are ignored; a row of length 0 gives 0.
+    heads, K, V]. Generation continues from it: delta_rule_state calls this. Tokens from `lengths` on are ignored; a row
+    of length 0 gives 0.
 
     key is [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and beta (the
     share of what is stored at a key that is replaced) float32[B, T, heads].
@@ -59,7 +61,8 @@ def state(key, value, decay, beta, lengths):
 
 def chunk(query, key, value, decay, beta, state):
     """Returns (out [B, T, heads, V], the next state) for the next T tokens of each row, whose document started before
-    them: a prompt that is prefilled chunk by chunk. out has value's dtype, and the next state is as `state`.
+    them: a prompt that is prefilled chunk by chunk, for delta_rule_chunk. out has value's dtype, and the next state is
+    as `state`.
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; state, before the tokens, is
@@ -164,7 +167,8 @@ def _group(precision, state, group):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def unit_lower_inverse(lower: jax.Array, precision) -> jax.Array:
-    """Returns the inverse of the matrix 1 + lower, float32[..., n, n]. Its derivative stores only the inverse.
+    """Returns the inverse of the matrix 1 + lower, float32[..., n, n], with which `_group` finds what all tokens of a
+    chunk write at once. Its derivative stores only the inverse.
 
     The inverses of diagonal blocks give those of blocks twice as large, by matrix products. This is as stable as
     substitution. The series in powers of `lower`, which needs the same products, is not, because its terms grow as

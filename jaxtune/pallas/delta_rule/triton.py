@@ -79,8 +79,8 @@ def refusal(key, value) -> str | None:
 def _first_use(dtype, group: int) -> str | None:
     """Returns the reason why this GPU must not run the kernels in `dtype` with `group` value heads for each key head,
     or None. It compares a small packed case, with its gradients, with the reference, once for each such call; a pass is
-    stored in the user's cache. It is None without a check if there is no GPU, or while compiling for another GPU.
-    Released versions of Triton have compiled such kernels wrongly."""
+    stored in the user's cache. It is None without a check if there is no GPU, while compiling for another GPU, or if
+    the check is done later (dispatch.built). Released versions of Triton have compiled such kernels wrongly."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 130), (4, 64), (0, 27))

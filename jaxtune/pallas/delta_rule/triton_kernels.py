@@ -16,8 +16,8 @@ _LEAST = tl.constexpr(-100.0)  # the smallest decay: its exp is 0 in float32, an
 
 @triton.jit
 def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Loads [CHUNK, DIM] of one head, to whose first token `array` points, from token `first` on; tokens past the row
-    (LENGTH) are 0. STRIDE: numbers from token to token."""
+    """Loads the vectors of a chunk's tokens, such as queries: [CHUNK, DIM] of one head, to whose first token `array`
+    points, from token `first` on; tokens past the row (LENGTH) are 0. STRIDE: numbers from token to token."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     if LENGTH % CHUNK == 0:
@@ -28,9 +28,9 @@ def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.co
 
 @triton.jit
 def _tokens_turned(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Loads CHUNK tokens of one head, from token `first` on, as the transpose [DIM, CHUNK], because a transposed result
-    cannot be an operand of a product. `array` points to the head's first token, STRIDE is the numbers from token to
-    token; tokens past the row (LENGTH) are 0."""
+    """Loads the vectors of CHUNK tokens of one head, such as values, from token `first` on, as the transpose [DIM,
+    CHUNK], because a transposed result cannot be an operand of a product. `array` points to the head's first token,
+    STRIDE is the numbers from token to token; tokens past the row (LENGTH) are 0."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -50,10 +50,10 @@ def _piece_turned(
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Loads PIECE neighbouring tokens of a chunk of CHUNK tokens of one head, transposed: [DIM, PIECE], from the
-    chunk's token `begin` on. dkey_kernel multiplies such a part of the tokens at a time. `array` points to the head's
-    first token, `first` is the chunk's first token, STRIDE the numbers from token to token; tokens past the row
-    (LENGTH) are 0."""
+    """Loads the vectors (queries or keys) of PIECE neighbouring tokens of a chunk of CHUNK tokens of one head,
+    transposed: [DIM, PIECE], from the chunk's token `begin` on. dkey_kernel multiplies such a part of the tokens at a
+    time. `array` points to the head's first token, `first` is the chunk's first token, STRIDE the numbers from token to
+    token; tokens past the row (LENGTH) are 0."""
     rows = begin + tl.arange(0, PIECE)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -66,8 +66,9 @@ def _piece_turned(
 def _put_tokens(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Stores values [CHUNK, DIM] as the tokens of one head from token `first` on, in the dtype of `array`, without
-    those past the row (LENGTH). `array` points to the head's first token, STRIDE is the numbers from token to token."""
+    """Stores values [CHUNK, DIM], such as gradients, as the vectors of the tokens of one head from token `first` on, in
+    the dtype of `array`, without those past the row (LENGTH). `array` points to the head's first token, STRIDE is the
+    numbers from token to token."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     values = values.to(array.dtype.element_ty)
@@ -81,9 +82,9 @@ def _put_tokens(
 def _put_tokens_turned(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Stores the transpose of values [DIM, CHUNK] as the tokens of one head from token `first` on, in the dtype of
-    `array`, without those past the row (LENGTH). `array` points to the head's first token, STRIDE is the numbers from
-    token to token."""
+    """Stores the transpose of values [DIM, CHUNK] as the vectors of the tokens of one head from token `first` on, in
+    the dtype of `array`, without those past the row (LENGTH). `array` points to the head's first token, STRIDE is the
+    numbers from token to token. Kernels that compute transposed results use it."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     values = values.to(array.dtype.element_ty)
@@ -95,34 +96,34 @@ def _put_tokens_turned(
 
 @triton.jit
 def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns float32[CHUNK]: the inner product of each row of `sums` [CHUNK, DIM], a gradient, with the vector of its
-    token (a query), which is loaded again, because keeping it would take registers. `array` points to the head's first
-    token, `first` is the number of the chunk's first token in the row, STRIDE the numbers from token to token; tokens
-    past the row (LENGTH) are 0."""
+    """For dquery_kernel: returns float32[CHUNK]: the inner product of each row of `sums` [CHUNK, DIM], a gradient, with
+    the vector of its token (a query), which is loaded again, because keeping it would take registers. `array` points to
+    the head's first token, `first` is the number of the chunk's first token in the row, STRIDE the numbers from token
+    to token; tokens past the row (LENGTH) are 0."""
     return tl.sum(sums * _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32), 1)
 
 
 @triton.jit
 def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns float32[CHUNK]: 1 over the length of each token's vector, a query or a key of DIM numbers, by which it is
-    normalised. `array` points to the head's first token, `first` is the number of the chunk's first token in the row,
-    STRIDE the numbers from token to token; vectors of tokens past the row (LENGTH) count as 0. As 1e-6 is added to the
-    squared length, a vector of 0 gives 1000."""
+    """For numbers_kernel: returns float32[CHUNK]: 1 over the length of each token's vector, a query or a key of DIM
+    numbers, by which it is normalised. `array` points to the head's first token, `first` is the number of the chunk's
+    first token in the row, STRIDE the numbers from token to token; vectors of tokens past the row (LENGTH) count as 0.
+    As 1e-6 is added to the squared length, a vector of 0 gives 1000."""
     wide = _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1) + _EPS)
 
 
 @triton.jit
 def _matrix(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads the contiguous matrix [ROWS, COLUMNS] that `array`, a pointer to global memory, points to, into registers,
-    in its dtype and row by row."""
+    """Loads a chunk's matrix, or a part of a state: the contiguous matrix [ROWS, COLUMNS] that `array`, a pointer to
+    global memory, points to, into registers, in its dtype and row by row."""
     return tl.load(array + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
 
 
 @triton.jit
 def _turned(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads the contiguous matrix [ROWS, COLUMNS] that `array` points to as its transpose [COLUMNS, ROWS], because a
-    transposed result cannot be an operand of a product."""
+    """Loads, for dkey_kernel, a part of a state: the contiguous matrix [ROWS, COLUMNS] that `array` points to as its
+    transpose [COLUMNS, ROWS], because a transposed result cannot be an operand of a product."""
     return tl.load(array + tl.arange(0, COLUMNS)[:, None] + tl.arange(0, ROWS)[None, :] * COLUMNS)
 
 
@@ -149,7 +150,8 @@ def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit
 def _reads(start, places):
     """bool[CHUNK, CHUNK]: whether a token (row) sees another token of the chunk (column), itself included. start and
-    places are int32[CHUNK], the first tokens of the tokens' documents, and the tokens' own numbers in the row."""
+    places are int32[CHUNK], the first tokens of the tokens' documents, and the tokens' own numbers in the row.
+    chunk_kernel and pairs_kernel mask decays by it."""
     return (start[:, None] <= places[None, :]) & (places[:, None] >= places[None, :])
 
 
@@ -167,7 +169,7 @@ def _left(sums, seen):
 @triton.jit
 def _after(sums, start, places, is_last):
     """Returns float32[CHUNK]: the factor with which what each token writes is in the state after the chunk; 0 for
-    documents that end before.
+    documents that end before. numbers_kernel makes the factors `written` and `reach` of it.
 
     sums: float32[CHUNK], the logarithms of decays, summed over each token's document within the chunk, up to the token.
     start, places: int32[CHUNK], the number in the row of the first token of each token's document, and of the token.
@@ -252,10 +254,10 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
 
 @triton.jit
 def _inverse(lower, CHUNK: tl.constexpr):
-    """Returns the inverse of 1 + lower, float32[CHUNK, CHUNK]. lower: float32[CHUNK, CHUNK], strictly lower triangular
-    (zeros on and above the diagonal). CHUNK is 64, or 32. It starts with blocks of 2 on the diagonal, from which blocks
-    twice as large follow. Factors of products are float16: the inverse maps errors of unit vectors, is at most 1, and
-    float16 has TF32's 11 bits."""
+    """For chunk_kernel: returns the inverse of 1 + lower, float32[CHUNK, CHUNK]. lower: float32[CHUNK, CHUNK], strictly
+    lower triangular (zeros on and above the diagonal). CHUNK is 64, or 32. It starts with blocks of 2 on the diagonal,
+    from which blocks twice as large follow. Factors of products are float16: the inverse maps errors of unit vectors,
+    is at most 1, and float16 has TF32's 11 bits."""
     LEVELS: tl.constexpr = 6 if CHUNK == 64 else 5
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
@@ -330,10 +332,10 @@ def _walk(
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Returns where the data of a program is that walks along a row with WIDTH columns of a value head: (the number of
-    its first column of the values, the offset of its key head's first token in query and key, that of its columns'
-    first token in value and out, the number of its first chunk among those of all rows and heads). Offsets count
-    numbers of an array. Grid: (VALUE_DIM / WIDTH, heads, B).
+    """For forward_kernel and reverse_kernel, whose programs walk along a row with WIDTH columns of a value head:
+    returns where the data of a program is: (the number of its first column of the values, the offset of its key head's
+    first token in query and key, that of its columns' first token in value and out, the number of its first chunk among
+    those of all rows and heads). Offsets count numbers of an array. Grid: (VALUE_DIM / WIDTH, heads, B).
 
     The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks, KEY_HEADS of KEY_DIM, HEADS of
     VALUE_DIM.

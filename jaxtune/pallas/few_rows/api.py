@@ -26,7 +26,8 @@ IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
 def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
     """Chooses the implementation that runs a call, and returns its name: "triton" if neither `refusal` nor `first_use`
-    has a reason against it, else "reference" (plain JAX). If it is "reference" on a GPU, a warning says why, once.
+    has a reason against it, else "reference" (plain JAX). If "reference" runs on a GPU without being requested, a
+    warning says why, once.
 
     Args:
       op: the operation's name, for messages.

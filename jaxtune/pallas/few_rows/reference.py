@@ -12,16 +12,16 @@ from jaxtune.pallas.quant_matmul import quant_matmul
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [N, in] times the transpose of a weight [out, in]: [N, out] in x's dtype. Numbers in float32 are multiplied in
-    full float32, without TF32."""
+    """x [N, in] times the transpose of a weight [out, in]: [N, out] in x's dtype. `_each` multiplies by weights without
+    adapters so. Numbers in float32 are multiplied in full float32, without TF32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("ni,oi->no", x, weight, precision=precision, preferred_element_type=x.dtype)
 
 
 def _each(x, weights, loras):
-    """Multiplies x [N, in] by the transpose of each of `weights`, [out_i, in], with its adapter. Returns a list of [N,
-    out_i] in x's dtype. loras: the adapter of each weight or None, or empty; if there is one, quant_matmul's plain
-    implementation multiplies, else einsums do."""
+    """For `products` and `gated_product`: multiplies x [N, in] by the transpose of each of `weights`, [out_i, in], with
+    its adapter. Returns a list of [N, out_i] in x's dtype. loras: the adapter of each weight or None, or empty; if
+    there is one, quant_matmul's plain implementation multiplies, else einsums do."""
     if any(lora is not None for lora in loras):
         return list(quant_matmul(x, weights, loras, implementation="reference"))
     return [_product(x, weight) for weight in weights]
@@ -30,21 +30,23 @@ def _each(x, weights, loras):
 def products(x, weights, loras=()):
     """Multiplies x [N, in] by the transposes of all weights, each [out_i, in], with their adapters `loras`: one for
     each weight or None, or none at all. Returns the results side by side in the form of the kernel's partial sums, with
-    a single split: [1, N, sum of out_i], in x's dtype."""
+    a single split: [1, N, sum of out_i], in x's dtype. This plain implementation runs where the kernel refuses a call,
+    and the kernel is compared with it."""
     return jnp.concatenate(_each(x, weights, loras), axis=-1)[None]
 
 
 def gated_product(x, gate, up, activation, loras=()):
     """Computes activation(x gate^T) * (x up^T), [N, out] in x's dtype, the part of a gated MLP before the down
     projection. x is [N, in], gate and up are [out, in], with the adapters `loras` (of gate and up, each may be None; or
-    none at all), and activation is a key of ACTIVATIONS."""
+    none at all), and activation is a key of ACTIVATIONS. This plain implementation runs where the kernel refuses a
+    call, and the kernel is compared with it."""
     gate, up = _each(x, (gate, up), loras)
     return ACTIVATIONS[activation](gate) * up
 
 
 def _sum(parts, dtype):
-    """Adds partial sums, parts [splits, ...], over the splits in ascending order, as the kernels do, and returns the
-    sum without that axis, rounded to `dtype`."""
+    """Adds the partial sums of a product, parts [splits, ...], over the splits in ascending order, as the kernels do,
+    and returns the sum without that axis, rounded to `dtype`."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -52,7 +54,7 @@ def _sum(parts, dtype):
 
 
 def _normed(x, weight, eps, offset, float32):
-    """The RMS norm of x over its last axis, in x's dtype.
+    """The RMS norm of x over its last axis, in x's dtype and shape; for `added_norm` and `placed`.
 
     Args:
       x: [..., size].
@@ -71,7 +73,7 @@ def _normed(x, weight, eps, offset, float32):
 
 def added_norm(x, parts, weight, *, eps, offset, float32):
     """Adds a product, given as partial sums, to the residual stream. Returns (the sum, its RMS norm), both [N, hidden]
-    in x's dtype.
+    in x's dtype. This plain implementation runs where the kernel refuses a call, and the kernel is compared with it.
 
     Args:
       x: [N, hidden], the residual stream.
@@ -89,7 +91,8 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
     """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
     into the caches. Returns (query [N, heads, D] in the caches' dtype, the new cache of keys, the new cache of values).
-    A query at a negative position has no meaning.
+    A query at a negative position has no meaning. This plain implementation runs where the kernel refuses a call, and
+    the kernel is compared with it.
 
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side.

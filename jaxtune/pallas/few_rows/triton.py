@@ -48,7 +48,7 @@ _ADAPTED = Tile(128, 64, 8, 6)
 
 def padded(rows: int) -> int:
     """The number of rows of x that the tensor cores multiply if x has `rows` rows: the next power of two, at least 16.
-    It is part of what a kernel is compiled for."""
+    It is part of what a kernel is compiled for; ranks of adapters are rounded up in the same way."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
@@ -63,7 +63,7 @@ def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None]) 
     """The reason why the kernels of `products` and `gated_product` do not support a call on this GPU, or None: no
     Hopper GPU, another dtype than 16-bit floats, an N that is not from 2 to 128, more than three weights, adapters of a
     rank above 64, or sizes that tiles do not divide (multiples of 64 rows and of 128 columns). x: [N, in]. weights:
-    each [out_i, in]. loras: the adapter of each weight or None."""
+    each [out_i, in]. loras: the adapter of each weight or None; empty if there are none."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -84,9 +84,9 @@ def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None]) 
 
 
 def _splits(inner: int, programs: int) -> int:
-    """The number of splits, ranges of the columns that different programs sum over, of a product, from 1 to 8. It is
-    the smallest number that gives enough programs to occupy the multiprocessors, or else the largest, of those by which
-    splits are equal and have two steps of columns (128 each) or more; 1 is always one of them.
+    """For `products`: the number of splits, ranges of the columns that different programs sum over, of a product, from
+    1 to 8. It is the smallest number that gives enough programs to occupy the multiprocessors, or else the largest, of
+    those by which splits are equal and have two steps of columns (128 each) or more; 1 is always one of them.
 
     Args:
       inner: the number of columns that are summed over.
@@ -178,7 +178,7 @@ def products(x, weights, loras=()):
 def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], activation: str) -> str | None:
     """The reason why the kernel of `gated_product` does not support a call on this GPU, or None: another activation
     than "silu" and "gelu_tanh", or a reason of `products_refusal`. x: [N, in]. weights: (gate, up), [out, in] each.
-    loras: the adapter of each or None. activation: its name."""
+    loras: the adapter of each or None; empty if there are none. activation: its name."""
     if activation not in _ACTIVATIONS:
         return f"activation {activation}"
     return products_refusal(x, weights, loras)

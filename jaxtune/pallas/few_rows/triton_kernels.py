@@ -12,8 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """Returns the activation of a gated MLP, applied to `gate`, in float32 as `gate` is: silu if ACTIVATION is 1, and
-    the tanh approximation of gelu if it is 2."""
+    """For product_kernel: returns the activation of a gated MLP, applied to `gate`, in float32 as `gate` is: silu if
+    ACTIVATION is 1, and the tanh approximation of gelu if it is 2."""
     if ACTIVATION == 1:
         return gate / (1.0 + tl.exp(-gate))
     else:
@@ -23,9 +23,9 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _rows_of_b(b, rows, ranks, rank):
-    """Loads rows of an adapter's B, to whose first row `b` points and which has `rank` columns, for the tensor cores:
-    [rows, ranks], the numbers at the indices `rows` and `ranks`, with zeros in the columns `ranks` that are negative or
-    not below `rank`."""
+    """For product_kernel: loads rows of an adapter's B, to whose first row `b` points and which has `rank` columns, for
+    the tensor cores: [rows, ranks], the numbers at the indices `rows` and `ranks`, with zeros in the columns `ranks`
+    that are negative or not below `rank`."""
     real = (ranks >= 0) & (ranks < rank)
     return tl.load(b + rows[:, None] * rank + ranks[None, :], mask=real[None, :], other=0.0)
 
@@ -155,9 +155,9 @@ def product_kernel(
 
 @triton.jit
 def _sum(parts, places, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Loads partial sums and adds them: for each of `places`, offsets from `parts`, the sum of the numbers at that
-    offset over SPLITS splits, rounded to DTYPE and returned as float32; 0 where the mask `real` is False. STRIDE: the
-    distance of two splits, in numbers."""
+    """Loads the partial sums of a product and adds them, for added_norm_kernel and placed_kernel: for each of `places`,
+    offsets from `parts`, the sum of the numbers at that offset over SPLITS splits, rounded to DTYPE and returned as
+    float32; 0 where the mask `real` is False. STRIDE: the distance of two splits, in numbers."""
     total = tl.load(parts + places, mask=real, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(parts + split * STRIDE + places, mask=real, other=0.0)
@@ -166,7 +166,7 @@ def _sum(parts, places, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr)
 
 @triton.jit
 def _times_weight(wide, weight, OFFSET: tl.constexpr, FLOAT32: tl.constexpr, DTYPE: tl.constexpr):
-    """The product of a norm with its weight, rounded to DTYPE and returned as float32.
+    """The product of a norm with its weight, the last step of an RMS norm, rounded to DTYPE and returned as float32.
 
     Args:
       wide: the normed numbers, float32.

@@ -22,9 +22,9 @@ MOST = 2**32  # the largest number of elements
 
 
 def refusal(dtype, size: int, activation: str) -> str | None:
-    """The reason why the kernel cannot compute a call on this GPU, or None; the choice of an implementation asks it. It
-    is a GPU that is not Hopper, another activation than "silu" and "gelu_tanh", another dtype than bfloat16, a size
-    that is no multiple of CHUNK, or an array of 2^32 elements or more.
+    """The reason why the kernel cannot compute a call on this GPU, or None; the choice of an implementation asks it.
+    Reasons are a GPU that is not Hopper (where the kernel is not interpreted), another activation than "silu" and
+    "gelu_tanh", another dtype than bfloat16, a size that is no multiple of CHUNK, or an array of 2^32 elements or more.
 
     Args:
       dtype: of the arrays.
@@ -63,7 +63,7 @@ def unsupported(dtype, size: int, activation: str) -> str | None:
 
 def _sigmoid(z):
     """The sigmoid of z, float32 in registers, as the square of 1 / sqrt(1 + exp(-z)), whose approximate instruction is
-    fast; Pallas has no approximate division. The error is 2^-21."""
+    fast; Pallas has no approximate division. The error is 2^-21. `_share` needs it for both activations."""
     root = lax.rsqrt(1.0 + jnp.exp(-z))
     return root * root
 
@@ -71,7 +71,7 @@ def _sigmoid(z):
 def _share(x, activation: str):
     """Returns (s(x), its derivative s'(x)) for x, float32 in registers. The activation is x s(x): s is the sigmoid for
     "silu", and the tanh approximation of the normal distribution function for "gelu_tanh". `activation` is one of these
-    two."""
+    two. `_results` makes the activation and its derivative of these."""
     if activation == "silu":
         share = _sigmoid(x)
         return share, share * (1.0 - share)
@@ -82,9 +82,9 @@ def _share(x, activation: str):
 
 
 def _results(values, activation: str):
-    """Returns (gated, dgate, dup) of one chunk, float32 in registers: gated is activation(gate) * up, and the others
-    are the gradients of gate and up. values: (gate, up, dgated) of the chunk in registers, dgated being the gradient of
-    gated. activation: "silu" or "gelu_tanh"."""
+    """For `_kernel`: returns (gated, dgate, dup) of one chunk, float32 in registers: gated is activation(gate) * up,
+    and the others are the gradients of gate and up. values: (gate, up, dgated) of the chunk in registers, dgated being
+    the gradient of gated. activation: "silu" or "gelu_tanh"."""
     gate, up, dgated = (each.astype(jnp.float32) for each in values)
     share, slope = _share(gate, activation)
     active = gate * share
