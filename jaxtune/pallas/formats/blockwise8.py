@@ -120,7 +120,7 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
     """Quantises values of any shape to eight bits, in float32 arithmetic. Returns (codes uint8[blocks, 256], absmax
     float32[blocks]); the values are flattened, and the last block is padded with zeros. A block whose largest magnitude
     is below the smallest normal float32, 2^-126, becomes zeros; values that are not finite make their block
-    meaningless.
+    meaningless. 8-bit Adam (pallas/adam8) stores its moments like this.
 
     Args:
       values: floating-point numbers, which must not be negative if not signed.
@@ -138,7 +138,8 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
 
 def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
     """Decodes what `encode` returned: float32[blocks, 256], each number of the map times its block's absmax, which is
-    the encoded value up to the error of quantisation. The padding of the last block is included.
+    the encoded value up to the error of quantisation. The padding of the last block is included. 8-bit Adam reads its
+    moments with it.
 
     Args:
       codes: uint8[blocks, 256].

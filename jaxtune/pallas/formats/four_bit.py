@@ -164,11 +164,11 @@ class FourBit(Stored):
         return dataclasses.replace(self, **cut, shape=(rows, columns))
 
     def cut(self, axis: int) -> int | None:
-        """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
-        devices or written in pieces. Along the first axis it is the smallest number of indices whose elements are whole
-        blocks of 64, or, with double quantisation, whole groups of 256 blocks, which share a nested absmax. None for
-        every other axis: codes and absmax are flat and in row-major order, so a part along such an axis would not be
-        contiguous."""
+        """The number of consecutive indices along `axis` (counted from 0) that must stay in one part when the tensor is
+        divided over devices or written in pieces. Along the first axis it is the smallest number of indices whose
+        elements are whole blocks of 64, or, with double quantisation, whole groups of 256 blocks, which share a nested
+        absmax. None for every other axis: codes and absmax are flat and in row-major order, so a part along such an
+        axis would not be contiguous."""
         row, whole = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
         return math.lcm(row, whole) // row if axis == 0 and row else None
 

@@ -222,7 +222,8 @@ class FP8Files(Layout):
     - `quant_method: fp8` (Qwen, DeepSeek): `X.weight_scale_inv` has a scale for each 128 x 128 numbers, by which,
       despite its name, the codes are multiplied.
     - `quant_method: compressed-tensors` with `format: float-quantized` (vLLM's llm-compressor): `X.weight_scale` has
-      one for each row ("channel") or for the whole matrix ("tensor").
+      one for each row ("channel"), for the whole matrix ("tensor") or, in files that are read, for each 128 x 128
+      numbers ("block").
 
     Both kinds tell servers such as vLLM to quantise activations too, with scales computed while they serve. The
     attributes and methods are explained in Layout.
@@ -383,7 +384,8 @@ class FP8Files(Layout):
 def _check_group(where: str, group: Any) -> None:
     """Raises ValueError unless `group`, an entry of compressed-tensors' config_groups, describes weights that can be
     read: symmetric floats of 8 bits with a scale for each row, block or matrix, and activation scales that are computed
-    while serving. where: the entry's path in quantization_config, for the message."""
+    while serving. FP8Files.check calls it for each group. where: the entry's path in quantization_config, for the
+    message."""
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
     wanted: list[tuple[str, Any, tuple]] = [
         ("weights.type", weights.get("type"), ("float",)),
@@ -403,7 +405,7 @@ def _check_group(where: str, group: Any) -> None:
 def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: Block, dtype_name: str) -> None:
     """Raises ValueError if a finite scale is out of range, as in a damaged file: negative, below 2^-126, or so large
     that decoded numbers would not be finite. A scale of 0 is allowed for a block whose codes are all 0. Scales that are
-    not finite are refused by the loader.
+    not finite are ignored here, because the loader refuses them. FP8Files.read calls it.
 
     Args:
       entry: the header of the scales' tensor, for the message.

@@ -96,7 +96,8 @@ def file_tensor(like: jax.Array | np.ndarray | None, of: Of) -> FileTensor:
 
 def check_weights(settings: Settings, wanted: Mapping[str, object]) -> None:
     """Raises ValueError, with key and value, if a quantization_config of compressed-tensors (`settings`) has a group
-    whose weights are stored in another way than a layout reads, or a quantised key/value cache.
+    whose weights are stored in another way than a layout reads, or a quantised key/value cache. The layouts
+    CompressedTensors of MXFP4 and of NVFP4 call it in `check`.
 
     wanted: {key, such as "num_bits": the only value that is supported}; a key that a group lacks has that value."""
     for name, group in (settings.get("config_groups") or {}).items():
@@ -302,8 +303,9 @@ class Layout:
         raise NotImplementedError
 
     def rounding_activations(self, config: Config) -> Config:
-        """Returns the entry quantization_config, which the method `config` returned, with what makes servers round
-        activations to the format too. Layouts that can say so implement it; others raise NotImplementedError."""
+        """Returns a copy of `config`, the entry quantization_config that the method `config` returned, with what makes
+        servers round activations to the format too. An export of a model that was trained with rounded activations
+        calls it. Layouts that can say so implement it; others raise NotImplementedError."""
         raise NotImplementedError
 
 
@@ -346,5 +348,6 @@ class Format:
 
     def layout(self, weight: Stored) -> Layout:
         """The layout in which `weight`, a weight in this format, is written to a checkpoint: the first of `layouts`
-        whose `can_store` returns True; StopIteration if there is none."""
+        whose `can_store` returns True. It raises StopIteration if there is none. The functions of jaxtune/models/files
+        that write checkpoints call it; `weight` may have shapes (jax.ShapeDtypeStruct) in place of its arrays."""
         return next(layout for layout in self.layouts if layout.can_store(weight))

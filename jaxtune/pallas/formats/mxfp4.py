@@ -75,8 +75,8 @@ class MXFP4(Stored):
 
         A block's scale is one of two powers of two, that with the smaller sum of squared errors: the one that the
         specification gives, with which numbers above 6 times the scale are clipped to it, or twice that power. Numbers
-        are rounded to nearest, ties to even, and must be finite. Exports of gpt-oss and quantisation-aware training
-        call it.
+        are rounded to nearest, ties to even, and must be finite. Exports to MXFP4 and quantisation-aware training call
+        it.
 
         Raises:
           ValueError: the last axis is not a multiple of 32.
@@ -88,7 +88,7 @@ class MXFP4(Stored):
 
     @staticmethod
     def encode_activations(x: jax.Array) -> MXFP4:
-        """Quantises activations float[..., n], n a multiple of 32, by compressed-tensors' rule for dynamic scales
+        """Quantises activations x, float[..., n], n a multiple of 32, by compressed-tensors' rule for dynamic scales
         (generate_mx_scales): a scale is a quarter of the power of two at or below the block's largest magnitude, or
         half of it if that magnitude is at least 1.75 times the power. So the largest number is below 7 times its scale,
         and is clipped to 6 times it at most. Numbers are rounded to nearest, ties to even. The scale of zeros, and of
@@ -159,9 +159,10 @@ class MXFP4(Stored):
 
 
 def to_e2m1(size: jax.Array) -> jax.Array:
-    """Rounds magnitudes, float32 of any shape, to the nearest number of e2m1, and above 6 to the next multiples of 2,
-    which callers clip. The numbers lie 0.5 apart below 2, 1 below 4 and 2 above; ties go to the even code, as jnp.round
-    has them."""
+    """Rounds magnitudes, `size` float32 of any shape and not negative, to the nearest number of e2m1, the four-bit
+    float of MXFP4 and NVFP4, whose encoders call it. Above 6, the largest number, they are rounded to multiples of 2,
+    which callers clip. The numbers of e2m1 are 0.5 apart below 2, 1 apart below 4 and 2 apart above; ties go to the
+    even code, as jnp.round has them."""
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     return jnp.round(size / step) * step
 
@@ -186,9 +187,10 @@ def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _packed(size: jax.Array, blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The codes of numbers, uint8[..., n / 2], the first of two in the low four bits. size: float32[..., 32], their
-    magnitudes in units of the scale, numbers of e2m1. blocks: the numbers, of the same shape, which give the signs.
-    shape: of the tensor, (..., n)."""
+    """The codes of numbers that were rounded to e2m1, two in a byte: uint8[..., n / 2], the first of two in the low
+    four bits. MXFP4.encode_activations and `_encode` call it. size: float32[..., n / 32, 32], the rounded magnitudes in
+    units of the scale. blocks: the numbers before rounding, of the same shape, which give the signs. shape: of the
+    tensor, (..., n)."""
     code = jnp.searchsorted(jnp.asarray(TABLE[:8]), size).astype(jnp.uint8)
     code = (code | (jnp.signbit(blocks).astype(jnp.uint8) << 3)).reshape(*shape[:-1], -1, 2)
     return code[..., 0] | code[..., 1] << 4
@@ -309,7 +311,7 @@ class Published(Layout):
 @functools.partial(jax.jit, static_argnums=1)
 def _decoded(weight: MXFP4, dtype: str) -> jax.Array:
     """A weight [E, out, in] decoded to `dtype` and transposed to [E, in, out], in one compiled program, so that the
-    decoded array is not written twice."""
+    decoded array is not written twice. Published.decoded calls it."""
     return weight.decode(dtype).swapaxes(1, 2)
 
 

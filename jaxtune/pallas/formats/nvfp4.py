@@ -89,8 +89,8 @@ class NVFP4(Stored):
 
     @staticmethod
     def encode_activations(x: jax.Array, scale: jax.Array) -> NVFP4:
-        """Quantises activations float[..., tokens, n], n a multiple of 16, under a scale of the whole tensor that was
-        observed before, by compressed-tensors' rule for `dynamic: local`. The scales of blocks follow from their
+        """Quantises activations x, float[..., tokens, n], n a multiple of 16, under a scale of the whole tensor that
+        was observed before, by compressed-tensors' rule for `dynamic: local`. The scales of blocks follow from their
         largest magnitudes as those of weights do. A block with a number beyond 448 * 6 / scale gets the largest scale,
         448, and such numbers become that bound. Quantisation-aware training rounds activations so.
 
@@ -242,7 +242,8 @@ class NVFP4(Stored):
 
 
 def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: bool) -> jax.Array:
-    """The factor by which the numbers of each block are multiplied, float32[..., out, in / 16].
+    """The factor by which the numbers of each block are multiplied, float32[..., out, in / 16]. Decoding
+    (NVFP4.block_scales) and encoding (`_encode`) compute it so.
 
     Args:
       scales: float32[..., out, in / 16], the scales of the blocks.
@@ -255,8 +256,9 @@ def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: boo
 
 
 def _rounded(value: jax.Array, dtype) -> jax.Array:
-    """A float32 array rounded to `dtype`, as float32: compressed-tensors computes quotients of scales in the dtype of
-    the numbers that it quantises."""
+    """Rounds `value`, float32 of any shape, to the numbers of `dtype`, and returns them as float32.
+    NVFP4.global_scale and `_encode` round quotients so, because compressed-tensors computes them in the dtype of the
+    numbers that it quantises."""
     return value.astype(dtype).astype(jnp.float32)
 
 
