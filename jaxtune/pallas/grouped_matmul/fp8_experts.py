@@ -53,6 +53,8 @@ def product(
       plain: a function with the arguments and the result of reference.product, which multiplies arrays in 16 or 32
         bits; it is used if no FP8 kernel supports the call.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+    Raises:
+      ValueError: the requested implementation refuses the call.
     """
     blocks, sizes = fp8_product.in_blocks(weight), (weight.shape[contract], weight.shape[3 - contract])
     rank = 0 if extra is None else extra[1].shape[contract]
@@ -177,9 +179,10 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """Compares an FP8 kernel with plain JAX on a small random case, once on each GPU. Returns the reason why this GPU
-    must not run it, or None. The case is computed with contract = 2, as the forward needs it, and with contract = 1, as
-    the gradient of x does; with sorted rows and with rows gathered from tokens; and with an adapter unless `rank` is 0.
+    """Compares an FP8 kernel with plain JAX on a small random case, once on each GPU (dispatch.first_use). Returns the
+    reason why this GPU must not run it, or None, also without a GPU, where nothing is compared. The case is computed
+    with contract = 2, as the forward needs it, and with contract = 1, as the gradient of x does; with sorted rows and
+    with rows gathered from tokens; and with an adapter unless `rank` is 0.
 
     Args:
       name: the kernel's name, "mosaic" or "triton".

@@ -136,8 +136,9 @@ def barriers(slots: int):
 
 
 def _barrier(barriers_ref, slot):
-    """The address in shared memory of the barrier number `slot`, 32 bits, as PTX instructions take it. barriers_ref:
-    the array that `barriers` describes. slot: an MLIR int32."""
+    """The address in shared memory of the barrier number `slot`, an MLIR int32, as PTX instructions take it. `begin`,
+    `tell` and `wait` compute it within their PTX. barriers_ref: the array that `barriers` describes, as an MLIR memory
+    reference. slot: an MLIR int32."""
     pointer = ir_address(barriers_ref, slot, ir.IntegerType.get_signless(64))
     return arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 

@@ -1,7 +1,7 @@
 """The gradients of experts' adapters and of whole weights as Pallas Mosaic GPU kernels for Hopper: for each expert the
 product left^T right, summed over the expert's rows. For an adapter (`contract_rows`) the left side is thin, with the
-adapter's rank as columns, and the right side has the rows or their gradients. For a weight (`weight_gradient`) one side
-has the rows and the other their gradients.
+adapter's rank as columns, and the right side has the rows that were multiplied or the gradients of their products. For
+a weight (`weight_gradient`) one side has these rows and the other these gradients.
 
 If the product were batched by tile and then summed over an expert's tiles, each tile's result would be written and read
 again: 84 MB for 335 MB of rows of an adapter; for a weight, each tile of 128 rows adds a whole matrix to the sum. Here
@@ -47,8 +47,8 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
     from bounds_ref[e] to before bounds_ref[e + 1]. Warpgroup 0 multiplies, warpgroup 1 loads.
 
     Args:
-      thin_ref: [rows, R] in global memory, in a 16-bit dtype. R is a multiple of 64; r may be smaller, without some of
-        the columns that are padding.
+      thin_ref: [rows, R] in global memory, in a 16-bit dtype. R is a multiple of 64; r may be smaller: the last columns
+        of each 64, which are padding, then give no rows of the result.
       wide_ref: [rows, n] in global memory, or the tokens [T, n] if they are `gathered`.
       bounds_ref: int32[E + 1], the number of each expert's first tile, and of the tile after the last.
       rest: in this order: the token of each row if `gathered`; out; shared memory and barriers.
@@ -169,8 +169,9 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
     tiles.
 
     Args:
-      thin: [rows, R], R a multiple of 64; columns from `rank` on are not used, and must be zero or finite.
-      wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`.
+      thin: [rows, R], R a multiple of 64 and at least `rank`; columns from `rank` on do not change the result.
+      wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`; both are in bfloat16 or both in float16. Empty rows
+        must be zero in one of the two and finite in the other.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       rank: of the adapter.
       tokens: int32[rows], the row of `wide` for each sorted row, T for zeros; None: `wide` is sorted already.
@@ -329,8 +330,9 @@ def _weight_kernel(
 
 def _weight_columns(size: int, dtype) -> int:
     """The columns of an item of a weight's gradient: those with which the fewest columns are multiplied twice, as the
-    last tile overlaps the one before; of equal ones the widest. size: the columns of the right side, a multiple of 64.
-    dtype: of the result."""
+    last tile overlaps the one before; of equal ones the widest. Fewer than 192 are chosen only if the right side has
+    fewer columns. size: the columns of the right side, a multiple of 64. dtype: of the result, whose bytes limit the
+    choice."""
     fitting = [columns for columns in _WEIGHT_STAGES[jnp.dtype(dtype).itemsize] if columns <= size]
     wide = [columns for columns in fitting if columns >= _NARROW] or fitting[:1]
     return min(wide, key=lambda columns: -(-size // columns) * columns)
@@ -372,8 +374,9 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
 
 def refusal(dtype) -> str | None:
     """The reason why this GPU must not run contract_rows with arrays of this dtype, or None. The first call for a dtype
-    compares the kernel with plain JAX on small cases (dispatch.first_use); a difference or an error is the reason. It
-    does not ask which GPU there is: only calls that already run on a Mosaic kernel ask it."""
+    compares the kernel with plain JAX on small cases (dispatch.first_use); a difference or an error is the reason.
+    Without a GPU nothing is compared, and the result is None. The function does not ask which GPU there is: the
+    backward of grouped_matmul calls it only where a Mosaic kernel multiplies already."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)

@@ -62,7 +62,8 @@ def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
 def refusal() -> str | None:
     """Returns the reason, in words, why the kernel must not be used on this GPU, or None if it may be used. The GPU is
     refused if it is no Hopper, or if the kernel's sums on a small case differ from those of reference.per_expert; the
-    two are compared at the first call. `per_expert` asks it."""
+    two are compared at the first call. In Pallas' interpreter nothing is compared, and the result is None. `per_expert`
+    calls it."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
 

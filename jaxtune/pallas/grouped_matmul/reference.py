@@ -19,7 +19,8 @@ _THIN = 256  # up to this width, results per tile are stored and then summed by 
 
 
 def _precision(dtype):
-    """The precision of matrix products of operands in this dtype: full float32 for float32, XLA's default otherwise."""
+    """The precision of matrix products of operands in `dtype`, for jax.lax.dot_general: full float32 for float32, which
+    a GPU would otherwise multiply in TF32, and XLA's default for other dtypes."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
@@ -109,8 +110,8 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
 
 def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums: Callable = per_expert) -> jax.Array:
     """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: for each expert, left^T right over the rows of that
-    expert. This is the gradient of an expert's weight, or of an adapter's A or B, from activations and output
-    gradients. An expert without rows gets zeros.
+    expert. This is the gradient of an expert's weight, or of an adapter's A or B, from the rows that were multiplied
+    and the gradients of their products. An expert without rows gets zeros.
 
     Args:
       left, right: rows sorted by expert and padded as `groups` says. Rows without a token must be zero in one of the

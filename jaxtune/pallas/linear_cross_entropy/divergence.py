@@ -25,14 +25,16 @@ NOTHING = -1e30
 
 
 def within(logits: jax.Array, size: int) -> jax.Array:
-    """The logits [..., n] with those from index `size` on, the rows that fill up a head, replaced by NOTHING, so that
-    they have probability 0. size: the vocabulary's. If n is `size`, they are returned unchanged."""
+    """The logits [..., n] with those from index `size` on replaced by NOTHING, so that they have probability 0: they
+    come from the rows of zeros with which `filled_up` pads a head. size: the number of tokens in the vocabulary. If n
+    is `size`, the logits are returned unchanged."""
     return logits if logits.shape[-1] == size else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, NOTHING)
 
 
 def length_of_chunks(hidden: jax.Array, vocab_size: int, chunk_tokens: int | None) -> int:
-    """The number of tokens of each row of `hidden` [B, T, D] in a chunk of about chunk_tokens tokens. None: as many
-    tokens as have CHUNK_LOGITS logits, counting those of two models."""
+    """The number of tokens of each row of `hidden` [B, T, D] in a chunk of about chunk_tokens tokens of all rows, as
+    `chunk_length` chooses it. A chunk_tokens of None stands for as many tokens as have CHUNK_LOGITS logits in two
+    models, each with vocab_size logits a token. linear_divergence and the functions of top_k.py call it."""
     rows, length, _ = hidden.shape
     return chunk_length(rows, length, chunk_tokens or max(1, CHUNK_LOGITS // 2 // vocab_size))
 
@@ -120,9 +122,9 @@ def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **optio
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
 def summed(forward, hidden, head, teacher, weights, static):
-    """(sum of weights * divergences float32[], divergences float32[B, T], entropies of the student float32[B, T]). The
-    first has a custom derivative with respect to hidden, head and weights, whose forward rule computes the gradients,
-    because the logits exist only there.
+    """(sum of weights * divergences float32[], divergences float32[B, T], entropies of the student float32[B, T]), for
+    linear_divergence and linear_top_k_divergence. The first has a custom derivative with respect to hidden, head and
+    weights, whose forward rule computes the gradients, because the logits exist only there.
 
     Args:
       forward: computes the divergences of all tokens as `Results`, as `_forward` does: it takes the next four
@@ -137,8 +139,9 @@ def summed(forward, hidden, head, teacher, weights, static):
 
 
 def _summed_fwd(forward, hidden, head, teacher, weights, static):
-    """The forward rule of `summed`, with its arguments: (its results, residuals). The residuals are the gradients of
-    the sum with respect to hidden, head (None if it is frozen) and weights."""
+    """The forward rule of `summed`, whose arguments it has (forward, hidden, head, teacher, weights, static): (the
+    three results of `summed`, residuals). The residuals are the gradients of the sum with respect to hidden, head (None
+    if it is frozen) and weights; the last are the divergences without weights."""
     results = forward(hidden, head, teacher, weights, gradients=True, **dict(static))
     sums = (weights * results.losses).sum(), results.losses, results.entropies
     return sums, (results.dhidden, results.dhead, results.losses)

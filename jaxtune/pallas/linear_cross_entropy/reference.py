@@ -17,14 +17,15 @@ def fills_up(vocab_size: int, dtype: jnp.dtype) -> bool:
     """Whether `filled_up` copies a head of `vocab_size` rows in this dtype in order to append rows of zeros: True if
     the dtype has 16 bits and vocab_size is not a multiple of 8. XLA pads every dimension of a 16-bit product on a GPU
     to such a multiple, and would otherwise copy the head for every chunk. The memory planner calls it too, to count the
-    copy."""
+    bytes of the copy."""
     return vocab_size % _MULTIPLE != 0 and jnp.dtype(dtype).itemsize == 2
 
 
 def filled_up(head: jax.Array) -> jax.Array:
     """Pads the head [V, D] with rows of zeros, so that their number is a multiple of 8, if its dtype has 16 bits and V
     is not such a multiple; any other head is returned unchanged. XLA pads every 16-bit product to such a multiple, and
-    would otherwise copy the head for every chunk of tokens."""
+    would otherwise copy the head for every chunk of tokens. Losses call it at their start, and a sampler once for all
+    its steps."""
     return jnp.pad(head, ((0, -len(head) % _MULTIPLE), (0, 0))) if fills_up(len(head), head.dtype) else head
 
 
@@ -195,7 +196,8 @@ def in_chunks(
     Args:
       compute: the function of one chunk: it takes the chunk's slice [B, t, ...] of each of `arrays`, and returns its
         Results.
-      arrays: a tuple of arrays [B, T, ...], or None in place of one; zeros are appended to fill the last chunk.
+      arrays: a tuple of arrays [B, T, ...], or None in place of one, which `compute` then gets too. Zeros are appended
+        to fill the last chunk; the results of these tokens are left out.
       chunk_length: t, the number of tokens of each row in a chunk.
       head: [V, D], whose dtype and number of rows the head's gradient gets.
       filled: the head as `compute` uses it (`filled_up`), whose gradients float32 of the chunks are added in order;
