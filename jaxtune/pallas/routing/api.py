@@ -69,8 +69,8 @@ def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> 
 
 @meshes.on_any_mesh
 def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -> jax.Array:
-    """The weights with which a token's experts enter its result: float32[T, k], 0 where it has no expert. They are
-    differentiable with respect to logits, so that the router learns.
+    """The weights with which a token's experts enter its result: float32[T, k], 0 where a choice is no expert. They are
+    differentiable with respect to logits, so that the router learns. Routers of models call it after choose_experts.
 
     Args:
       logits: [T, E], the router's.
@@ -159,7 +159,7 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
     other arguments.
 
     Raises:
-      TypeError, ValueError: it is not as `Routing` describes it.
+      TypeError, ValueError: `routing` is not as the class Routing describes it.
     """
     check = Arguments(op)
     check.is_a("routing", routing, Routing, "a Routing, as route makes")
@@ -172,7 +172,8 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
 
 def _spread(x, routing, implementation):
     """Copies each token of x [T, H] to the rows of its pairs, as `routing` says: [rows, H], with zeros in empty rows.
-    implementation: "reference", "mosaic", or None for the first that supports the call."""
+    It chooses the implementation; `permute`, the derivative of `unpermute`, and products that do not gather rows use
+    it. implementation: "reference", "mosaic", or None for the first that supports the call."""
     table = implementations(x.dtype, x.shape[1], routing.slots.shape[1])
     name = dispatch.choose("routing spread", table, implementation)
     return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
@@ -302,9 +303,9 @@ def _of_tokens_fwd(x, weight, lora, routing, static):
 
 def _of_tokens_bwd(static, residuals, dout):
     """The backward rule of `_of_tokens`: (the gradient of x [T, in], in which each token has the sum of its rows'
-    gradients; that of the weight, None if it is quantised; those of the adapter's (a, b), or None; None for the
-    routing). static: the settings of the product; residuals: from `_of_tokens_fwd`; dout: [rows, out], the gradient of
-    the result."""
+    gradients; that of the weight, None if it is quantised or does not train; those of the adapter's (a, b), or None
+    without one; None for the routing). static: the settings of the product; residuals: from `_of_tokens_fwd`; dout:
+    [rows, out], the gradient of the result."""
     residuals, routing = residuals
     drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
     return reference.summed(drows, routing.slots), *others, None
@@ -375,8 +376,8 @@ def _to_tokens_fwd(rows, weight, lora, routing, static):
 
 def _to_tokens_bwd(static, residuals, dout):
     """The backward rule of `_to_tokens`: (the gradient of the rows [rows, in]; that of the weight, None if it is
-    quantised; those of the adapter's (a, b), or None; None for the routing). static: the settings of the product;
-    residuals: from `_to_tokens_fwd`; dout: [T, out], the gradient of the result."""
+    quantised or does not train; those of the adapter's (a, b), or None without one; None for the routing). static: the
+    settings of the product; residuals: from `_to_tokens_fwd`; dout: [T, out], the gradient of the result."""
     residuals, routing = residuals
     dout, tokens = _as_rows(dout, routing, static)
     return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None
@@ -484,8 +485,9 @@ _with_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
 @meshes.on_any_mesh
 def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
     """The weight of each row: weights [T, k], from expert_weights, -> [rows] in the same dtype, the weight of the pair
-    (a token with one of its experts) in each row; 0 in empty rows. Experts multiply their rows by it before the rows of
-    each token are summed. It is differentiable with respect to the weights. routing: from route.
+    (a token with one of its experts) in each row; 0 in empty rows. A layer of experts multiplies the rows by it before
+    the down projection, so that the rows of each token need only be summed after it. It is differentiable with respect
+    to the weights. routing: from route.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.

@@ -38,8 +38,9 @@ def refusal() -> str | None:
 
 
 def _kernel(body, name: str, blocks: int, out_shape):
-    """Makes a function of arrays from a kernel's body, with one program for each of `blocks` blocks of 128 pairs; its
-    result is int32 of the shape out_shape. name: the kernel's, as profiles show it."""
+    """Makes a function of arrays from a kernel's body, a function of references, for `histogram` and `slots`. The
+    kernel has one program for each of `blocks` blocks of 128 pairs, and its result is int32 of the shape out_shape.
+    name: the kernel's, as profiles show it."""
     return gpu_kernel.kernel(
         body,
         name,
@@ -51,20 +52,22 @@ def _kernel(body, name: str, blocks: int, out_shape):
 
 
 def _down(values, columns: int):
-    """Broadcasts a vector to a matrix [rows, columns] with equal columns, in registers; values: [rows], of any dtype.
-    With `_across` the kernels compare each pair with each expert or other pair."""
+    """Broadcasts a vector, values [rows] of any dtype, to a matrix [rows, columns] whose columns are all equal to it,
+    in registers. The kernel of the second pass compares it with a matrix of `_across` or `_number`, and so each pair
+    with each other pair or each expert."""
     return lax.broadcast_in_dim(values, (values.shape[0], columns), (0,))
 
 
 def _across(values, rows: int):
-    """Broadcasts a vector to a matrix [rows, columns] with equal rows, in registers; values: [columns], of any dtype
-    (see `_down`)."""
+    """Broadcasts a vector, values [columns] of any dtype, to a matrix [rows, columns] whose rows are all equal to it,
+    in registers. Both kernels compare it with a matrix of `_down` or `_number`, and so each pair with each other pair
+    or each expert."""
     return lax.broadcast_in_dim(values, (rows, values.shape[0]), (1,))
 
 
 def _number(rows: int, columns: int, axis: int):
     """int32[rows, columns] in registers, in which each element is its own index along `axis`: 0 for the number of its
-    row, 1 for that of its column."""
+    row, 1 for that of its column. The kernels compare pairs with such numbers of experts or of places in a block."""
     return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=_ALONG)
 
 

@@ -123,7 +123,7 @@ def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
 
 def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
     """Gathers rows (or elements, if x has one axis) of x: x[index], and zero where index is past the end, which stands
-    for an empty row. index: int32 of any shape, not negative.
+    for an empty row. index: int32 of any shape, not negative. `spread` and the weights of rows (row_weights) use it.
 
     16-bit rows are moved as words of four numbers, or two, because XLA's gather moves one element per thread (one
     number at a time 0.32 ms, two 0.24, H200).
@@ -139,7 +139,8 @@ def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def _gathered(x, index):
     """Gathers x[index] along the first axis: [*index.shape, *x.shape[1:]], zero where index is past the end. index may
-    have any shape and is never negative, which spares the tests that jnp's own filling gather makes."""
+    have any shape and must not be negative, which spares the tests that jnp's own filling gather makes. `rows_of` calls
+    it, with x itself or with its numbers as wider words."""
     # The same as jnp's mode "fill" with a quarter of the instructions, because no index is negative. A layer of experts
     # has eight of these, and XLA compiles each separately.
     there = index < x.shape[0]
@@ -147,8 +148,9 @@ def _gathered(x, index):
 
 
 def _row(x, index):
-    """Gathers x[index] along the first axis; an index past the end gets the last element. XLA's gather limits indices
-    to the array by itself, so this costs nothing."""
+    """Gathers x[index] along the first axis, [*index.shape, *x.shape[1:]]; an index past the end gets the last element,
+    and none may be negative. XLA's gather limits indices to the array by itself, so this costs nothing. `_gathered` and
+    `summed` call it."""
     return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
@@ -158,7 +160,8 @@ def summed(rows: jax.Array, slots: jax.Array) -> jax.Array:
     number of rows for a pair without an expert.
 
     Empty rows must be zero. If a pair has no expert, there are fewer pairs with rows than rows, and the last row is
-    empty. A slot past the end reads that last row, and so adds zero, without a comparison.
+    empty. A slot past the end reads that last row, and so adds zero, without a comparison. `unpermute`,
+    matmul_to_tokens and the derivative of `permute` compute with it.
     """
     first, *others = (_row(rows, column).astype(jnp.float32) for column in slots.T)
     for other in others:
