@@ -209,10 +209,20 @@ def multiply(
 
 
 def _with_wide_adapter(codes, scale, u, add, side, side_scale, dtype, blocks, name: str):
-    """What `by_kernel` computes, for an adapter of any rank: of more than 64 columns of u [n, r] and add [columns, r],
+    """What `by_kernel` computes, dtype[n, columns], for an adapter of any rank: of more than 64 columns of u and add,
     the kernel takes the first 64, and XLA adds the product of the others to the kernel's result, in one more pass over
-    it. The sum of several adapters' ranks is that large in the backward of weights that share x. The arguments and the
-    result, dtype[n, columns], are those of `by_kernel`."""
+    it. The sum of several adapters' ranks is that large in the backward of weights that share x. `multiply` calls it on
+    each device.
+
+    Args:
+      codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)].
+      u, add: two operands of an adapter, [n, r] and [columns, r], whose product u add^T is added; None and None: none.
+      side, side_scale: the other operand, e4m3[columns, k], and its scales, float32[columns] or None for no scales, or
+        with `blocks` float32[columns / 128, k / 128].
+      dtype: of the result.
+      blocks: True if each 128 numbers along k have a scale, False if a whole row has one.
+      name: the kernel, "mosaic" or "triton".
+    """
     most, rest = fp8_mosaic.RANKS[-1], None
     if u is not None and u.shape[1] > most:
         rest = u[:, most:], add[:, most:]
@@ -278,9 +288,10 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
 def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, tiles=None):
     """The product over k of two operands in e4m3, times their scales, by one of our kernels, fp8_mosaic.product or
     fp8_triton.product: dtype[n, columns]. It brings operands and scales into the form that they take: scales without an
-    axis of one, a scale of zero of `side` replaced by 1e-30, and the adapter's operands in bfloat16, padded to 16, 32
-    or 64 columns and, without `blocks`, divided by the scales by which the kernel multiplies everything at the end.
-    grouped_matmul calls it too, for rows that are sorted by expert.
+    axis of one, or with `blocks` those of `codes` transposed; without `blocks` a scale of zero of `side` replaced by
+    1e-30; and the adapter's operands in bfloat16, padded to 16, 32 or 64 columns and, without `blocks`, divided by the
+    scales by which the kernel multiplies everything at the end. grouped_matmul calls it too, for rows that are sorted
+    by expert.
 
     Args:
       codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)], from `rounded`.
@@ -318,7 +329,7 @@ def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
     """Compares the kernel `name` with an exact product on a small case, in which the rows of the last tile overlap
     those before, at the first use for each combination of arguments. Returns the reason, in words, why this GPU must
-    not run the kernel, or None if the two agree.
+    not run the kernel, or None if the two agree. Without a GPU nothing is compared, and the result is None.
 
     Args:
       name: "mosaic" or "triton".
@@ -356,9 +367,10 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
 
 def _first_rounding(dtype) -> str | None:
     """Compares the kernel of fp8_rounding.py with `rounded` for arrays of `dtype`, at the first use for each dtype.
-    Returns the reason, in words, why this GPU must not run the kernel, or None if the two agree. A warpgroup reads a
-    row in runs of 1,024 or 512 numbers; in one of the two small cases they divide the row, and in the other the last
-    run overlaps the one before."""
+    Returns the reason, in words, why this GPU must not run the kernel, or None if the two agree. Without a GPU nothing
+    is compared, and the result is None. `side_by_side` calls it. A warpgroup reads a row in runs of 1,024 or 512
+    numbers; in one of the two small cases they divide the row, and in the other the last run overlaps the one
+    before."""
 
     def compare():
         got, wanted = [], []

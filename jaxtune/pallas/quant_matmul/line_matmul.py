@@ -69,9 +69,9 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
 
 
 def _smem_bytes(tile: Tile, tokens: int) -> int:
-    """The bytes of shared memory that a program with these sizes needs for this number of tokens: the table of the two
-    elements of each byte, the lines that are loaded ahead (whose memory the sums reuse), the scales of a span for each
-    warpgroup, and room for barriers and alignment. `refusal` compares it with what a GPU has."""
+    """The bytes of shared memory that a program with the sizes of `tile` needs for this number of tokens: the table of
+    the two elements of each byte, the lines that are loaded ahead (whose memory the sums reuse), the scales of a span
+    for each warpgroup, and room for barriers and alignment. `refusal` compares it with what a GPU has."""
     ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4

@@ -49,8 +49,8 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 def _first_use(weight: Stored, dtype) -> str | None:
     """Compares the kernel of `dequantize` with weight.decode on a small random weight of the same kind (Stored.kind),
-    at the first use for each kind and dtype. Returns the reason, in words, why this GPU must not run it, or None if the
-    two agree."""
+    at the first use for each kind and dtype. Returns the reason, in words, why this GPU must not run the kernel, or
+    None if the two agree. Without a GPU nothing is compared, and the result is None. `refusal` calls it."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -353,17 +353,18 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
 @functools.cache
 def _pairs(table: bytes, dtype) -> np.ndarray:
     """`dtype`[256, 2]: the two elements that each of the 256 bytes of codes encodes, that of the high four bits first.
-    With this table a kernel needs one look-up for two elements. The result is cached, as a numpy array. table: the
-    bytes of the format's values, float32[16]."""
+    With this table a kernel needs one look-up for two elements. The result is a numpy array that is computed once for
+    the same arguments; callers must not change it. table: the bytes of the format's 16 values in float32. dtype: that
+    of x, bfloat16 or float16."""
     entries = np.frombuffer(table, np.float32).astype(dtype)
     byte = np.arange(256)
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)
 
 
 def small_bucket(weight: FourBit, tokens: int) -> str:
-    """Names the class of products of this number of tokens with a weight of this shape that share a measurement, as a
-    key of the table of measured tile sizes (tuning.py): for example "4096 x 4096, tokens=4". Tokens are rounded up to
-    1, 4, 8 or 16, so that four measurements for a shape are enough. `line_tile` reads the entry, and
+    """Names the class of products of this number of tokens, 1 to 16, with a weight [out, in] of this shape that share a
+    measurement, as a key of the table of measured tile sizes (tuning.py): for example "4096 x 4096, tokens=4". Tokens
+    are rounded up to 1, 4, 8 or 16, so that four measurements for a shape are enough. `line_tile` reads the entry, and
     benchmarks/kernels/quant_matmul.py --lines measures it."""
     rows, columns = weight.shape
     return f"{rows} x {columns}, tokens={next(n for n in (1, 4, 8, 16) if tokens <= n)}"

@@ -270,6 +270,8 @@ _products.defvjp(_products_fwd, _products_bwd)
 def dropout(x, rate, key, part: jax.Array | int = 0):
     """Inverted dropout of x [rows, columns]: each number becomes zero with probability `rate`, and the others are
     multiplied by 1 / (1 - rate), in float32. The result has x's dtype. The same key, rate and shape give the same mask.
+    `matmul` calls it for the adapters' input, and so do linears of models that compute their adapters' products
+    separately (quantisation-aware training).
 
     Args:
       x: the adapters' input.

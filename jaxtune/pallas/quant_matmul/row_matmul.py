@@ -58,8 +58,8 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of 64 numbers in a chunk, each of which has a scale, which takes four bytes of shared
-        memory beside the codes."""
+        """The number of blocks of 64 numbers in a chunk. Each has a scale, an absmax, which is in shared memory beside
+        the codes: one byte if it is quantised, else four, and `plan` counts four."""
         return self.chunk * 2 // BLOCK
 
 
