@@ -328,7 +328,7 @@ def product(
     x, w, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
 ):
     """Multiplies codes by the kernel: x [M, K] w [N, K]^T times the scales of both, plus u l^T of `extra`, as dtype[M,
-    N]. Call it only if `refusal` returns None.
+    N]. Call it only if `refusal` returns None. fp8_product.by_kernel calls it.
 
     Args:
       x, w: e4m3 codes.

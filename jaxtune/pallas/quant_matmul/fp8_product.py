@@ -104,7 +104,8 @@ def forward(
     coded: tuple[jax.Array, jax.Array], weight: FP8, more: More | None, dtype, implementation: str | None = None
 ) -> jax.Array:
     """Multiplies rounded activations by a weight: x W^T in `dtype`, [n, out], plus an adapter's product. A row of x
-    that is not finite makes only that row of the result not finite.
+    that is not finite makes only that row of the result not finite. The forward of quant_matmul calls it for weights in
+    FP8 (as_stored.py).
 
     Args:
       coded: (codes e4m3[n, in], scales), which operand(x, in_blocks(weight)) returns: scales must be of the weight's
@@ -128,7 +129,7 @@ def backward(
     implementation: str | None = None,
 ) -> jax.Array:
     """The gradient of x: the sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`. dy is
-    rounded to e4m3 first.
+    rounded to e4m3 first. The backward of quant_matmul calls it for weights in FP8 (as_stored.py).
 
     Args:
       douts: dy [n, out_i] of each weight, not rounded yet.
@@ -182,6 +183,8 @@ def multiply(
         has one, by which the result is multiplied.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call; without `blocks`
         "triton" is used only if it is requested.
+    Raises:
+      ValueError: the requested implementation refuses the call.
     """
     codes, scale = coded
     sizes = (codes.shape[0], codes.shape[1], side.shape[0])
@@ -243,7 +246,7 @@ def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
 
 def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
     """The product of two arrays of e4m3 codes, codes [n, k] side [columns, k]^T: [n, columns] in `dtype`, summed in
-    float32. No scales are applied. On a GPU it is the vendor's FP8 product."""
+    float32. No scales are applied. On a GPU it is the vendor's FP8 product. `_by_rows` and `_by_blocks` call it."""
     return jax.lax.dot_general(codes, side, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 

@@ -134,7 +134,8 @@ def rounded(
 ) -> tuple[jax.Array, jax.Array]:
     """Rounds rows to e4m3 by the kernel: (codes e4m3[rows, sum of widths], scales float32[rows]). A row consists of the
     rows of several arrays side by side, and may be multiplied by factors before it is rounded. A row of zeros has scale
-    1. Call it only if `refusal` returns None.
+    1. Call it only if `refusal` returns None. quant_matmul's products in FP8 call it for rows with one scale each, and
+    so does grouped_matmul.
 
     Args:
       arrays: 16-bit [rows, width] each, or [T, width] if `tokens` are given.

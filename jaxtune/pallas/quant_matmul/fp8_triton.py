@@ -48,6 +48,7 @@ def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> s
 def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks: bool):
     """Multiplies codes by the kernel: x [M, K] w [N, K]^T times the scales of both, plus the adapter's product u l^T,
     as dtype[M, N]. It has the arguments of fp8_mosaic.product. Call it only if `refusal` returns None.
+    fp8_product.by_kernel calls it.
 
     Args:
       x, w: e4m3 codes.

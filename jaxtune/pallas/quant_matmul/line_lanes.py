@@ -34,9 +34,9 @@ from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():
-    """The row, 0 to 7 among eight neighbouring rows of the weight, whose codes this lane multiplies; an MLIR int32. All
-    lanes of a quad have the same row; a quad is four neighbouring lanes, which the tensor cores treat as a row of their
-    operand.
+    """The row, 0 to 7 among eight neighbouring rows of the weight, whose codes this lane multiplies; an MLIR int32.
+    `line_product` reads the row's codes by it, and `keep_line_sums` stores the row's sums. All lanes of a quad have the
+    same row; a quad is four neighbouring lanes, which the tensor cores treat as a row of their operand.
 
     Quads 0 to 7 of a warp have rows 0, 2, 4, 6, 1, 3, 5, 7. So the four quads that an 8-byte read serves at a time read
     different memory banks of a swizzled tile.
@@ -49,7 +49,8 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
     """Copies a table of 256 32-bit values from global memory (source_ref [256]) into each of the columns first to first
     + 31 of table_smem, uint32[256, 64] in shared memory. Each lane then reads its own column, and so its own memory
     bank. All threads of the program's `warpgroups` warpgroups call it, and each writes a share. No thread may read the
-    table before a barrier of all of them."""
+    table before a barrier of all of them. line_matmul.py and row_matmul.py fill columns 0 to 31 with the two elements
+    of each byte of codes, and line_matmul.py columns 32 to 63 with the map of quantised absmax."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, source_ref, table_smem):

@@ -268,7 +268,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, interpret) -> jax.Array:
     """Multiplies x [tokens, in] by a four-bit weight [out, in] by the kernel: [tokens, out] in x's dtype. Call it only
-    if `refusal` returns None for the tile.
+    if `refusal` returns None for the tile. mosaic.small_matmul calls it if it has a tile.
 
     Args:
       x: [tokens, in].

@@ -33,9 +33,10 @@ _ROWS = lanes.ROWS_OF_A_WARP
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can: the GPU,
-    the dtype, the format or the number of elements is not supported, or the kernel's result on a small case, which is
-    compared at the first call on a GPU, is wrong."""
+    """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can. Reasons
+    are no Hopper GPU, another dtype than bfloat16 and float16, a format that Chunks.decodes does not know, elements
+    that are no multiple of 1,024, or a wrong result of the kernel on a small case, which is compared with plain JAX at
+    the first call on a GPU."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -382,8 +383,9 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why line_matmul with this tile cannot multiply this number of tokens in `dtype` by
-    this weight, or None if it can. Reasons are those of `small_refusal`, and sizes that do not fit the weight or a
-    program's memory. On a GPU its result on a small case is compared with the exact one at the first use."""
+    this weight, or None if it can. Reasons are those of `small_refusal`, sizes that do not fit the weight or a
+    program's memory, and a wrong result on a small case, which is compared with the exact one at the first use on a
+    GPU. `line_tile` calls it."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -403,8 +405,9 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
     """Returns the reason, in words, why row_matmul cannot multiply one token in `dtype` by this weight, or None if it
-    can. Reasons are an odd number of rows, columns that are no multiple of 1,024 or more than 28,672, and those of
-    `refusal`. On a GPU its result on a small case is compared with the exact one at the first use."""
+    can. Reasons are sizes for which row_matmul has no plan (an odd number of rows, columns that are no multiple of
+    1,024 or more than 28,672, too much shared memory), those of `refusal`, and a wrong result on a small case, which is
+    compared with the exact one at the first use on a GPU. `small_matmul` calls it for a single token."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
     cut = row_matmul.plan(rows, columns)
     if cut is None:

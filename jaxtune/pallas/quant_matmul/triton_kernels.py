@@ -76,8 +76,9 @@ def dequantise_kernel(
 
 @triton.jit
 def _pair(words, DTYPE: tl.constexpr):
-    """Splits each 32-bit word of `words` into the two 16-bit floats of type DTYPE that it consists of: (the first in
-    memory, the second). In a row of x these have even and odd columns."""
+    """Splits each 32-bit word of `words`, a block of any shape, into the two 16-bit floats of type DTYPE that it
+    consists of: (the first in memory, the second), each in the same shape. vector_kernel loads words of x, whose first
+    numbers have even columns and whose second ones have odd columns."""
     even = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
     odd = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     return even, odd
