@@ -164,8 +164,9 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
 
 
 def _thin(x, weight, groups, contract, implementation, tokens):
-    """The product of sorted rows with one side of an adapter, A or B, in x's dtype: [rows, n], n being the rank. With a
-    Mosaic implementation n is padded with zero columns to a multiple of 64, as the kernel of the next product needs it.
+    """The product of sorted rows with one side of an adapter, in x's dtype: [rows, n], n being the rank. `forward`
+    takes A with it, `backward` B. With a Mosaic implementation n is padded with zero columns to a multiple of 64, as
+    the kernel of the next product needs it.
 
     Args:
       x: the rows [rows, K], or [T, K] with `tokens`.

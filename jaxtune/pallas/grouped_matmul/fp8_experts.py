@@ -83,7 +83,7 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 
     Scales of rows or of whole matrices are one of the two. If the sum is along B (contract = 2), they multiply the
     results, as scales [E, n]; if it is along A (contract = 1), they are the factors. Scales of 128 x 128 numbers are
-    always returned as scales, [E, n / 128, K / 128], which the kernel applies within its sum.
+    always returned as scales, [E, ceil(n / 128), ceil(K / 128)], which the kernel applies within its sum.
     """
     scales = weight.scales.astype(jnp.float32)
     if fp8_product.in_blocks(weight):
@@ -94,7 +94,7 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 
 def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
     """Rounds rows of x to FP8 in plain JAX. Returns (codes e4m3[rows, K], float32 scales by which the codes are
-    multiplied again, [rows, 1], or [rows, K / 128] with `blocks`).
+    multiplied again, [rows, 1], or [rows, ceil(K / 128)] with `blocks`).
 
     Args:
       x: the sorted rows [rows, K], or [T, K] with `tokens`.

@@ -69,7 +69,8 @@ def divided(numbers: jax.Array, by: int) -> jax.Array:
 
 def _tiles(sizes, tile_rows):
     """int32[E]: how many tiles each expert needs, which is its number of rows over `tile_rows`, rounded up; 0 for an
-    expert without rows. sizes: int32[E], the number of each expert's rows. tile_rows: the number of rows of a tile."""
+    expert without rows. `groups_of` and `_first_tiles` number tiles by it. sizes: int32[E], the number of each expert's
+    rows. tile_rows: the number of rows of a tile."""
     return divided(sizes + (tile_rows - 1), tile_rows)
 
 

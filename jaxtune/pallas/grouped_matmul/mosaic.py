@@ -84,8 +84,8 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None: no Hopper
     GPU, another dtype than bfloat16 and float16, tiles of other than 128 rows, or a size that is no multiple of 64. It
-    runs no check of the kernel's results; first_use.refusal does. Both sizes must fit,
-    because the forward sums over one and the gradient of the rows over the other.
+    runs no check of the kernel's results; first_use.refusal does. Both sizes must fit, because the forward sums over
+    one and the gradient of the rows over the other.
 
     Args:
       dtype: of the rows.
@@ -170,7 +170,7 @@ def _kernel(
         from which it computes W; out; with a decoder the buffer for W; scratch memory.
       blocks: how the work is divided.
       contract: the axis of W and L that is summed over.
-      programs: the number of programs, each of which computes every n-th tile of the output.
+      programs: the number of programs; program p computes the tiles p, p + programs, ... of the output.
       gathered: True: rows are read from the tokens. False: from the sorted buffer.
       with_extra: whether there is an adapter's product, u L.
       decoder: decodes a weight in four bits while the kernel multiplies; None: W is an array.

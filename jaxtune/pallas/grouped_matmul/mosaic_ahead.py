@@ -52,7 +52,7 @@ _AHEAD = 1  # chunks that are loaded while one is decoded; two were no faster
 def refusal(weight: Stored) -> str | None:
     """The reason why `weight` [E, ., .], a quantised weight, cannot be decoded by the kernel that multiplies, or None.
     The reason is its format, or that an expert's matrix has not a multiple of 1,024 numbers, of which decoding takes
-    whole chunks."""
+    whole chunks. It does not ask which GPU there is, or for the sizes of the product; mosaic.refusal does."""
     if not Chunks.decodes(weight):
         return f"a weight in {type(weight).__name__}"
     whole = weight.size // weight.shape[0]

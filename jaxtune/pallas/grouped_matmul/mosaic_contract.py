@@ -44,7 +44,9 @@ _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
     """The kernel's body: out float32[E, r, n], for each expert e the product thin^T wide over the rows of the tiles
-    from bounds_ref[e] to before bounds_ref[e + 1]. Warpgroup 0 multiplies, warpgroup 1 loads.
+    from bounds_ref[e] to before bounds_ref[e + 1]. All rows of these tiles are summed, also empty ones. Warpgroup 0
+    multiplies, warpgroup 1 loads. An item is 64 columns of the thin array and one block of columns of the wide one, for
+    one expert.
 
     Args:
       thin_ref: [rows, R] in global memory, in a 16-bit dtype. R is a multiple of 64; r may be smaller: the last columns
@@ -52,7 +54,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
       wide_ref: [rows, n] in global memory, or the tokens [T, n] if they are `gathered`.
       bounds_ref: int32[E + 1], the number of each expert's first tile, and of the tile after the last.
       rest: in this order: the token of each row if `gathered`; out; shared memory and barriers.
-      programs: the number of programs, each of which computes every n-th item.
+      programs: the number of programs; program p computes the items p, p + programs, p + 2 programs, ...
       gathered: True: rows of the wide array are read from the tokens. False: from the sorted buffer.
     """
     if gathered:
@@ -233,7 +235,8 @@ def _weight_kernel(
       left_smem, right_smem, out_smem: shared memory: [stages, warpgroups that multiply, 64 rows, 64 columns], [stages,
         64 rows, columns], [warpgroups that multiply, 64, columns].
       full, free: for each stage a barrier of the copies that fill it, and one of the warpgroups that have read it.
-      programs: the number of programs, each of which computes every n-th item.
+      programs: the number of programs; program p computes the items p, p + programs, ... An item is a tile of the
+        result of one expert: 64 columns of the left side for each multiplying warpgroup, by a block of the right's.
     """
     stages, warpgroups, *_ = left_smem.shape
     columns = right_smem.shape[2]
@@ -404,7 +407,8 @@ def refusal(dtype) -> str | None:
 def weight_refusal(dtype, weight_dtype) -> str | None:
     """The reason why this GPU must not run weight_gradient with rows of `dtype` and a result in `weight_dtype`, or
     None: a dtype that the kernel does not have, or what the comparison with plain JAX on small cases finds at the first
-    call for these dtypes (dispatch.first_use). Like `refusal` it does not ask which GPU there is."""
+    call for these dtypes (dispatch.first_use). Without a GPU nothing is compared. The function does not ask which GPU
+    there is: the backward of grouped_matmul calls it only where a Mosaic kernel multiplies already."""
     given, wanted = jnp.dtype(dtype), jnp.dtype(weight_dtype)
     if wanted not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"gradients in {wanted.name}"

@@ -32,8 +32,9 @@ def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
 
 
 def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
-    """Reshapes rows [tiles * tile_rows, n] to [tiles, tile_rows, n]. The rows must be sorted by expert and padded
-    already, so that all rows of a tile belong to one expert. `groups` gives the number of tiles and the rows of a tile;
+    """Reshapes rows [tiles * tile_rows, n] to [tiles, tile_rows, n], so that products and sums can treat each tile with
+    the values of its expert. The rows must be sorted by expert and padded already, so that all rows of a tile belong to
+    one expert. `groups` gives the number of tiles and the rows of a tile;
     the expert of each tile is groups.tile_expert, which is not needed here."""
     return rows.reshape(groups.tiles, groups.tile_rows, -1)
 

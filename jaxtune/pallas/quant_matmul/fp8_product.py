@@ -174,8 +174,8 @@ def multiply(
     Args:
       coded: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]), from `rounded`.
       side: e4m3[columns, k], the codes of the other operand.
-      side_scale: the scales of `side`: float32[columns], or None for no scales; with `blocks` float32[columns / 128, k
-        / 128].
+      side_scale: the scales of `side`: float32[columns], or None for no scales; with `blocks` float32[ceil(columns /
+        128), ceil(k / 128)].
       more: None, or two further operands (u [n, r], v [columns, r]), whose product u v^T is added. A kernel adds that
         of their first 64 columns, and XLA that of the others.
       dtype: of the result.
@@ -272,7 +272,7 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
 
     Args:
       codes, scale: e4m3[n, k] and float32[n, ceil(k / 128)].
-      side, side_scale: e4m3[columns, k] and float32[columns / 128, k / 128].
+      side, side_scale: e4m3[columns, k] and float32[ceil(columns / 128), ceil(k / 128)].
       dtype: of the result.
     """
     codes, side = _whole_blocks(codes, 1), _whole_blocks(side, 1)

@@ -272,7 +272,8 @@ def _row_tokens(routing):
 def _as_rows(x, routing, static):
     """Brings tokens x [T, n] into the form in which the grouped product takes rows that are sorted by expert. If its
     implementation gathers rows while it multiplies, that is (x itself, int32[rows] with the token of each row);
-    otherwise it is (the sorted rows [rows, n], None).
+    otherwise it is (the sorted rows [rows, n], None). The forward of matmul_of_tokens calls it for x, and the backward
+    of matmul_to_tokens for the gradient of the result.
 
     Args:
       x: [T, n], tokens or gradients of tokens.

@@ -60,7 +60,8 @@ def _spread_kernel(
     x_ref, zeros_ref, slots_ref, source_ref, out_ref, rows_smem, zero_smem, full, zero_full, *, programs, k, pairs
 ):
     """The kernel's body: sets out[slots[t, j]] = x[t] for every pair (token t with its j-th expert), and zeros in empty
-    rows. Each program takes every n-th run of four tokens, and every n-th run of 32 rows to look for empty ones.
+    rows. With n programs, each takes every n-th run of four tokens, and every n-th run of 32 rows to look for empty
+    ones.
 
     Args:
       x_ref: [tokens, hidden / 64, 64], where the number of tokens is a multiple of four. All refs up to out_ref are in

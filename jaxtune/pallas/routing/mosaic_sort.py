@@ -73,7 +73,7 @@ def _number(rows: int, columns: int, axis: int):
 
 def _histogram_kernel(expert_ref, out_ref):
     """The kernel's body of the first pass: sets out_ref[block, e] to the number of pairs of this program's block that
-    go to expert e. expert_ref: int32[pairs], the expert of each pair. out_ref: int32[blocks, experts padded to a
+    go to expert e. expert_ref: int32[blocks * 128], the expert of each pair. out_ref: int32[blocks, experts padded to a
     multiple of 64]. Both are in global memory."""
     block = lax.axis_index("block")
     pairs = plgpu.load(expert_ref.at[pl.ds(block * BLOCK, BLOCK)], layout=_COLUMNS, optimized=False)
@@ -85,8 +85,9 @@ def _histogram_kernel(expert_ref, out_ref):
 def _slot_kernel(expert_ref, firsts_ref, out_ref):
     """The kernel's body of the second pass: sets out_ref[pair] to the row of each pair of this program's block. That is
     the row of the first pair of its block and expert, plus the number of pairs of that block and expert before it.
-    expert_ref: int32[pairs], the expert of each pair. firsts_ref: int32[blocks, experts padded to a multiple of 64],
-    the row of the first pair of each block and expert. out_ref: int32[pairs]. All are in global memory."""
+    expert_ref: int32[blocks * 128], the expert of each pair. firsts_ref: int32[blocks, experts padded to a multiple of
+    64], the row of the first pair of each block and expert. out_ref: int32[blocks * 128]; it gets any number for a pair
+    without an expert. All are in global memory."""
     block = lax.axis_index("block")
     here = pl.ds(block * BLOCK, BLOCK)
     pairs = plgpu.load(expert_ref.at[here], layout=_ROWS, optimized=False)

@@ -38,8 +38,9 @@ class Passes(NamedTuple):
 
 def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
     """Selects each token's values for the experts that it chose: values [T, E], choice int32[T, k] -> [T, k], and 0
-    where choice is not 0 to E - 1 (no expert). It compares each choice with all experts instead of gathering, because
-    the derivative of a gather is a scatter, which adds in no fixed order."""
+    where choice is not 0 to E - 1 (no expert). expert_weights and the derivative of token_bias call it. It compares
+    each choice with all experts instead of gathering, because the derivative of a gather is a scatter, which adds in no
+    fixed order."""
     index = jnp.arange(values.shape[1], dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, None], 0).sum(-1)
 
@@ -47,7 +48,7 @@ def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
 def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Array:
     """Writes each token's values for its chosen experts into an array of all experts: values [T, k], choice int32[T, k]
     -> [T, E] for E = num_experts, with 0 for experts that were not chosen; the value of a choice that is not 0 to E - 1
-    is dropped. This is the gradient of `chosen`."""
+    is dropped. It is the transpose of `chosen`; the derivative of token_bias computes the bias's gradient with it."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, :, None], 0).sum(1)
 
