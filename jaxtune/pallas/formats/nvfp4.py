@@ -154,7 +154,9 @@ class NVFP4(Stored):
         )
 
     def with_input_scale(self, scale: float) -> NVFP4:
-        """The same weight with `scale` as its scale of activations, input_scale (Stored.with_input_scale)."""
+        """The same weight with `scale` as its scale of activations: input_scale is float32[..., 1, 1], `scale`
+        everywhere. An export calls it for a model that was trained with rounded activations
+        (Stored.with_input_scale)."""
         of_inputs = jnp.full((*self.shape[:-2], 1, 1), scale, jnp.float32)
         return dataclasses.replace(self, input_scale=of_inputs)
 

@@ -147,10 +147,11 @@ def _log_probs_and_entropies(hidden, head, targets, static):
 
 
 def _log_probs_and_entropies_bwd(static, residuals, gradients):
-    """The backward rule of `_log_probs_and_entropies`: (gradients of hidden, of head, None for the targets). residuals:
-    (hidden, head, targets); static: the options. `gradients` is the pair of the incoming gradients of log-probabilities
-    and entropies, float32[B, T] each. The logits are computed again, also for a frozen head: a token's gradient is a
-    sum of two terms, one for each incoming gradient, and these are known only here."""
+    """The backward rule of `_log_probs_and_entropies`: (gradients of hidden, of head or None if the head is frozen,
+    None for the targets). residuals: (hidden, head, targets); static: the options. `gradients` is the pair of the
+    incoming gradients of log-probabilities and entropies, float32[B, T] each. The logits are computed again, also for a
+    frozen head: a token's gradient is a sum of two terms, one for each incoming gradient, and these are known only
+    here."""
     (hidden, head, targets), (dlogps, dentropies) = residuals, gradients
     more = dict(gradients=True, entropies=True, entropy_weights=dentropies)
     results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **more)

@@ -40,11 +40,12 @@ def length_of_chunks(hidden: jax.Array, vocab_size: int, chunk_tokens: int | Non
 
 
 def divergence_of(log_student: jax.Array, log_teacher: jax.Array, beta: float) -> tuple[jax.Array, jax.Array]:
-    """The divergence of each pair of a student's and a teacher's distribution over the vocabulary, and its gradient
-    with respect to the student's logits.
+    """The divergence of each pair of a student's and a teacher's distribution over V outcomes, and its gradient with
+    respect to the student's logits, of which log_student is the log-softmax. The outcomes are the vocabulary's tokens
+    in this file, and in top_k.py the stored tokens and the bucket of all others.
 
     Args:
-      log_student, log_teacher: float32[..., V], log-probabilities, finite.
+      log_student, log_teacher: float32[..., V], log-probabilities, finite (NOTHING for a probability of 0).
       beta: from 0 to 1, which divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), and between them it
         is beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student.
     Returns:

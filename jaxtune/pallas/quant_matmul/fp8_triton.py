@@ -53,9 +53,9 @@ def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks:
     Args:
       x, w: e4m3 codes.
       x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
-      extra: None, or an adapter's operands in bfloat16, u [M, R] and l [N, R]. If `in_blocks` is False, the kernel
-        multiplies their product by x_scale and w_scale like the rest, so the caller divides u by x_scale and l by
-        w_scale.
+      extra: None, or an adapter's operands in bfloat16, u [M, R] and l [N, R], where R is from fp8_mosaic.filled_rank:
+        16, 32 or 64. If `in_blocks` is False, the kernel multiplies their product by x_scale and w_scale like the rest,
+        so the caller divides u by x_scale and l by w_scale.
       tiles: None, or for rows that are sorted by expert two int32[M / 128]: the expert of each 128 rows, and how many
         of the rows, which come first, are not empty. Then w, w_scale and l have a leading axis of experts.
       dtype: of the result.

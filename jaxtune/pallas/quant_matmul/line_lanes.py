@@ -82,8 +82,8 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
       adjacent: how many neighbouring lines one copy loads (Tile.lines): 1, 2 or 4.
       warpgroups: the number of warpgroups of the program.
     Returns:
-      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), where n is how many times a thread
-        loads the four blocks of a row in a line.
+      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), where n = ceil(4 rows / 128) is how
+        many times a thread loads the four absmax of a row in a line. `keep_span` takes both as its `share`.
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)

@@ -56,7 +56,8 @@ class Tile:
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
     """Returns the reason, in words, why the kernel with these sizes (`tile`) cannot multiply this number of tokens by a
     weight [rows, columns], or None if it can. Reasons are sizes of the weight or of the tile that are out of range, and
-    more shared memory than a program may have. It does not ask which GPU there is."""
+    more shared memory than a program may have. It does not ask which GPU there is; mosaic.line_refusal, which calls it,
+    does. `tiles` calls it too."""
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:

@@ -1,7 +1,7 @@
 """Weights in four bits through Triton, for every NVIDIA GPU since Ampere: dequantising, and products with a few tokens.
 
-Both decode double-quantised scales in the kernel and are bound by memory. The kernels are in triton_kernels.py, which
-imports triton and is therefore imported only where it is used.
+Both decode double-quantised scales in the kernel and are bound by memory. The kernels are in triton_kernels.py and
+triton_few_kernels.py, which import triton and are therefore imported only where they are used.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def refusal(weight: Stored, dtype) -> str | None:
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
     or None if it can. It needs a GPU on which Triton is usable (compat.triton_refusal), and takes 1 to 16 tokens of 16
-    bits, and weights in NF4 or FP4 whose rows are whole blocks of 64. On a GPU the kernel's result on a small case is
-    compared with the exact one at the first use for each number of tokens, dtype, kind of weight and tile."""
+    bits, and weights in NF4 or FP4 whose rows are whole blocks of 64. A wrong result on a small case is a reason too;
+    it is compared with the exact one at the first use on a GPU for each number of tokens, dtype, kind of weight and
+    tile."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
