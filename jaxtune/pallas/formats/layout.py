@@ -89,7 +89,7 @@ def file_tensor(like: jax.Array | np.ndarray | None, of: Of) -> FileTensor:
     """Makes the FileTensor whose shape and dtype are those of `like`, an array that is written as the weight has it, or
     its jax.ShapeDtypeStruct while the weight has not been computed. of: takes the quantised weight and returns the
     array that is written. The type of `like` allows None only because optional fields of weights have it; None fails an
-    assertion."""
+    assertion. Layout.tensors of most layouts makes its FileTensors by it."""
     assert like is not None
     return FileTensor(tuple(like.shape), np.dtype(like.dtype), of)
 
@@ -199,6 +199,7 @@ class Layout:
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
         """Describes the weight that a module's tensors store, before their content is read. Each layout implements it.
+        The loader of checkpoints calls it.
 
         Args:
           name: the weight's name in the model.
@@ -214,7 +215,7 @@ class Layout:
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Stored:
         """Makes the quantised weight, with numpy arrays as leaves, from the content of its tensors. Each layout
-        implements it.
+        implements it. The loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned for the weight.
@@ -265,7 +266,7 @@ class Layout:
     def splitting(self, weight: Stored, rows: int) -> str | None:
         """The reason why `weight`, experts [E, out, in], cannot be written as separate matrices, such as blocks that
         would be cut, or None if it can, as by default. rows: the number of rows of each matrix, which Stored.piece cuts
-        from the tensor."""
+        from the tensor. Writing a checkpoint then fails with this reason."""
         del weight, rows
         return None
 
@@ -285,7 +286,8 @@ class Layout:
         """Describes the tensors of a file that store `weight`, a matrix [out, in]: {key: FileTensor}. A FileTensor has
         a shape, a dtype, and a function that later takes the same weight with its arrays and returns the array to
         write. A file's header is written before the weights have been quantised, so `weight` may contain shapes and
-        dtypes (jax.ShapeDtypeStruct) instead of arrays. Each layout implements it.
+        dtypes (jax.ShapeDtypeStruct) instead of arrays. Each layout implements it. The code that writes checkpoints
+        calls it.
 
         number: what `header_number` returned; None if the layout has no such number.
         """
@@ -293,7 +295,7 @@ class Layout:
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout. Each layout implements it.
+        layout. Each layout implements it. The entry is written with a model that is saved or exported.
 
         Args:
           weights: all weights in this format.

@@ -55,7 +55,7 @@ class MXFP4(Stored):
 
     @staticmethod
     def from_blocks(blocks: jax.Array, scales: jax.Array, dtype_name: str = "bfloat16") -> MXFP4:
-        """Makes the weight from the arrays of gpt-oss's checkpoint.
+        """Makes the weight from the arrays of gpt-oss's checkpoint. Published.read calls it.
 
         Args:
           blocks: uint8[..., n / 32, 16], the codes of each block of 32 numbers, two in a byte.
@@ -217,12 +217,14 @@ class Published(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "mxfp4"."""
+        quant_method is "mxfp4". The loader of checkpoints calls it to find a checkpoint's layout
+        (Layout.recognises)."""
         return settings.get("quant_method") == "mxfp4"
 
     def claims(self, tensors: Headers) -> bool:
         """Whether a module's tensors, {key: header}, are experts in this layout: there is a tensor of blocks. If the
-        scales are missing, `describe` raises."""
+        scales are missing, `describe` raises. The loader calls it to find the quantised weights among a checkpoint's
+        tensors."""
         return self.codes in tensors
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
@@ -250,7 +252,8 @@ class Published(Layout):
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
         """Makes the quantised experts of a layer, an MXFP4 of the shape [E, out, in], from the content of their two
-        tensors. The axes are in the checkpoint's order; `decoded` swaps them to the model's.
+        tensors. The axes are in the checkpoint's order; `decoded` swaps them to the model's. The loader of checkpoints
+        calls it.
 
         Args:
           found: what `describe` returned.
@@ -303,7 +306,7 @@ class Published(Layout):
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of config.json, a copy of that of the published gpt-oss, which names
         the modules that stay in 16 bits. The arguments weights, plain and dtype, which other layouts need, are not
-        used."""
+        used. The entry is written with a model that is saved or exported."""
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 
@@ -332,25 +335,27 @@ class CompressedTensors(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "compressed-tensors" and the format is "mxfp4-pack-quantized"."""
+        quant_method is "compressed-tensors" and the format is "mxfp4-pack-quantized". The loader of checkpoints calls
+        it to find a checkpoint's layout (Layout.recognises)."""
         return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "mxfp4-pack-quantized")
 
     def check(self, settings: Settings) -> None:
         """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
         setting that is not supported. Supported are weights that are symmetric floats of 4 bits in groups of 32,
-        without a quantised key/value cache."""
+        without a quantised key/value cache. The loader calls it before it reads any tensor."""
         check_weights(settings, {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True})
 
     def claims(self, tensors: Headers) -> bool:
         """Whether a module's tensors, {key: header}, are a weight of this layout: `.weight_packed` has the dtype U8,
         and so has `.weight_scale`, unless it is missing, for which `describe` raises. The scales of NVFP4, whose codes
-        have the same name, are in e4m3."""
+        have the same name, are in e4m3. The loader calls it to find the quantised weights among a checkpoint's
+        tensors."""
         scales = tensors.get(".weight_scale")
         return super().claims(tensors) and (scales is None or scales.dtype == "U8")
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
         """Describes the weight that a module's tensors store, from their headers alone. Returns a Found with its name,
-        headers and shape [out, in].
+        headers and shape [out, in]. The loader calls it before it reads the tensors' content.
 
         Args:
           name: the weight's name in the model.
@@ -371,6 +376,7 @@ class CompressedTensors(Layout):
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
         """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its two tensors.
+        The loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned; not used.
@@ -394,7 +400,8 @@ class CompressedTensors(Layout):
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout, with activations in 16 bits; `rounding_activations` adds those in MXFP4.
+        layout, with activations in 16 bits; `rounding_activations` adds those in MXFP4. The entry is written with a
+        model that is saved or exported.
 
         Args:
           weights: not used.
@@ -419,7 +426,8 @@ class CompressedTensors(Layout):
 
     def rounding_activations(self, config: Config) -> Config:
         """The entry quantization_config, `config`, for servers that round activations to MXFP4 too (compressed-tensors'
-        scheme MXFP4, W4A4), with dynamic scales of blocks of 32 numbers; `config` is not changed."""
+        scheme MXFP4, W4A4), with dynamic scales of blocks of 32 numbers; `config` is not changed. An export of a model
+        that was trained with activations rounded to MXFP4 calls it."""
         said: Config = config["config_groups"]
         inputs = _NUMBER | {"dynamic": True}
         return config | {"config_groups": {name: group | {"input_activations": inputs} for name, group in said.items()}}

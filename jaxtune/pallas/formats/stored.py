@@ -102,7 +102,8 @@ class Stored:
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
         """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one, without decoding
-        them. The caller has checked that this is possible (Layout.joining). The leaves are numpy arrays.
+        them. The caller has checked that this is possible (Layout.joining). The leaves are numpy arrays. The loader of
+        checkpoints calls it.
 
         Args:
           pieces: the matrices [., columns], whose rows in this order are those of expert 0, expert 1, ...; an expert
