@@ -45,6 +45,7 @@ def dynamic_map(signed: bool) -> np.ndarray:
 
 def _intervals(signed: bool, decade: int) -> int:
     """The number of equal intervals into which a decade of the map is divided, whose centres are the map's values.
+    `dynamic_map`, `_decades` and `_edges` call it.
 
     Args:
       signed: True: the number on either side of 0 of the map with negative values. False: that of the map without.
@@ -92,7 +93,8 @@ def _edges(signed: bool) -> list[float]:
 
 def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
     """Quantises numbers to the map: uint8 in x's shape, the index of the map's value that is nearest to each number;
-    ties go towards 0. Numbers are not clipped: the caller divides by the largest magnitude first.
+    ties go towards 0. Numbers are not clipped: the caller divides by the largest magnitude first. `encode` and
+    NF4.encode (for its absmax) call it.
 
     A binary search would read the map eight times per element, each read waiting for the one before. Within a decade
     the map is linear, so a product gives the index or one less: it is computed 1/4 of an interval too low, which is far

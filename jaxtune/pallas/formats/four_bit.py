@@ -194,7 +194,7 @@ def _blocks(values: jax.Array, block: int, scales: jax.Array) -> jax.Array:
 
 def _padded(values: jax.Array, block: int) -> jax.Array:
     """A flat array values [n] with zeros appended, so that its size is a multiple of `block`: the last block of a
-    tensor may be incomplete, and codes are made and read for whole blocks."""
+    tensor may be incomplete, and codes are made and read for whole blocks. `_blocks` and `_encode_nf4` call it."""
     short = -values.size % block
     return jnp.pad(values, (0, short)) if short else values
 
@@ -299,7 +299,8 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
 
 def _mean(values: jax.Array) -> jax.Array:
     """The mean of float32[n] as a scalar: the offset of double quantisation. The values are added by halves (the first
-    half to the second, again and again), so that the order, and with it the result, is the same on every device."""
+    half to the second, again and again), so that the order, and with it the result, is the same on every device.
+    `_encode_nf4` calls it."""
     count = values.size
     values = jnp.pad(values, (0, (1 << (count - 1).bit_length()) - count))
     while values.size > 1:

@@ -456,7 +456,8 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
     """Adds to each row the bias of its expert. Returns [rows, out] in the dtype of `rows`. Differentiable with respect
     to rows and bias. Empty rows of an expert's tiles get its bias too (those of the last tiles, which have no expert,
     get the last expert's), so they are no longer zero; the gradients that arrive for them must be zero, because the
-    bias's gradient is the sum over all rows of its expert's tiles.
+    bias's gradient is the sum over all rows of its expert's tiles. A layer of experts adds the biases of its first
+    projection (gate and up) with it.
 
     Args:
       rows: [rows, out], sorted by expert.

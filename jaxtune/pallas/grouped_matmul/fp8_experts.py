@@ -79,7 +79,7 @@ def product(
 def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | None]:
     """Says where the scales of `weight` [E, A, B] enter a product that sums over its axis `contract`. Returns (factors
     float32[E, K], by which rows of x are multiplied before they are rounded, or None; scales float32, by which the
-    kernel multiplies its sums, or None).
+    kernel multiplies its sums, or None). `_by_kernel` and `_by_reference` call it.
 
     Scales of rows or of whole matrices are one of the two. If the sum is along B (contract = 2), they multiply the
     results, as scales [E, n]; if it is along A (contract = 1), they are the factors. Scales of 128 x 128 numbers are
@@ -94,7 +94,8 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 
 def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
     """Rounds rows of x to FP8 in plain JAX. Returns (codes e4m3[rows, K], float32 scales by which the codes are
-    multiplied again, [rows, 1], or [rows, ceil(K / 128)] with `blocks`).
+    multiplied again, [rows, 1], or [rows, ceil(K / 128)] with `blocks`). `_by_reference` calls it, and `_by_kernel`
+    where the kernel of fp8_rounding.py does not round.
 
     Args:
       x: the sorted rows [rows, K], or [T, K] with `tokens`.

@@ -131,7 +131,7 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
 def barriers(slots: int):
     """The scratch type, for a kernel's scratch_types, of an array in shared memory with a hardware barrier for each of
     `slots` buffers into which rows are copied; `begin`, `tell` and `wait` take the array. A barrier has 64 bits, two
-    int32."""
+    int32. The kernels that gather rows allocate them so."""
     return plgpu.SMEM((2 * slots,), jnp.int32)
 
 

@@ -45,7 +45,7 @@ class _Registers:
 
     @staticmethod
     def of(gathered: bool, decoding: bool) -> _Registers:
-        """How the registers are divided in a kernel.
+        """How the registers are divided in a kernel. The kernel's body calls it.
 
         Args:
           gathered: True: the loading warpgroup gathers rows of tokens, and needs more registers to compute addresses.
@@ -119,7 +119,7 @@ def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
     """The name under which tuning.py stores the Blocks measured for a product. It contains everything on which the
     fastest ones depend: in_size, the length K of the summed axis; out_size, the number of columns of the result;
     contract, the axis of the weight that is summed over, 1 or 2; and ahead, whether the weight is decoded by the same
-    kernel."""
+    kernel. `blocks_for` looks Blocks up by the name, and the tuner stores them."""
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
 
@@ -354,7 +354,7 @@ def _kernel(
 
 def _smem(shape, dtype):
     """The scratch type of an array in shared memory with this shape and 16-bit dtype, swizzled as TMA copies it and
-    tensor cores read it."""
+    tensor cores read it. `product` makes the kernel's scratch memory of such arrays."""
     return plgpu.SMEM(shape, dtype, transforms=_TRANSFORMS)
 
 

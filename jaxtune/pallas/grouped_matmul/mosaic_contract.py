@@ -161,14 +161,14 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
 
 def _smem(shape, dtype):
     """The scratch type of an array in shared memory with this shape and dtype, swizzled as TMA copies it and tensor
-    cores read it."""
+    cores read it. The calls of both kernels make their scratch memory of such arrays."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
     """The gradient of an adapter's A, or of its B transposed, by the kernel: float32[E, rank, n], for each expert the
     product thin^T wide, summed over the expert's rows. Unlike reference.contract_rows it stores no products of single
-    tiles.
+    tiles. The backward of grouped_matmul calls it.
 
     Args:
       thin: [rows, R], R a multiple of 64 and at least `rank`; columns from `rank` on do not change the result.
@@ -335,7 +335,7 @@ def _weight_columns(size: int, dtype) -> int:
     """The columns of an item of a weight's gradient: those with which the fewest columns are multiplied twice, as the
     last tile overlaps the one before; of equal ones the widest. Fewer than 192 are chosen only if the right side has
     fewer columns. size: the columns of the right side, a multiple of 64. dtype: of the result, whose bytes limit the
-    choice."""
+    choice. `weight_gradient` calls it."""
     fitting = [columns for columns in _WEIGHT_STAGES[jnp.dtype(dtype).itemsize] if columns <= size]
     wide = [columns for columns in fitting if columns >= _NARROW] or fitting[:1]
     return min(wide, key=lambda columns: -(-size // columns) * columns)
@@ -344,7 +344,8 @@ def _weight_columns(size: int, dtype) -> int:
 def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> jax.Array:
     """The gradient of experts' weights by the kernel: [E, p, q] in `dtype`, for each expert left^T right, summed over
     the expert's rows in float32 and rounded once. An expert without rows gets zeros. Unlike reference.contract_rows it
-    stores no sums in float32, and reads and writes the result once.
+    stores no sums in float32, and reads and writes the result once. The backward of grouped_matmul calls it for weights
+    that train.
 
     Args:
       left, right: [rows, p] and [rows, q], both in bfloat16 or both in float16, sorted by expert and padded as `groups`

@@ -27,7 +27,7 @@ def _precision(dtype):
 def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
     """Gathers the rows that a grouped product multiplies: array [T, n] at tokens int32[rows] -> [rows, n]. A token of T
     stands for an empty row, which is padding and becomes zeros. If tokens is None, the array's rows are sorted by
-    expert already, and it is returned unchanged."""
+    expert already, and it is returned unchanged. Products and gradients use it where no kernel gathers."""
     return array if tokens is None else array.at[tokens].get(mode="fill", fill_value=0)
 
 
@@ -42,14 +42,14 @@ def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
 def per_tile(values: jax.Array, groups: Groups) -> jax.Array:
     """Copies a value of each expert, such as its weight, to each of its tiles: values [E, ...] -> [tiles, ...].
     `groups` says which expert each tile of rows belongs to. Empty tiles, which have no expert, get the last expert's
-    value; their rows are zero."""
+    value; their rows are zero. Thin products multiply by the copies, and biases are added so."""
     return values.at[groups.tile_expert].get(mode="clip")
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
     """values float32[tiles, ...] -> float32[E, ...]: the sums of the values of each expert's tiles; groups.tile_expert
     is the expert of each tile. It is a matrix product with zeros and ones, so that the order of the sums, and with it
-    the result, is the same in each run."""
+    the result, is the same in each run. It adds up the tiles' shares of the gradients of adapters and biases."""
     experts = jnp.arange(groups.num_experts, dtype=jnp.int32)
     member = (groups.tile_expert == experts[:, None]).astype(jnp.float32)
     return jnp.tensordot(member, values, 1, precision=jax.lax.Precision.HIGHEST)

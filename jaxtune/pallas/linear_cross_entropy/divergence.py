@@ -27,7 +27,8 @@ NOTHING = -1e30
 def within(logits: jax.Array, size: int) -> jax.Array:
     """The logits [..., n] with those from index `size` on replaced by NOTHING, so that they have probability 0: they
     come from the rows of zeros with which `filled_up` pads a head. size: the number of tokens in the vocabulary. If n
-    is `size`, the logits are returned unchanged."""
+    is `size`, the logits are returned unchanged. The functions `_chunk` of this file and of top_k.py call it, and
+    linear_top_k."""
     return logits if logits.shape[-1] == size else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, NOTHING)
 
 
@@ -42,7 +43,8 @@ def length_of_chunks(hidden: jax.Array, vocab_size: int, chunk_tokens: int | Non
 def divergence_of(log_student: jax.Array, log_teacher: jax.Array, beta: float) -> tuple[jax.Array, jax.Array]:
     """The divergence of each pair of a student's and a teacher's distribution over V outcomes, and its gradient with
     respect to the student's logits, of which log_student is the log-softmax. The outcomes are the vocabulary's tokens
-    in this file, and in top_k.py the stored tokens and the bucket of all others.
+    in this file, and in top_k.py the stored tokens and the bucket of all others. The functions `_chunk` of this file
+    and of top_k.py call it.
 
     Args:
       log_student, log_teacher: float32[..., V], log-probabilities, finite (NOTHING for a probability of 0).
@@ -108,7 +110,7 @@ def _chunk(
 def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **options) -> Results:
     """Computes the divergences of all tokens, chunk by chunk, as `Results`: with the entropies of the student's
     distributions and, if `gradients` is True, the gradients of the weighted sum of divergences with respect to hidden
-    and head (else None).
+    and head (else None). linear_divergence passes it to `summed`.
 
     hidden [B, T, D] and head [V, D] are the student's, teacher is (hidden [B, T, E], head [V, E]) of the teacher;
     weights: float32[B, T]. chunk_length: the number of tokens of each row in a chunk. options: own and others, (logit

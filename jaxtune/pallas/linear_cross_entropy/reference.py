@@ -47,7 +47,7 @@ class Results(NamedTuple):
 
 def precision_of(hidden: jax.Array) -> jax.lax.Precision:
     """The precision of products with the head: the highest for hidden states in float32, else the default, so that a
-    model in float32 gets a loss without TF32's rounding."""
+    model in float32 gets a loss without TF32's rounding. `logits_of` and `through_head` call it."""
     return jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
@@ -194,7 +194,8 @@ def in_chunks(
     compute: Callable[..., Results], arrays: tuple, chunk_length: int, head: jax.Array, filled: jax.Array | None
 ) -> Results:
     """Computes the results of all tokens, chunk by chunk, and puts those of the chunks into one `Results` for all
-    tokens. A chunk is the same chunk_length neighbouring tokens of each of the B rows.
+    tokens. A chunk is the same chunk_length neighbouring tokens of each of the B rows. `forward` and the functions
+    `_forward` of divergence.py and top_k.py call it.
 
     Args:
       compute: the function of one chunk: it takes the chunk's slice [B, t, ...] of each of `arrays`, and returns its

@@ -55,7 +55,7 @@ def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 def _put(row: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
     """A copy of `row` with `values` at the indices `ids`; indices beyond the row are left out. It is called with arrays
     of B rows of t tokens, row [B, t, V], ids int[B, t, k] and values [B, t, k], and mapped over both (jax.vmap), so
-    that devices which divide the rows need not exchange anything."""
+    that devices which divide the rows need not exchange anything. `_outcomes` and `_chunk` call it."""
     return row.at[ids].set(values, mode="drop")
 
 
@@ -120,6 +120,7 @@ def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperatur
 def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **options) -> Results:
     """Computes the divergences of all tokens, chunk by chunk, as `Results`: with the student's entropies and, if
     `gradients` is True, the gradients of the weighted sum of divergences with respect to hidden and head (else None).
+    linear_top_k_divergence passes it to `summed`.
 
     hidden [B, T, D], head [V, D], weights float32[B, T] and teacher, (ids, log-probabilities) [B, T, k], are those of
     linear_top_k_divergence. chunk_length: the number of tokens of each row in a chunk. options: the keyword arguments

@@ -154,7 +154,8 @@ def backward(
 
 def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
     """Pads the array with zeros along `axis` to a multiple of 128; an array of such a size is returned unchanged. Where
-    several weights are concatenated, each block of 128 numbers then belongs to only one of them."""
+    several weights are concatenated, each block of 128 numbers then belongs to only one of them. `backward` and
+    `_by_blocks` call it."""
     short = -array.shape[axis] % BLOCK
     return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
 

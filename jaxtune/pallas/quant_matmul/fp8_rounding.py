@@ -33,7 +33,8 @@ def _vector(widths: Sequence[int]) -> int | None:
     """The number of 16-bit values that a lane reads at once, 8 or 4. The 128 lanes of a warpgroup read 128 times as
     many neighbouring values of a row. It is the largest number for which such runs divide rows of all these widths, or
     else, if none does, the largest that divides the widths themselves; then the last run of a row overlaps the one
-    before, which stores the same values. None if a row is too short for 128 lanes, or its width is no multiple of 4."""
+    before, which stores the same values. None if a row is too short for 128 lanes, or its width is no multiple of 4.
+    `refusal` and the kernel's body call it."""
 
     def fits(width: int, vector: int) -> bool:
         return width >= _LANES * vector and width % vector == 0

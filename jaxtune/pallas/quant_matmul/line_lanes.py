@@ -177,7 +177,7 @@ def keep_span(share, offset, table_smem, scales_smem, rows: int):
 
 def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem, transforms, dtype):
     """Adds to acc the product of the program's rows of a weight and x^T over the 256 columns of one line, on the tensor
-    cores (mma.m16n8k16), by one warpgroup, and returns it.
+    cores (mma.m16n8k16), by one warpgroup, and returns it. The kernel's body of line_matmul.py calls it for each line.
 
     Each lane multiplies 8 bytes of codes of a row, within one block. The order of a product's k does not matter if it
     is the same in x, so the lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
@@ -285,7 +285,8 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
 
 def keep_line_sums(acc, partial_smem, first):
     """Writes each warp's sums of `line_product` to shared memory, partial_smem[first + warp, token, row], so that
-    `store_line_sums` can add them up after a barrier of all warpgroups.
+    `store_line_sums` can add them up after a barrier of all warpgroups. The kernel's body of line_matmul.py calls it at
+    its end.
 
     Args:
       acc: float32 in registers, as `line_product` returns it.

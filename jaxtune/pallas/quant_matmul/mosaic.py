@@ -194,7 +194,8 @@ def _plan(rows: int, columns: int, tokens: int) -> _Plan:
     """Chooses how `small_matmul` divides the product of a weight [rows, columns] with this number of tokens (1 to 16),
     by what was fastest on an H200. For at most 4 tokens, if `columns` allows it, warps read whole memory lines (15 %
     faster than half lines, but they take the registers that more tokens need); then a program has one warpgroup (7 %
-    faster) if there are enough tiles, else two. All other products have half lines and two warpgroups."""
+    faster) if there are enough tiles, else two. All other products have half lines and two warpgroups. `_small_matmul`
+    and `small_refusal` call it."""
     if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
         warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
         return _Plan(2, 8, warpgroups, 4 * 132 // warpgroups)
@@ -374,7 +375,7 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
     """Returns the tile sizes with which line_matmul was measured to be the fastest kernel for a product of this number
     of tokens in `dtype` with a weight of this shape. It returns None if nothing was measured on this kind of GPU, if
-    another kernel was faster, or if `line_refusal` refuses the tile."""
+    another kernel was faster, or if `line_refusal` refuses the tile. `small_matmul` calls it."""
     found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
         return None

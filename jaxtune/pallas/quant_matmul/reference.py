@@ -135,13 +135,14 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
 def scaled(part, scale):
     """Multiplies the array `part`, an operand of an adapter's product, by the adapter's number `scale`; the result has
     part's dtype, and is `part` itself for a scale of 1. It is multiplied in float32, because in part's dtype the number
-    itself would be rounded first."""
+    itself would be rounded first. The forward and backward of products with adapters call it."""
     return part if scale == 1.0 else (part.astype(jnp.float32) * scale).astype(part.dtype)
 
 
 def _parts(joined, loras):
     """Splits `joined` [tokens, sum of ranks], the product of x with the A's of several adapters (`_join`), into one
-    [tokens, r] for each adapter; a generator. loras: the adapters' pairs (a [r, in], b), in the same order."""
+    [tokens, r] for each adapter; a generator. loras: the adapters' pairs (a [r, in], b), in the same order. The forward
+    and backward rules of `_products` call it."""
     at = 0
     for a, _ in loras:
         yield joined[:, at : at + a.shape[0]]
@@ -150,7 +151,8 @@ def _parts(joined, loras):
 
 def _join(loras, dtype):
     """Stacks the A's of several adapters, pairs (a [r, in], b) in `loras`, into one thin matrix [sum of ranks, in] of
-    `dtype`. The time of a product with A is that of reading x, so one product serves all adapters."""
+    `dtype`. The time of a product with A is that of reading x, so one product serves all adapters. The forward and
+    backward rules of `_products` call it."""
     return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
 
 

@@ -84,20 +84,22 @@ def powers_of_two(codes, layout):
 
 def _ptx(instruction: str, *operands):
     """Emits the PTX instruction of this name, such as "rcp.rn.f32", and returns its float32 result. operands: float32
-    MLIR values."""
+    MLIR values. divided_scales calls it."""
     places = ", ".join(f"${index}" for index in range(len(operands) + 1))
     return utils.inline_ptx(f"{instruction} {places};", *operands, result_types=ir.F32Type.get())
 
 
 def _entry(map_ref, code):
     """Looks up one entry of a table of scales: the MLIR float32 at index `code` (an MLIR int32: a stored scale of NF4's
-    double quantisation or of NVFP4) of map_ref, float32[256] in global or shared memory."""
+    double quantisation or of NVFP4) of map_ref, float32[256] in global or shared memory. table_scales and
+    divided_scales call it."""
     return ir_load(map_ref, code, ir.F32Type.get())
 
 
 def _each(codes, scale: Callable):
     """Decodes all codes in a FragmentedArray (uint8, one in each register) with the function `scale`, which maps a code
-    (an MLIR int32) to an MLIR float32. It returns the FragmentedArray of the results, in the same layout."""
+    (an MLIR int32) to an MLIR float32. It returns the FragmentedArray of the results, in the same layout. table_scales,
+    divided_scales and powers_of_two call it."""
     found = np.empty_like(codes.registers)
     for place, register in np.ndenumerate(codes.registers):
         found[place] = ir_vector([scale(arith.extui(ir_i32(), ir_item(register, 0)))])

@@ -93,7 +93,7 @@ def _kernel_of(tokens: int, rows: int) -> tuple[str, tuple[int, int, int]]:
 
 def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
     """The arrays of a weight in the form that all Triton kernels here take, and whether its absmax are quantised, as 1
-    or 0.
+    or 0. `dequantize`, `small_matmul` and `few_matmul` call it.
 
     The list has, in this order: codes uint8, absmax (uint8 if quantised, else float32), nested absmax float32, its map
     float32[256], offset float32[], and the format's table float32[16]. Without double quantisation the three before the

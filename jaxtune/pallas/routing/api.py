@@ -47,7 +47,7 @@ class Routing:
 def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> jax.Array:
     """Chooses the k experts with the largest logits for each token: int32[T, k], the indices of the k largest of logits
     [T, E], the largest first, and of equal ones the lower index first. It has no gradient. It is jax.lax.top_k
-    everywhere; there is no kernel for it.
+    everywhere; there is no kernel for it. A layer of experts calls it with the logits of its router.
 
     Args:
       logits: [T, E], the router's.
@@ -97,7 +97,8 @@ def route(
     choice: jax.Array, num_experts: int, tile_rows: int = TILE_ROWS, *, implementation: str | None = None
 ) -> Routing:
     """Sorts all pairs (a token with one of its experts) by expert, and returns where each pair is in the sorted buffer
-    of rows. The sort is stable: an expert's rows are in the order of the tokens.
+    of rows. The sort is stable: an expert's rows are in the order of the tokens. A layer of experts calls it for each
+    of its projections.
 
     Args:
       choice: int32[T, k] from choose_experts; other numbers than 0 to num_experts - 1 mean no expert, and get no row.
@@ -265,7 +266,8 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 def _row_tokens(routing):
     """The token of each row of the buffer that is sorted by expert, from the pairs of `routing`: int32[rows], T for
-    empty rows. Grouped products that gather their rows from the tokens while they multiply take it as an argument."""
+    empty rows. Grouped products that gather their rows from the tokens while they multiply take it as an argument.
+    `_as_rows` and `_of_tokens_bwd` call it."""
     return divided(routing.source, routing.slots.shape[1])
 
 

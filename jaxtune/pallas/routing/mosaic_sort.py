@@ -106,7 +106,8 @@ def _slot_kernel(expert_ref, firsts_ref, out_ref):
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
     """Counts, by the kernel, the pairs of each block that go to each expert: int32[n, E] for E = num_experts. blocks:
-    int32[n, 128], the expert of each pair; E for a pair without one."""
+    int32[n, 128], the expert of each pair; E for a pair without one. It is the first pass of sort_pairs
+    (reference.Passes)."""
     padded = num_experts + -num_experts % _EXPERTS
     count = _kernel(_histogram_kernel, "expert_histograms", len(blocks), (len(blocks), padded))
     return count(blocks.reshape(-1))[:, :num_experts]
@@ -115,7 +116,7 @@ def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
     """Computes, by the kernel, the row of each pair in the sorted buffer: int32[n, 128]. It is the row of the first
     pair of its block and expert, plus the number of earlier pairs of that block and expert; for a pair without an
-    expert it can be any number.
+    expert it can be any number. It is the second pass of sort_pairs (reference.Passes).
 
     Args:
       blocks: int32[n, 128], the expert of each pair; E, the number of experts, for a pair without one.

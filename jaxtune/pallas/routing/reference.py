@@ -67,14 +67,14 @@ def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.A
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
     """Counts the pairs of each block that go to each expert: int32[n, E] for E = num_experts. blocks: int32[n, pairs of
-    a block], the expert of each pair; E for a pair without one."""
+    a block], the expert of each pair; E for a pair without one. It is the first pass of `sort_pairs`."""
     return (blocks[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(1, dtype=jnp.int32)
 
 
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
     """Computes the row of each pair in the sorted buffer: int32[n, pairs of a block]. It is the row of the first pair
     of its block and expert, plus the number of earlier pairs of that block and expert; for a pair without an expert it
-    can be any number.
+    can be any number. It is the second pass of `sort_pairs`.
 
     Args:
       blocks: int32[n, pairs of a block], the expert of each pair; E, the number of experts, for a pair without one.
@@ -88,7 +88,7 @@ def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
 
 def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Passes):
     """Sorts pairs (a token with one of its experts) by expert, stably, into a buffer of rows. Each expert's rows are
-    padded with empty rows to a multiple of tile_rows.
+    padded with empty rows to a multiple of tile_rows. `route` calls it.
 
     Args:
       expert: int32[pairs], the expert of each pair, 0 to E - 1; any other number is a pair without an expert.
