@@ -142,9 +142,10 @@ class MXFP4(Stored):
         """The decoded tensor in `dtype` (None: dtype_name), exact if the dtype can represent the numbers, and infinite
         beyond float32's range.
 
-        Numbers below 2^-126 become zero. A scale of 255, NaN in e8m0, is not treated as NaN, because no checkpoint with
-        one is loaded (Published.read). A number's exponent is the sum of its code's and its scale's exponents; it is
-        assembled from bits, without a table or a power.
+        Numbers below 2^-126 become zero. A scale of 255, NaN in e8m0, is not treated as NaN: numbers of its block
+        become infinite where their codes stand for 1 or more. Published.read refuses such a scale, and the loader of
+        checkpoints refuses decoded numbers that are not finite. A number's exponent is the sum of its code's and its
+        scale's exponents; it is assembled from bits, without a table or a power.
         """
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
@@ -380,7 +381,7 @@ class CompressedTensors(Layout):
 
         Args:
           found: what `describe` returned; not used.
-          arrays: {".weight_packed": the codes, ".weight_scale": the scales}.
+          arrays: {".weight_packed": the codes, ".weight_scale": the scales}; their values are not checked.
           dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
         """
         leaves: list = [arrays[self.codes], arrays[".weight_scale"]]

@@ -20,7 +20,8 @@ _THIN = 256  # up to this width, results per tile are stored and then summed by 
 
 def _precision(dtype):
     """The precision of matrix products of operands in `dtype`, for jax.lax.dot_general: full float32 for float32, which
-    a GPU would otherwise multiply in TF32, and XLA's default for other dtypes."""
+    a GPU would otherwise multiply in TF32, and XLA's default for other dtypes. `thin`, `product` and `contract_rows`
+    call it."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 

@@ -95,7 +95,8 @@ class Chunks:
 
     @property
     def numbers(self) -> int:
-        """The number of elements of a chunk, the part of a weight that a program decodes at a time."""
+        """The number of elements of a chunk, the part of a weight that a program decodes at a time. Kernels take the
+        shapes of their arrays from it."""
         return self.lines * SMALLEST
 
     @property

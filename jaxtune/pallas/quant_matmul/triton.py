@@ -85,7 +85,7 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 def _kernel_of(tokens: int, rows: int) -> tuple[str, tuple[int, int, int]]:
     """The kernel of triton_kernels that `small_matmul` uses for this number of tokens and of rows of the weight, by its
-    name, and its tile (rows of W at a time, blocks of 64 of each row, warps)."""
+    name, and its tile (rows of W at a time, blocks of 64 of each row, warps). `small_refusal` asks it for the tile."""
     if tokens <= _VECTOR_TOKENS:
         return "vector_kernel", _VECTOR_TILE
     return "matrix_kernel", _TALL_MATRIX_TILE if rows >= _TALL else _MATRIX_TILE

@@ -29,7 +29,7 @@ _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 def refusal() -> str | None:
     """Returns the reason, in words, why these kernels cannot run here, or None if they can: they need a Hopper GPU, or
-    the interpreter."""
+    the interpreter. api.sort_implementations calls it."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):

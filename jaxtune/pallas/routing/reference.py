@@ -117,7 +117,7 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
     """Copies each token to the rows of its pairs by a gather: x [T, H] -> [rows, H], with zeros in empty rows. slots:
     int32[T, k], the row of each pair (a token with one of its experts). source: int32[rows], the pair of each row, t *
-    k + j, or T * k for an empty row."""
+    k + j, or T * k for an empty row. `permute` and the derivative of `unpermute` run it where no kernel copies."""
     tokens, k = slots.shape
     return rows_of(x, jnp.where(source < tokens * k, divided(source, k), tokens))
 
