@@ -25,8 +25,9 @@ FORMATS: dict[str, Format] = {
 
 
 def layouts() -> list[Layout]:
-    """The layouts of all formats, in the order in which they are asked whether they store a checkpoint's tensors. A
-    layout describes how files store a format's weights; a format may have several."""
+    """The layouts of all formats, in the order of FORMATS, in which the loader of checkpoints asks each of them whether
+    it stores a checkpoint's tensors. A layout describes how files store a format's weights; a format may have
+    several."""
     return [layout for each in FORMATS.values() for layout in each.layouts]
 
 
@@ -44,11 +45,11 @@ def exports() -> dict[str, Format]:
 
 def format_of(weight: Stored | type[Stored] | Layout) -> Format:
     """Returns the format to which a quantised weight, a class of quantised weights, or a layout belongs, an entry of
-    FORMATS. Its callers then have the format's name, its layouts, or its numbers for the planner. A layout must be one
-    of those in FORMATS.
+    FORMATS. Its callers then have the format's name, its layouts, or its numbers for the planner.
 
     Raises:
       ValueError: a class, or the class of a weight, that belongs to no format.
+      StopIteration: a layout that belongs to no format.
     """
     if isinstance(weight, Layout):
         return next(each for each in FORMATS.values() if weight in each.layouts)

@@ -45,6 +45,7 @@ def dynamic_map(signed: bool) -> np.ndarray:
 
 def _intervals(signed: bool, decade: int) -> int:
     """The number of equal intervals into which a decade of the map is divided, whose centres are the map's values.
+    `dynamic_map`, `_decades` and `_edges` call it.
 
     Args:
       signed: True: the number on either side of 0 of the map with negative values. False: that of the map without.
@@ -92,7 +93,8 @@ def _edges(signed: bool) -> list[float]:
 
 def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
     """Quantises numbers to the map: uint8 in x's shape, the index of the map's value that is nearest to each number;
-    ties go towards 0. Numbers are not clipped: the caller divides by the largest magnitude first.
+    ties go towards 0. Numbers are not clipped: the caller divides by the largest magnitude first. `encode` and
+    NF4.encode (for its absmax) call it.
 
     A binary search would read the map eight times per element, each read waiting for the one before. Within a decade
     the map is linear, so a product gives the index or one less: it is computed 1/4 of an interval too low, which is far
@@ -120,7 +122,7 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
     """Quantises values of any shape to eight bits, in float32 arithmetic. Returns (codes uint8[blocks, 256], absmax
     float32[blocks]); the values are flattened, and the last block is padded with zeros. A block whose largest magnitude
     is below the smallest normal float32, 2^-126, becomes zeros; values that are not finite make their block
-    meaningless.
+    meaningless. 8-bit Adam (pallas/adam8) stores its moments like this.
 
     Args:
       values: floating-point numbers, which must not be negative if not signed.
@@ -138,7 +140,8 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
 
 def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
     """Decodes what `encode` returned: float32[blocks, 256], each number of the map times its block's absmax, which is
-    the encoded value up to the error of quantisation. The padding of the last block is included.
+    the encoded value up to the error of quantisation. The padding of the last block is included. 8-bit Adam reads its
+    moments with it.
 
     Args:
       codes: uint8[blocks, 256].

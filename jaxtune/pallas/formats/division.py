@@ -16,7 +16,8 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _rounded_quotient(x: jax.Array, y: jax.Array, quotient: jax.Array) -> jax.Array:
     """Corrects a quotient: returns the float32 that is nearest to x / y. The correction is exact where x, y and the
-    quotient are normal numbers; elsewhere `quotient` is returned.
+    quotient are normal numbers; elsewhere `quotient` is returned. `divide` calls it; it is a function of its own so
+    that a test can pass quotients that are off.
 
     Args:
       x, y: float32 arrays of one shape.

@@ -93,7 +93,8 @@ class FourBit(Stored):
     def block_absmax(self) -> jax.Array:
         """The absmax of each block, float32[ceil(n / 64)]: those that are stored, or, with double quantisation, decoded
         from their indices, nested absmax and offset, and rounded as bitsandbytes does, so that decoded numbers are the
-        same."""
+        same. `decode` multiplies by them, and `joined` stores them if matrices cannot keep their double
+        quantisation."""
         if self.nested_absmax is None or self.nested_map is None or self.offset is None:
             return self.absmax
         values = jnp.asarray(self.nested_map).at[self.absmax].get(mode="promise_in_bounds")
@@ -119,7 +120,7 @@ class FourBit(Stored):
         """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one. The values are
         exactly those of the matrices. Each matrix must be whole blocks of 64 (BitsAndBytes.joining checks it). Double
         quantisation is kept if all matrices have the same offset and are whole groups of 256 blocks; otherwise, as for
-        matrices that were quantised separately, the result has float32 absmax.
+        matrices that were quantised separately, the result has float32 absmax. The loader of checkpoints calls it.
 
         Args:
           pieces: the matrices [., columns], one or several (gate, then up) for each expert, whose rows in this order
@@ -164,11 +165,11 @@ class FourBit(Stored):
         return dataclasses.replace(self, **cut, shape=(rows, columns))
 
     def cut(self, axis: int) -> int | None:
-        """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
-        devices or written in pieces. Along the first axis it is the smallest number of indices whose elements are whole
-        blocks of 64, or, with double quantisation, whole groups of 256 blocks, which share a nested absmax. None for
-        every other axis: codes and absmax are flat and in row-major order, so a part along such an axis would not be
-        contiguous."""
+        """The number of consecutive indices along `axis` (counted from 0) that must stay in one part when the tensor is
+        divided over devices or written in pieces. Along the first axis it is the smallest number of indices whose
+        elements are whole blocks of 64, or, with double quantisation, whole groups of 256 blocks, which share a nested
+        absmax. None for every other axis: codes and absmax are flat and in row-major order, so a part along such an
+        axis would not be contiguous."""
         row, whole = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
         return math.lcm(row, whole) // row if axis == 0 and row else None
 
@@ -193,7 +194,7 @@ def _blocks(values: jax.Array, block: int, scales: jax.Array) -> jax.Array:
 
 def _padded(values: jax.Array, block: int) -> jax.Array:
     """A flat array values [n] with zeros appended, so that its size is a multiple of `block`: the last block of a
-    tensor may be incomplete, and codes are made and read for whole blocks."""
+    tensor may be incomplete, and codes are made and read for whole blocks. `_blocks` and `_encode_nf4` call it."""
     short = -values.size % block
     return jnp.pad(values, (0, short)) if short else values
 
@@ -298,7 +299,8 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
 
 def _mean(values: jax.Array) -> jax.Array:
     """The mean of float32[n] as a scalar: the offset of double quantisation. The values are added by halves (the first
-    half to the second, again and again), so that the order, and with it the result, is the same on every device."""
+    half to the second, again and again), so that the order, and with it the result, is the same on every device.
+    `_encode_nf4` calls it."""
     count = values.size
     values = jnp.pad(values, (0, (1 << (count - 1).bit_length()) - count))
     while values.size > 1:
@@ -347,7 +349,8 @@ class BitsAndBytes(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "bitsandbytes", and load_in_4bit (or _load_in_4bit) is set."""
+        quant_method is "bitsandbytes", and load_in_4bit (or _load_in_4bit) is set. The loader of checkpoints calls it
+        to find a checkpoint's layout (Layout.recognises)."""
         four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(four_bit)
 
@@ -355,18 +358,20 @@ class BitsAndBytes(Layout):
         """Divides the name of a tensor in a file into (module, key), such as ("model.layers.0.mlp.up_proj",
         ".weight.absmax"). Returns None for a name that no tensor of this layout has. A plain weight's name, X.weight,
         is divided too; `claims` tells them apart. It matches by a pattern, because the key of quant_state ends in the
-        name of the type, nf4 or fp4."""
+        name of the type, nf4 or fp4. The loader collects the tensors of one weight with it."""
         match = _PART.fullmatch(name)
         return None if match is None else (match[1], match[2])
 
     def claims(self, tensors: Headers) -> bool:
         """Whether a module's tensors, {key: header}, store a weight in this layout: there is at least one tensor
-        besides `.weight`. If the codes themselves are missing, `describe` raises."""
+        besides `.weight`. If the codes themselves are missing, `describe` raises. The loader calls it to find the
+        quantised weights among a checkpoint's tensors."""
         return any(key != self.codes for key in tensors)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
         """Describes the weight that a module's tensors store, from their headers and the quant_state. Returns a Found
-        whose `details` is a _State (quant_type, dtype_name, offset).
+        whose `details` is a _State (quant_type, dtype_name, offset). The loader calls it before it reads the tensors'
+        content.
 
         Args:
           name: the weight's name in the model.
@@ -417,7 +422,7 @@ class BitsAndBytes(Layout):
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FourBit:
         """Makes the quantised weight of one tensor, NF4 or FP4, with numpy arrays as leaves, from the content of its
-        tensors.
+        tensors. The loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned for the weight.
@@ -439,7 +444,7 @@ class BitsAndBytes(Layout):
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
         """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
         tensor [E, out, in], or None if they can. The reason is that some are in NF4 and others in FP4, or that a matrix
-        is not whole blocks of 64 elements.
+        is not whole blocks of 64 elements. The loader refuses the checkpoint with this reason.
 
         Args:
           pieces: the matrices, as `describe` found them, in the order of their rows in the tensor.
@@ -464,7 +469,8 @@ class BitsAndBytes(Layout):
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
         """The reason why `weight`, experts [E, out, in], cannot be written as separate matrices of `rows` rows each, or
-        None if it can. The reason is that such a matrix would not be whole blocks of 64 elements."""
+        None if it can. The reason is that such a matrix would not be whole blocks of 64 elements. Writing a checkpoint
+        then fails with this reason."""
         if rows * weight.shape[2] % BLOCK == 0:
             return None
         return f"is in four bits, and its pieces of {rows} x {weight.shape[2]} are not whole blocks of {BLOCK}"
@@ -515,7 +521,7 @@ class BitsAndBytes(Layout):
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout.
+        layout. The entry is written with a model that is saved or exported.
 
         Args:
           weights: the weights in four bits; the first one decides which type the entry names, and whether absmax are

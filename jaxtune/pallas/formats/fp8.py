@@ -162,7 +162,7 @@ class FP8(Stored):
     def scales_of_numbers(self) -> jax.Array:
         """The scale of each number of the tensor, float32, in a shape that broadcasts to [..., out, in]: [..., out, 1]
         with a scale for each row, [..., 1, 1] with one for the matrix, and [..., out, in], each scale repeated 128
-        times along both axes, with one for each 128 x 128 numbers."""
+        times along both axes, with one for each 128 x 128 numbers. Encoding divides by it, and decoding multiplies."""
         scales = self.scales.astype(jnp.float32)
         for axis, size in zip((-2, -1), self.block, strict=True):
             if size is not None and size > 1:
@@ -181,7 +181,8 @@ def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
 
 def scale_of(largest: jax.Array, scale: jax.Array) -> jax.Array:
     """Makes the scales of blocks safe to divide by: returns `scale`, but at least LEAST_SCALE (2^-126, below which some
-    devices take a number for zero), and 1 for blocks of zeros, whose largest magnitude is below LEAST_SCALE.
+    devices take a number for zero), and 1 for blocks of zeros, whose largest magnitude is below LEAST_SCALE. FP8.encode
+    calls it, and so do the functions and kernels that round activations.
 
     Args:
       largest: float32, the largest magnitude of each block.
@@ -222,7 +223,8 @@ class FP8Files(Layout):
     - `quant_method: fp8` (Qwen, DeepSeek): `X.weight_scale_inv` has a scale for each 128 x 128 numbers, by which,
       despite its name, the codes are multiplied.
     - `quant_method: compressed-tensors` with `format: float-quantized` (vLLM's llm-compressor): `X.weight_scale` has
-      one for each row ("channel") or for the whole matrix ("tensor").
+      one for each row ("channel"), for the whole matrix ("tensor") or, in files that are read, for each 128 x 128
+      numbers ("block").
 
     Both kinds tell servers such as vLLM to quantise activations too, with scales computed while they serve. The
     attributes and methods are explained in Layout.
@@ -235,7 +237,8 @@ class FP8Files(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "fp8", or "compressed-tensors" with the format "float-quantized"."""
+        quant_method is "fp8", or "compressed-tensors" with the format "float-quantized". The loader of checkpoints
+        calls it to find a checkpoint's layout (Layout.recognises)."""
         method, kind = settings.get("quant_method"), settings.get("format")
         return method == "fp8" or (method == "compressed-tensors" and kind == "float-quantized")
 
@@ -243,7 +246,7 @@ class FP8Files(Layout):
         """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
         setting that is not supported. Supported are weights in e4m3 with a scale for each row, each 128 x 128 numbers
         or the matrix, and activation scales that are computed while serving ("dynamic"); a quantised key/value cache is
-        not."""
+        not. The loader calls it before it reads any tensor."""
         method = settings.get("quant_method")
         if method == "fp8":
             known = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
@@ -264,7 +267,7 @@ class FP8Files(Layout):
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
         """Describes the weight that a module's tensors store, from their headers alone. Returns a Found whose `details`
         is the block, (rows, columns), that shares a scale; it follows from the key and the shape of the tensor of
-        scales.
+        scales. The loader calls it before it reads the tensors' content.
 
         Args:
           name: the weight's name in the model.
@@ -297,7 +300,8 @@ class FP8Files(Layout):
         return Found(name, tensors, codes.shape, block)
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FP8:
-        """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its tensors.
+        """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its tensors. The
+        loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned for the weight.
@@ -315,7 +319,7 @@ class FP8Files(Layout):
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
         """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
         tensor [E, out, in], or None if they can. The reason is that their scales are of different kinds, or that a
-        block would cross from one matrix into the next.
+        block would cross from one matrix into the next. The loader refuses the checkpoint with this reason.
 
         Args:
           pieces: the matrices, as `describe` found them, in the order of their rows in the tensor.
@@ -346,7 +350,8 @@ class FP8Files(Layout):
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout: that of `quant_method: fp8` if scales are for 128 x 128 numbers, else that of compressed-tensors.
+        layout: that of `quant_method: fp8` if scales are for 128 x 128 numbers, else that of compressed-tensors. The
+        entry is written with a model that is saved or exported.
 
         Args:
           weights: the weights in FP8; the blocks of the first one decide.
@@ -383,7 +388,8 @@ class FP8Files(Layout):
 def _check_group(where: str, group: Any) -> None:
     """Raises ValueError unless `group`, an entry of compressed-tensors' config_groups, describes weights that can be
     read: symmetric floats of 8 bits with a scale for each row, block or matrix, and activation scales that are computed
-    while serving. where: the entry's path in quantization_config, for the message."""
+    while serving. FP8Files.check calls it for each group. where: the entry's path in quantization_config, for the
+    message."""
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
     wanted: list[tuple[str, Any, tuple]] = [
         ("weights.type", weights.get("type"), ("float",)),
@@ -403,7 +409,7 @@ def _check_group(where: str, group: Any) -> None:
 def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: Block, dtype_name: str) -> None:
     """Raises ValueError if a finite scale is out of range, as in a damaged file: negative, below 2^-126, or so large
     that decoded numbers would not be finite. A scale of 0 is allowed for a block whose codes are all 0. Scales that are
-    not finite are refused by the loader.
+    not finite are ignored here, because the loader refuses them. FP8Files.read calls it.
 
     Args:
       entry: the header of the scales' tensor, for the message.

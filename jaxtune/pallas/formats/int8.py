@@ -139,18 +139,21 @@ class LLMInt8(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "bitsandbytes", and load_in_8bit (or _load_in_8bit) is set."""
+        quant_method is "bitsandbytes", and load_in_8bit (or _load_in_8bit) is set. The loader of checkpoints calls it
+        to find a checkpoint's layout (Layout.recognises)."""
         eight_bit = settings.get("load_in_8bit", settings.get("_load_in_8bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(eight_bit)
 
     def claims(self, tensors: Headers) -> bool:
         """Whether a module's tensors, {key: header}, are a weight of this layout: `.weight` has the dtype I8, and
-        `.SCB` or `.weight_format` is beside it. A plain weight has neither of the two."""
+        `.SCB` or `.weight_format` is beside it. A plain weight has neither of the two. The loader calls it to find the
+        quantised weights among a checkpoint's tensors."""
         return super().claims(tensors) and any(key in tensors for key in self.others)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
         """Describes the weight that a module's tensors store, from their headers and the one byte of `.weight_format`.
-        Returns a Found with its name, headers and shape [out, in].
+        Returns a Found with its name, headers and shape [out, in]. The loader calls it before it reads the tensors'
+        content.
 
         Args:
           name: the weight's name in the model.
@@ -176,7 +179,8 @@ class LLMInt8(Layout):
         return Found(name, tensors, codes.shape)
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Int8:
-        """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its tensors.
+        """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its tensors. The
+        loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned for the weight.
@@ -206,7 +210,7 @@ class LLMInt8(Layout):
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout.
+        layout. The entry is written with a model that is saved or exported.
 
         Args:
           weights: all weights in this format; the entry does not depend on them.

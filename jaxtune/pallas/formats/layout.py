@@ -89,14 +89,15 @@ def file_tensor(like: jax.Array | np.ndarray | None, of: Of) -> FileTensor:
     """Makes the FileTensor whose shape and dtype are those of `like`, an array that is written as the weight has it, or
     its jax.ShapeDtypeStruct while the weight has not been computed. of: takes the quantised weight and returns the
     array that is written. The type of `like` allows None only because optional fields of weights have it; None fails an
-    assertion."""
+    assertion. Layout.tensors of most layouts makes its FileTensors by it."""
     assert like is not None
     return FileTensor(tuple(like.shape), np.dtype(like.dtype), of)
 
 
 def check_weights(settings: Settings, wanted: Mapping[str, object]) -> None:
     """Raises ValueError, with key and value, if a quantization_config of compressed-tensors (`settings`) has a group
-    whose weights are stored in another way than a layout reads, or a quantised key/value cache.
+    whose weights are stored in another way than a layout reads, or a quantised key/value cache. The layouts
+    CompressedTensors of MXFP4 and of NVFP4 call it in `check`.
 
     wanted: {key, such as "num_bits": the only value that is supported}; a key that a group lacks has that value."""
     for name, group in (settings.get("config_groups") or {}).items():
@@ -198,6 +199,7 @@ class Layout:
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
         """Describes the weight that a module's tensors store, before their content is read. Each layout implements it.
+        The loader of checkpoints calls it.
 
         Args:
           name: the weight's name in the model.
@@ -213,7 +215,7 @@ class Layout:
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Stored:
         """Makes the quantised weight, with numpy arrays as leaves, from the content of its tensors. Each layout
-        implements it.
+        implements it. The loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned for the weight.
@@ -264,7 +266,7 @@ class Layout:
     def splitting(self, weight: Stored, rows: int) -> str | None:
         """The reason why `weight`, experts [E, out, in], cannot be written as separate matrices, such as blocks that
         would be cut, or None if it can, as by default. rows: the number of rows of each matrix, which Stored.piece cuts
-        from the tensor."""
+        from the tensor. Writing a checkpoint then fails with this reason."""
         del weight, rows
         return None
 
@@ -284,7 +286,8 @@ class Layout:
         """Describes the tensors of a file that store `weight`, a matrix [out, in]: {key: FileTensor}. A FileTensor has
         a shape, a dtype, and a function that later takes the same weight with its arrays and returns the array to
         write. A file's header is written before the weights have been quantised, so `weight` may contain shapes and
-        dtypes (jax.ShapeDtypeStruct) instead of arrays. Each layout implements it.
+        dtypes (jax.ShapeDtypeStruct) instead of arrays. Each layout implements it. The code that writes checkpoints
+        calls it.
 
         number: what `header_number` returned; None if the layout has no such number.
         """
@@ -292,7 +295,7 @@ class Layout:
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout. Each layout implements it.
+        layout. Each layout implements it. The entry is written with a model that is saved or exported.
 
         Args:
           weights: all weights in this format.
@@ -302,8 +305,9 @@ class Layout:
         raise NotImplementedError
 
     def rounding_activations(self, config: Config) -> Config:
-        """Returns the entry quantization_config, which the method `config` returned, with what makes servers round
-        activations to the format too. Layouts that can say so implement it; others raise NotImplementedError."""
+        """Returns a copy of `config`, the entry quantization_config that the method `config` returned, with what makes
+        servers round activations to the format too. An export of a model that was trained with rounded activations
+        calls it. Layouts that can say so implement it; others raise NotImplementedError."""
         raise NotImplementedError
 
 
@@ -346,5 +350,6 @@ class Format:
 
     def layout(self, weight: Stored) -> Layout:
         """The layout in which `weight`, a weight in this format, is written to a checkpoint: the first of `layouts`
-        whose `can_store` returns True; StopIteration if there is none."""
+        whose `can_store` returns True. It raises StopIteration if there is none. The functions of jaxtune/models/files
+        that write checkpoints call it; `weight` may have shapes (jax.ShapeDtypeStruct) in place of its arrays."""
         return next(layout for layout in self.layouts if layout.can_store(weight))

@@ -55,7 +55,7 @@ class MXFP4(Stored):
 
     @staticmethod
     def from_blocks(blocks: jax.Array, scales: jax.Array, dtype_name: str = "bfloat16") -> MXFP4:
-        """Makes the weight from the arrays of gpt-oss's checkpoint.
+        """Makes the weight from the arrays of gpt-oss's checkpoint. Published.read calls it.
 
         Args:
           blocks: uint8[..., n / 32, 16], the codes of each block of 32 numbers, two in a byte.
@@ -75,8 +75,8 @@ class MXFP4(Stored):
 
         A block's scale is one of two powers of two, that with the smaller sum of squared errors: the one that the
         specification gives, with which numbers above 6 times the scale are clipped to it, or twice that power. Numbers
-        are rounded to nearest, ties to even, and must be finite. Exports of gpt-oss and quantisation-aware training
-        call it.
+        are rounded to nearest, ties to even, and must be finite. Exports to MXFP4 and quantisation-aware training call
+        it.
 
         Raises:
           ValueError: the last axis is not a multiple of 32.
@@ -88,7 +88,7 @@ class MXFP4(Stored):
 
     @staticmethod
     def encode_activations(x: jax.Array) -> MXFP4:
-        """Quantises activations float[..., n], n a multiple of 32, by compressed-tensors' rule for dynamic scales
+        """Quantises activations x, float[..., n], n a multiple of 32, by compressed-tensors' rule for dynamic scales
         (generate_mx_scales): a scale is a quarter of the power of two at or below the block's largest magnitude, or
         half of it if that magnitude is at least 1.75 times the power. So the largest number is below 7 times its scale,
         and is clipped to 6 times it at most. Numbers are rounded to nearest, ties to even. The scale of zeros, and of
@@ -142,9 +142,10 @@ class MXFP4(Stored):
         """The decoded tensor in `dtype` (None: dtype_name), exact if the dtype can represent the numbers, and infinite
         beyond float32's range.
 
-        Numbers below 2^-126 become zero. A scale of 255, NaN in e8m0, is not treated as NaN, because no checkpoint with
-        one is loaded (Published.read). A number's exponent is the sum of its code's and its scale's exponents; it is
-        assembled from bits, without a table or a power.
+        Numbers below 2^-126 become zero. A scale of 255, NaN in e8m0, is not treated as NaN: numbers of its block
+        become infinite where their codes stand for 1 or more. Published.read refuses such a scale, and the loader of
+        checkpoints refuses decoded numbers that are not finite. A number's exponent is the sum of its code's and its
+        scale's exponents; it is assembled from bits, without a table or a power.
         """
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
@@ -159,9 +160,10 @@ class MXFP4(Stored):
 
 
 def to_e2m1(size: jax.Array) -> jax.Array:
-    """Rounds magnitudes, float32 of any shape, to the nearest number of e2m1, and above 6 to the next multiples of 2,
-    which callers clip. The numbers lie 0.5 apart below 2, 1 below 4 and 2 above; ties go to the even code, as jnp.round
-    has them."""
+    """Rounds magnitudes, `size` float32 of any shape and not negative, to the nearest number of e2m1, the four-bit
+    float of MXFP4 and NVFP4, whose encoders call it. Above 6, the largest number, they are rounded to multiples of 2,
+    which callers clip. The numbers of e2m1 are 0.5 apart below 2, 1 apart below 4 and 2 apart above; ties go to the
+    even code, as jnp.round has them."""
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     return jnp.round(size / step) * step
 
@@ -186,9 +188,10 @@ def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _packed(size: jax.Array, blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The codes of numbers, uint8[..., n / 2], the first of two in the low four bits. size: float32[..., 32], their
-    magnitudes in units of the scale, numbers of e2m1. blocks: the numbers, of the same shape, which give the signs.
-    shape: of the tensor, (..., n)."""
+    """The codes of numbers that were rounded to e2m1, two in a byte: uint8[..., n / 2], the first of two in the low
+    four bits. MXFP4.encode_activations and `_encode` call it. size: float32[..., n / 32, 32], the rounded magnitudes in
+    units of the scale. blocks: the numbers before rounding, of the same shape, which give the signs. shape: of the
+    tensor, (..., n)."""
     code = jnp.searchsorted(jnp.asarray(TABLE[:8]), size).astype(jnp.uint8)
     code = (code | (jnp.signbit(blocks).astype(jnp.uint8) << 3)).reshape(*shape[:-1], -1, 2)
     return code[..., 0] | code[..., 1] << 4
@@ -215,12 +218,14 @@ class Published(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "mxfp4"."""
+        quant_method is "mxfp4". The loader of checkpoints calls it to find a checkpoint's layout
+        (Layout.recognises)."""
         return settings.get("quant_method") == "mxfp4"
 
     def claims(self, tensors: Headers) -> bool:
         """Whether a module's tensors, {key: header}, are experts in this layout: there is a tensor of blocks. If the
-        scales are missing, `describe` raises."""
+        scales are missing, `describe` raises. The loader calls it to find the quantised weights among a checkpoint's
+        tensors."""
         return self.codes in tensors
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
@@ -248,7 +253,8 @@ class Published(Layout):
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
         """Makes the quantised experts of a layer, an MXFP4 of the shape [E, out, in], from the content of their two
-        tensors. The axes are in the checkpoint's order; `decoded` swaps them to the model's.
+        tensors. The axes are in the checkpoint's order; `decoded` swaps them to the model's. The loader of checkpoints
+        calls it.
 
         Args:
           found: what `describe` returned.
@@ -301,7 +307,7 @@ class Published(Layout):
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of config.json, a copy of that of the published gpt-oss, which names
         the modules that stay in 16 bits. The arguments weights, plain and dtype, which other layouts need, are not
-        used."""
+        used. The entry is written with a model that is saved or exported."""
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 
@@ -309,7 +315,7 @@ class Published(Layout):
 @functools.partial(jax.jit, static_argnums=1)
 def _decoded(weight: MXFP4, dtype: str) -> jax.Array:
     """A weight [E, out, in] decoded to `dtype` and transposed to [E, in, out], in one compiled program, so that the
-    decoded array is not written twice."""
+    decoded array is not written twice. Published.decoded calls it."""
     return weight.decode(dtype).swapaxes(1, 2)
 
 
@@ -330,25 +336,27 @@ class CompressedTensors(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "compressed-tensors" and the format is "mxfp4-pack-quantized"."""
+        quant_method is "compressed-tensors" and the format is "mxfp4-pack-quantized". The loader of checkpoints calls
+        it to find a checkpoint's layout (Layout.recognises)."""
         return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "mxfp4-pack-quantized")
 
     def check(self, settings: Settings) -> None:
         """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
         setting that is not supported. Supported are weights that are symmetric floats of 4 bits in groups of 32,
-        without a quantised key/value cache."""
+        without a quantised key/value cache. The loader calls it before it reads any tensor."""
         check_weights(settings, {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True})
 
     def claims(self, tensors: Headers) -> bool:
         """Whether a module's tensors, {key: header}, are a weight of this layout: `.weight_packed` has the dtype U8,
         and so has `.weight_scale`, unless it is missing, for which `describe` raises. The scales of NVFP4, whose codes
-        have the same name, are in e4m3."""
+        have the same name, are in e4m3. The loader calls it to find the quantised weights among a checkpoint's
+        tensors."""
         scales = tensors.get(".weight_scale")
         return super().claims(tensors) and (scales is None or scales.dtype == "U8")
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
         """Describes the weight that a module's tensors store, from their headers alone. Returns a Found with its name,
-        headers and shape [out, in].
+        headers and shape [out, in]. The loader calls it before it reads the tensors' content.
 
         Args:
           name: the weight's name in the model.
@@ -369,10 +377,11 @@ class CompressedTensors(Layout):
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
         """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its two tensors.
+        The loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned; not used.
-          arrays: {".weight_packed": the codes, ".weight_scale": the scales}.
+          arrays: {".weight_packed": the codes, ".weight_scale": the scales}; their values are not checked.
           dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
         """
         leaves: list = [arrays[self.codes], arrays[".weight_scale"]]
@@ -392,7 +401,8 @@ class CompressedTensors(Layout):
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout, with activations in 16 bits; `rounding_activations` adds those in MXFP4.
+        layout, with activations in 16 bits; `rounding_activations` adds those in MXFP4. The entry is written with a
+        model that is saved or exported.
 
         Args:
           weights: not used.
@@ -417,7 +427,8 @@ class CompressedTensors(Layout):
 
     def rounding_activations(self, config: Config) -> Config:
         """The entry quantization_config, `config`, for servers that round activations to MXFP4 too (compressed-tensors'
-        scheme MXFP4, W4A4), with dynamic scales of blocks of 32 numbers; `config` is not changed."""
+        scheme MXFP4, W4A4), with dynamic scales of blocks of 32 numbers; `config` is not changed. An export of a model
+        that was trained with activations rounded to MXFP4 calls it."""
         said: Config = config["config_groups"]
         inputs = _NUMBER | {"dynamic": True}
         return config | {"config_groups": {name: group | {"input_activations": inputs} for name, group in said.items()}}

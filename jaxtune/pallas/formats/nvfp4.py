@@ -89,8 +89,8 @@ class NVFP4(Stored):
 
     @staticmethod
     def encode_activations(x: jax.Array, scale: jax.Array) -> NVFP4:
-        """Quantises activations float[..., tokens, n], n a multiple of 16, under a scale of the whole tensor that was
-        observed before, by compressed-tensors' rule for `dynamic: local`. The scales of blocks follow from their
+        """Quantises activations x, float[..., tokens, n], n a multiple of 16, under a scale of the whole tensor that
+        was observed before, by compressed-tensors' rule for `dynamic: local`. The scales of blocks follow from their
         largest magnitudes as those of weights do. A block with a number beyond 448 * 6 / scale gets the largest scale,
         448, and such numbers become that bound. Quantisation-aware training rounds activations so.
 
@@ -102,7 +102,8 @@ class NVFP4(Stored):
     def global_scale(largest: jax.Array, dtype) -> jax.Array:
         """The scale of a whole tensor, float32 in the shape of `largest`, as compressed-tensors computes it
         (generate_gparam): 448 * 6 / the largest magnitude, so that the largest scale of a block is the largest number
-        of e4m3. It is 1 for zeros and where it would be infinite.
+        of e4m3. It is 1 for zeros and where it would be infinite. `encode` gets the scale of weights by it, and
+        quantisation-aware training that of activations.
 
         largest: float32, the largest magnitude of each tensor. dtype: that of the tensor's numbers, in which the
         quotient is rounded."""
@@ -154,7 +155,9 @@ class NVFP4(Stored):
         )
 
     def with_input_scale(self, scale: float) -> NVFP4:
-        """The same weight with `scale` as its scale of activations, input_scale (Stored.with_input_scale)."""
+        """The same weight with `scale` as its scale of activations: input_scale is float32[..., 1, 1], `scale`
+        everywhere. An export calls it for a model that was trained with rounded activations
+        (Stored.with_input_scale)."""
         of_inputs = jnp.full((*self.shape[:-2], 1, 1), scale, jnp.float32)
         return dataclasses.replace(self, input_scale=of_inputs)
 
@@ -181,7 +184,7 @@ class NVFP4(Stored):
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
         """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one; the leaves are numpy
-        arrays.
+        arrays. The loader of checkpoints calls it.
 
         Matrices that were quantised separately have different tensor scales, so the result has a tensor scale for each
         row, [E, rows, 1], that of the matrix from which the row comes. Scales of activations are joined likewise, or
@@ -226,7 +229,8 @@ class NVFP4(Stored):
 
     def block_scales(self) -> jax.Array:
         """float32[..., out, in / 16]: the factor by which the numbers of each block are multiplied, which is the
-        block's scale divided by the tensor's scale, or multiplied by it if `divides` is False."""
+        block's scale divided by the tensor's scale, or multiplied by it if `divides` is False. Decoding multiplies by
+        it."""
         return _times_tensor_scale(self.scales.astype(jnp.float32), self.tensor_scale, self.divides)
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -242,7 +246,8 @@ class NVFP4(Stored):
 
 
 def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: bool) -> jax.Array:
-    """The factor by which the numbers of each block are multiplied, float32[..., out, in / 16].
+    """The factor by which the numbers of each block are multiplied, float32[..., out, in / 16]. Decoding
+    (NVFP4.block_scales) and encoding (`_encode`) compute it so.
 
     Args:
       scales: float32[..., out, in / 16], the scales of the blocks.
@@ -255,8 +260,9 @@ def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: boo
 
 
 def _rounded(value: jax.Array, dtype) -> jax.Array:
-    """A float32 array rounded to `dtype`, as float32: compressed-tensors computes quotients of scales in the dtype of
-    the numbers that it quantises."""
+    """Rounds `value`, float32 of any shape, to the numbers of `dtype`, and returns them as float32.
+    NVFP4.global_scale and `_encode` round quotients so, because compressed-tensors computes them in the dtype of the
+    numbers that it quantises."""
     return value.astype(dtype).astype(jnp.float32)
 
 
@@ -299,7 +305,7 @@ class _Files(Layout):
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
         """Describes the weight that a module's tensors store, from their headers alone. Returns a Found with its name,
-        headers and shape [out, in].
+        headers and shape [out, in]. The loader calls it before it reads the tensors' content.
 
         Args:
           name: the weight's name in the model.
@@ -328,7 +334,8 @@ class _Files(Layout):
         return Found(name, tensors, (rows, 2 * pairs))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> NVFP4:
-        """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its tensors.
+        """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its tensors. The
+        loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned for the weight.
@@ -393,23 +400,25 @@ class CompressedTensors(_Files):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "compressed-tensors" and the format is "nvfp4-pack-quantized"."""
+        quant_method is "compressed-tensors" and the format is "nvfp4-pack-quantized". The loader of checkpoints calls
+        it to find a checkpoint's layout (Layout.recognises)."""
         return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "nvfp4-pack-quantized")
 
     def check(self, settings: Settings) -> None:
         """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
         setting that is not supported. Supported are weights that are symmetric floats of 4 bits in groups of 16,
-        without a quantised key/value cache."""
+        without a quantised key/value cache. The loader calls it before it reads any tensor."""
         check_weights(settings, {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True})
 
     def claims(self, tensors: Headers) -> bool:
         """Whether a module's tensors, {key: header}, are a weight of this layout: `.weight_packed` has the dtype U8,
-        and the tensor's scale `.weight_global_scale` is beside it."""
+        and the tensor's scale `.weight_global_scale` is beside it. The loader calls it to find the quantised weights
+        among a checkpoint's tensors."""
         return super().claims(tensors) and ".weight_global_scale" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout.
+        layout. The entry is written with a model that is saved or exported.
 
         Args:
           weights: all weights in NVFP4; input_activations is set if each of them has a scale of activations.
@@ -453,18 +462,20 @@ class ModelOpt(_Files):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "modelopt" and quant_algo is "NVFP4" or, if activations are not quantised, "W4A16_NVFP4"."""
+        quant_method is "modelopt" and quant_algo is "NVFP4" or, if activations are not quantised, "W4A16_NVFP4". The
+        loader of checkpoints calls it to find a checkpoint's layout (Layout.recognises)."""
         algorithms = ("NVFP4", "W4A16_NVFP4")
         return settings.get("quant_method") == "modelopt" and settings.get("quant_algo") in algorithms
 
     def claims(self, tensors: Headers) -> bool:
         """Whether a module's tensors, {key: header}, are a weight of this layout: `.weight` has the dtype U8, and the
-        tensor's scale `.weight_scale_2` is beside it."""
+        tensor's scale `.weight_scale_2` is beside it. The loader calls it to find the quantised weights among a
+        checkpoint's tensors."""
         return super().claims(tensors) and ".weight_scale_2" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout.
+        layout. The entry is written with a model that is saved or exported.
 
         Args:
           weights: all weights in NVFP4; quant_algo says that activations are quantised if each of them has a scale of

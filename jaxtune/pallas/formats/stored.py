@@ -78,14 +78,15 @@ class Stored:
         raise NotImplementedError
 
     def cut(self, axis: int) -> int | None:
-        """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
-        devices or written in pieces, so that no block of quantisation is cut. None means that the tensor cannot be
-        divided along this axis. `divided` and `piece` use it. Each format implements it."""
+        """The number of consecutive indices along `axis` (of the decoded tensor, counted from 0) that must stay in one
+        part when the tensor is divided over devices or written in pieces, so that no block of quantisation is cut. None
+        means that the tensor cannot be divided along this axis. `divided` and `piece` use it. Each format implements
+        it."""
         raise NotImplementedError
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
         """The axis along which each leaf is divided if the tensor is divided into `parts` equal parts along `axis`, for
-        the sharding of a model's weights over devices.
+        the sharding of a model's weights over devices. axis: of the decoded tensor, counted from 0.
 
         The entries are in the order of the leaves; an entry is None for an array that is not divided, because each part
         needs all of it (`shared`). Returns None instead of the tuple if the tensor cannot be divided like this: not
@@ -101,7 +102,8 @@ class Stored:
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
         """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one, without decoding
-        them. The caller has checked that this is possible (Layout.joining). The leaves are numpy arrays.
+        them. The caller has checked that this is possible (Layout.joining). The leaves are numpy arrays. The loader of
+        checkpoints calls it.
 
         Args:
           pieces: the matrices [., columns], whose rows in this order are those of expert 0, expert 1, ...; an expert
@@ -208,6 +210,7 @@ class Stored:
 
 
 def dense(weight: jax.Array | Stored, dtype=None) -> jax.Array:
-    """The array of a weight that may be quantised: an array is returned unchanged, whatever `dtype` is, and a Stored is
-    decoded to `dtype` (None: its `dtype_name`), with the errors of Stored.decode."""
+    """The array of a weight that may be quantised, for code that computes with the numbers themselves, such as merging
+    adapters and exports: an array is returned unchanged, whatever `dtype` is, and a Stored is decoded to `dtype` (None:
+    its `dtype_name`), with the errors of Stored.decode."""
     return weight.decode(dtype) if isinstance(weight, Stored) else weight

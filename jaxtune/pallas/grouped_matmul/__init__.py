@@ -1,6 +1,7 @@
 """Products of rows sorted by expert with the experts' weights: `grouped_matmul`, with LoRA adapters (`GroupedLora`),
 and `grouped_bias`, which adds biases. `Groups` is the layout of the sorted rows, in tiles of TILE_ROWS rows.
-`implementations` says which implementations support a call, and `fills_adapters` whether it copies adapters."""
+`implementations` says which implementations support a call. `fills_adapters` says whether every product would cast and
+pad its adapters again, which a sampler does only once, by `filled_adapter`."""
 
 from jaxtune.pallas.grouped_matmul.api import (
     GroupedLora,

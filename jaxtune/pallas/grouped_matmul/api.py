@@ -70,15 +70,17 @@ class Static:
 
 
 def fills_adapters(dtype, in_size: int, out_size: int) -> bool:
-    """Whether each product of rows in `dtype` with experts' weights [out_size, in_size] casts and pads the adapters, as
-    Mosaic's kernel does, which sums over ranks in steps of 64. A caller that multiplies often by the same adapters can
-    then do both once, with the same results, as a sampler does."""
+    """Whether each product of rows in `dtype` with experts' weights [out_size, in_size] casts and pads the adapters. It
+    is True if Mosaic's kernel, which sums over ranks in steps of 64, supports these sizes and this dtype on this GPU. A
+    caller that multiplies often by the same adapters, such as a sampler, can then do both once, by `filled_adapter`,
+    with the same results."""
     return mosaic.refusal(jnp.dtype(dtype), in_size, out_size, TILE_ROWS) is None
 
 
 def filled_adapter(side: jax.Array, axis: int, dtype) -> jax.Array:
-    """Returns one side of the adapters, A [E, r, in] or B [E, out, r], cast to `dtype` and padded with zeros along
-    `axis`, that of the rank r, as the products do it for which `fills_adapters` holds."""
+    """Returns one side of the adapters, A [E, r, in] or B [E, out, r], cast to `dtype`, that of the rows, and padded
+    with zeros along `axis`, that of the rank r (1 for A, 2 for B), to a multiple of 64. A sampler calls it once for
+    adapters for which `fills_adapters` says that every product would do the same."""
     return mosaic.filled(side.astype(dtype), axis)
 
 
@@ -162,8 +164,9 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
 
 
 def _thin(x, weight, groups, contract, implementation, tokens):
-    """The product of sorted rows with one side of an adapter, A or B, in x's dtype: [rows, n], n being the rank. With a
-    Mosaic implementation n is padded with zero columns to a multiple of 64, as the kernel of the next product needs it.
+    """The product of sorted rows with one side of an adapter, in x's dtype: [rows, n], n being the rank. `forward`
+    takes A with it, `backward` B. With a Mosaic implementation n is padded with zero columns to a multiple of 64, as
+    the kernel of the next product needs it.
 
     Args:
       x: the rows [rows, K], or [T, K] with `tokens`.
@@ -185,7 +188,7 @@ def _contracted(thin, wide, groups, rank, implementation, tokens):
 
     Args:
       thin: the factor with the adapter's rank as columns, [rows, at least rank]; columns from `rank` on are padding.
-      wide: the other factor, rows or their gradients: [rows, n], or [T, n] with `tokens`.
+      wide: the other factor, the rows x or the gradients of their products: [rows, n], or [T, n] with `tokens`.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       rank: of the adapter.
       implementation: the name of the call's implementation.
@@ -203,8 +206,8 @@ def _weight_gradient(left, right, groups, dtype, implementation):
     GPU; otherwise plain JAX adds it up tile by tile.
 
     Args:
-      left, right: [rows, p] and [rows, q], the rows and their gradients in the order of the weight's axes, sorted by
-        expert.
+      left, right: [rows, p] and [rows, q], sorted by expert: for a weight [E, in, out] the rows x and the gradients of
+        their products, for a weight [E, out, in] these gradients and x.
       groups: which expert each tile of rows belongs to.
       dtype: of the weight.
       implementation: the name of the call's implementation; a Mosaic one has refused p and q that are no multiples of
@@ -298,8 +301,8 @@ def _grouped_fwd(x, weight, lora, groups, static):
 
 def _grouped_bwd(static, residuals, dout):
     """The backward rule of `_grouped` for jax.custom_vjp, from the static settings, the residuals, and dout [rows,
-    out], the gradient of the product. Returns (the gradient of x, that of the weight or None if it is quantised, those
-    of the adapter's (a, b) or None without one, None for the groups)."""
+    out], the gradient of the product. Returns (the gradient of x, that of the weight or None if it is quantised or does
+    not train, those of the adapter's (a, b) or None without one, None for the groups)."""
     return *backward(static, residuals, dout), None
 
 
@@ -368,8 +371,9 @@ def prepared(
     implementation: str | None,
 ):
     """Chooses the implementation of a grouped product, and returns (x, weight, (a, b) of the adapter or None, the
-    Static settings), which are arguments of `forward`. The caller must use the returned x from then on: it is tied to
-    the decoded weight, so that XLA does not decode earlier.
+    Static settings), which are arguments of `forward`. grouped_matmul and the products of jaxtune.pallas.routing call
+    it after `checked`. The caller must use the returned x from then on: if the weight is decoded here, x is tied to the
+    decoded weight, so that XLA does not decode earlier; otherwise both are returned unchanged.
 
     Args:
       x: the rows sorted by expert, [rows, in], or the tokens.
@@ -452,7 +456,8 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
     """Adds to each row the bias of its expert. Returns [rows, out] in the dtype of `rows`. Differentiable with respect
     to rows and bias. Empty rows of an expert's tiles get its bias too (those of the last tiles, which have no expert,
     get the last expert's), so they are no longer zero; the gradients that arrive for them must be zero, because the
-    bias's gradient is the sum over all rows of its expert's tiles.
+    bias's gradient is the sum over all rows of its expert's tiles. A layer of experts adds the biases of its first
+    projection (gate and up) with it.
 
     Args:
       rows: [rows, out], sorted by expert.

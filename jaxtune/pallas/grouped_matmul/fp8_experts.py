@@ -53,6 +53,8 @@ def product(
       plain: a function with the arguments and the result of reference.product, which multiplies arrays in 16 or 32
         bits; it is used if no FP8 kernel supports the call.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+    Raises:
+      ValueError: the requested implementation refuses the call.
     """
     blocks, sizes = fp8_product.in_blocks(weight), (weight.shape[contract], weight.shape[3 - contract])
     rank = 0 if extra is None else extra[1].shape[contract]
@@ -77,11 +79,11 @@ def product(
 def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | None]:
     """Says where the scales of `weight` [E, A, B] enter a product that sums over its axis `contract`. Returns (factors
     float32[E, K], by which rows of x are multiplied before they are rounded, or None; scales float32, by which the
-    kernel multiplies its sums, or None).
+    kernel multiplies its sums, or None). `_by_kernel` and `_by_reference` call it.
 
     Scales of rows or of whole matrices are one of the two. If the sum is along B (contract = 2), they multiply the
     results, as scales [E, n]; if it is along A (contract = 1), they are the factors. Scales of 128 x 128 numbers are
-    always returned as scales, [E, n / 128, K / 128], which the kernel applies within its sum.
+    always returned as scales, [E, ceil(n / 128), ceil(K / 128)], which the kernel applies within its sum.
     """
     scales = weight.scales.astype(jnp.float32)
     if fp8_product.in_blocks(weight):
@@ -92,7 +94,8 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 
 def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
     """Rounds rows of x to FP8 in plain JAX. Returns (codes e4m3[rows, K], float32 scales by which the codes are
-    multiplied again, [rows, 1], or [rows, K / 128] with `blocks`).
+    multiplied again, [rows, 1], or [rows, ceil(K / 128)] with `blocks`). `_by_reference` calls it, and `_by_kernel`
+    where the kernel of fp8_rounding.py does not round.
 
     Args:
       x: the sorted rows [rows, K], or [T, K] with `tokens`.
@@ -177,9 +180,10 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """Compares an FP8 kernel with plain JAX on a small random case, once on each GPU. Returns the reason why this GPU
-    must not run it, or None. The case is computed with contract = 2, as the forward needs it, and with contract = 1, as
-    the gradient of x does; with sorted rows and with rows gathered from tokens; and with an adapter unless `rank` is 0.
+    """Compares an FP8 kernel with plain JAX on a small random case, once on each GPU (dispatch.first_use). Returns the
+    reason why this GPU must not run it, or None, also without a GPU, where nothing is compared. The case is computed
+    with contract = 2, as the forward needs it, and with contract = 1, as the gradient of x does; with sorted rows and
+    with rows gathered from tokens; and with an adapter unless `rank` is 0.
 
     Args:
       name: the kernel's name, "mosaic" or "triton".

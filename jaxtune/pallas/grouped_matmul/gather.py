@@ -131,13 +131,14 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
 def barriers(slots: int):
     """The scratch type, for a kernel's scratch_types, of an array in shared memory with a hardware barrier for each of
     `slots` buffers into which rows are copied; `begin`, `tell` and `wait` take the array. A barrier has 64 bits, two
-    int32."""
+    int32. The kernels that gather rows allocate them so."""
     return plgpu.SMEM((2 * slots,), jnp.int32)
 
 
 def _barrier(barriers_ref, slot):
-    """The address in shared memory of the barrier number `slot`, 32 bits, as PTX instructions take it. barriers_ref:
-    the array that `barriers` describes. slot: an MLIR int32."""
+    """The address in shared memory of the barrier number `slot`, an MLIR int32, as PTX instructions take it. `begin`,
+    `tell` and `wait` compute it within their PTX. barriers_ref: the array that `barriers` describes, as an MLIR memory
+    reference. slot: an MLIR int32."""
     pointer = ir_address(barriers_ref, slot, ir.IntegerType.get_signless(64))
     return arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 

@@ -48,8 +48,9 @@ class Groups:
         return self.tiles * self.tile_rows
 
     def starts(self) -> jax.Array:
-        """int32[E]: the index in the sorted buffer of each expert's first row. For an expert without rows it is that of
-        the next expert."""
+        """int32[E]: the index in the sorted buffer of each expert's first row. For an expert without rows it is the row
+        after the tiles of the experts before it, which may be past the end of the buffer. Sorting and kernels that read
+        an expert's rows need it."""
         return _first_tiles(self.sizes, self.tile_rows) * self.tile_rows
 
 
@@ -67,22 +68,25 @@ def divided(numbers: jax.Array, by: int) -> jax.Array:
 
 
 def _tiles(sizes, tile_rows):
-    """int32[E]: how many tiles each expert needs, which is its number of rows over `tile_rows`, rounded up. sizes:
-    int32[E], the number of each expert's rows. tile_rows: the number of rows of a tile."""
+    """int32[E]: how many tiles each expert needs, which is its number of rows over `tile_rows`, rounded up; 0 for an
+    expert without rows. `groups_of` and `_first_tiles` number tiles by it. sizes: int32[E], the number of each expert's
+    rows. tile_rows: the number of rows of a tile."""
     return divided(sizes + (tile_rows - 1), tile_rows)
 
 
 def _ends(counts):
     """int32[E]: the number of the tile after each expert's last one, which is the sum of the tiles of this expert and
     those before it. counts: int32[E], the experts' numbers of tiles. The cumulative sum is computed by comparisons, of
-    which XLA makes a third of the operations of a windowed sum, in one kernel."""
+    which XLA makes a third of the operations of a windowed sum, in one kernel. `groups_of` and `_first_tiles` call
+    it."""
     index = jnp.arange(counts.shape[0], dtype=jnp.int32)
     return jnp.where(index[:, None] >= index, counts, 0).sum(1, dtype=jnp.int32)
 
 
 def _first_tiles(sizes, tile_rows):
-    """int32[E]: the number of each expert's first tile. sizes: int32[E], the number of each expert's rows. tile_rows:
-    the number of rows of a tile."""
+    """int32[E]: the number of each expert's first tile, counted over the whole buffer; Groups.starts computes rows from
+    it. For an expert without rows it is the tile after those of the experts before it. sizes: int32[E], the number of
+    each expert's rows. tile_rows: the number of rows of a tile."""
     tiles = _tiles(sizes, tile_rows)
     return _ends(tiles) - tiles
 

@@ -45,7 +45,7 @@ class _Registers:
 
     @staticmethod
     def of(gathered: bool, decoding: bool) -> _Registers:
-        """How the registers are divided in a kernel.
+        """How the registers are divided in a kernel. The kernel's body calls it.
 
         Args:
           gathered: True: the loading warpgroup gathers rows of tokens, and needs more registers to compute addresses.
@@ -84,8 +84,8 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None: no Hopper
     GPU, another dtype than bfloat16 and float16, tiles of other than 128 rows, or a size that is no multiple of 64. It
-    runs no check of the kernel's results; first_use.refusal does. Both sizes must fit,
-    because the forward sums over one and the gradient of the rows over the other.
+    runs no check of the kernel's results; first_use.refusal does. Both sizes must fit, because the forward sums over
+    one and the gradient of the rows over the other.
 
     Args:
       dtype: of the rows.
@@ -119,7 +119,7 @@ def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
     """The name under which tuning.py stores the Blocks measured for a product. It contains everything on which the
     fastest ones depend: in_size, the length K of the summed axis; out_size, the number of columns of the result;
     contract, the axis of the weight that is summed over, 1 or 2; and ahead, whether the weight is decoded by the same
-    kernel."""
+    kernel. `blocks_for` looks Blocks up by the name, and the tuner stores them."""
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
 
@@ -170,7 +170,7 @@ def _kernel(
         from which it computes W; out; with a decoder the buffer for W; scratch memory.
       blocks: how the work is divided.
       contract: the axis of W and L that is summed over.
-      programs: the number of programs, each of which computes every n-th tile of the output.
+      programs: the number of programs; program p computes the tiles p, p + programs, ... of the output.
       gathered: True: rows are read from the tokens. False: from the sorted buffer.
       with_extra: whether there is an adapter's product, u L.
       decoder: decodes a weight in four bits while the kernel multiplies; None: W is an array.
@@ -354,13 +354,14 @@ def _kernel(
 
 def _smem(shape, dtype):
     """The scratch type of an array in shared memory with this shape and 16-bit dtype, swizzled as TMA copies it and
-    tensor cores read it."""
+    tensor cores read it. `product` makes the kernel's scratch memory of such arrays."""
     return plgpu.SMEM(shape, dtype, transforms=_TRANSFORMS)
 
 
 def filled(array, axis: int):
     """Pads an array with zeros along `axis`, that of an adapter's rank, to a multiple of 64, because the kernel sums
-    over it in steps of 64. Zeros do not change the product."""
+    over it in steps of 64. Zeros do not change the product. An array whose size there is such a multiple is returned
+    unchanged. `product`, `thin` and api.filled_adapter call it."""
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, -array.shape[axis] % _STEP)
     return jnp.pad(array, widths)

@@ -52,7 +52,7 @@ _AHEAD = 1  # chunks that are loaded while one is decoded; two were no faster
 def refusal(weight: Stored) -> str | None:
     """The reason why `weight` [E, ., .], a quantised weight, cannot be decoded by the kernel that multiplies, or None.
     The reason is its format, or that an expert's matrix has not a multiple of 1,024 numbers, of which decoding takes
-    whole chunks."""
+    whole chunks. It does not ask which GPU there is, or for the sizes of the product; mosaic.refusal does."""
     if not Chunks.decodes(weight):
         return f"a weight in {type(weight).__name__}"
     whole = weight.size // weight.shape[0]
@@ -73,8 +73,8 @@ class Decoder:
 
     @staticmethod
     def of(weight: Stored, dtype) -> Decoder:
-        """Makes the decoder of a weight in four bits [E, ., .]. dtype: that of the decoded weight, bfloat16 or
-        float16."""
+        """Makes the decoder of a weight in four bits [E, ., .]. dtype: that of the decoded weight, bfloat16 or float16.
+        mosaic.product calls it."""
         experts = weight.shape[0]
         return Decoder(Chunks.of(weight, dtype, weight.size // experts), experts)
 
@@ -82,7 +82,8 @@ class Decoder:
     def share(self) -> int:
         """The number of chunks of each expert's weight. A chunk is a run of numbers that is decoded at once. Chunks are
         numbered through the whole weight, expert by expert, so chunk c belongs to expert c // share. Program p of n
-        decodes the chunks p, p + n, p + 2 n, ... of the whole weight."""
+        decodes the chunks p, p + n, p + 2 n, ... of the whole weight. `decode` and `wait` find by it which chunks are
+        an expert's."""
         return self.chunks.count // self.experts
 
     def semaphores(self):

@@ -1,7 +1,7 @@
 """The gradients of experts' adapters and of whole weights as Pallas Mosaic GPU kernels for Hopper: for each expert the
 product left^T right, summed over the expert's rows. For an adapter (`contract_rows`) the left side is thin, with the
-adapter's rank as columns, and the right side has the rows or their gradients. For a weight (`weight_gradient`) one side
-has the rows and the other their gradients.
+adapter's rank as columns, and the right side has the rows that were multiplied or the gradients of their products. For
+a weight (`weight_gradient`) one side has these rows and the other these gradients.
 
 If the product were batched by tile and then summed over an expert's tiles, each tile's result would be written and read
 again: 84 MB for 335 MB of rows of an adapter; for a weight, each tile of 128 rows adds a whole matrix to the sum. Here
@@ -44,15 +44,17 @@ _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
     """The kernel's body: out float32[E, r, n], for each expert e the product thin^T wide over the rows of the tiles
-    from bounds_ref[e] to before bounds_ref[e + 1]. Warpgroup 0 multiplies, warpgroup 1 loads.
+    from bounds_ref[e] to before bounds_ref[e + 1]. All rows of these tiles are summed, also empty ones. Warpgroup 0
+    multiplies, warpgroup 1 loads. An item is 64 columns of the thin array and one block of columns of the wide one, for
+    one expert.
 
     Args:
-      thin_ref: [rows, R] in global memory, in a 16-bit dtype. R is a multiple of 64; r may be smaller, without some of
-        the columns that are padding.
+      thin_ref: [rows, R] in global memory, in a 16-bit dtype. R is a multiple of 64; r may be smaller: the last columns
+        of each 64, which are padding, then give no rows of the result.
       wide_ref: [rows, n] in global memory, or the tokens [T, n] if they are `gathered`.
       bounds_ref: int32[E + 1], the number of each expert's first tile, and of the tile after the last.
       rest: in this order: the token of each row if `gathered`; out; shared memory and barriers.
-      programs: the number of programs, each of which computes every n-th item.
+      programs: the number of programs; program p computes the items p, p + programs, p + 2 programs, ...
       gathered: True: rows of the wide array are read from the tokens. False: from the sorted buffer.
     """
     if gathered:
@@ -159,18 +161,19 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
 
 def _smem(shape, dtype):
     """The scratch type of an array in shared memory with this shape and dtype, swizzled as TMA copies it and tensor
-    cores read it."""
+    cores read it. The calls of both kernels make their scratch memory of such arrays."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
     """The gradient of an adapter's A, or of its B transposed, by the kernel: float32[E, rank, n], for each expert the
     product thin^T wide, summed over the expert's rows. Unlike reference.contract_rows it stores no products of single
-    tiles.
+    tiles. The backward of grouped_matmul calls it.
 
     Args:
-      thin: [rows, R], R a multiple of 64; columns from `rank` on are not used, and must be zero or finite.
-      wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`.
+      thin: [rows, R], R a multiple of 64 and at least `rank`; columns from `rank` on do not change the result.
+      wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`; both are in bfloat16 or both in float16. Empty rows
+        must be zero in one of the two and finite in the other.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       rank: of the adapter.
       tokens: int32[rows], the row of `wide` for each sorted row, T for zeros; None: `wide` is sorted already.
@@ -232,7 +235,8 @@ def _weight_kernel(
       left_smem, right_smem, out_smem: shared memory: [stages, warpgroups that multiply, 64 rows, 64 columns], [stages,
         64 rows, columns], [warpgroups that multiply, 64, columns].
       full, free: for each stage a barrier of the copies that fill it, and one of the warpgroups that have read it.
-      programs: the number of programs, each of which computes every n-th item.
+      programs: the number of programs; program p computes the items p, p + programs, ... An item is a tile of the
+        result of one expert: 64 columns of the left side for each multiplying warpgroup, by a block of the right's.
     """
     stages, warpgroups, *_ = left_smem.shape
     columns = right_smem.shape[2]
@@ -329,8 +333,9 @@ def _weight_kernel(
 
 def _weight_columns(size: int, dtype) -> int:
     """The columns of an item of a weight's gradient: those with which the fewest columns are multiplied twice, as the
-    last tile overlaps the one before; of equal ones the widest. size: the columns of the right side, a multiple of 64.
-    dtype: of the result."""
+    last tile overlaps the one before; of equal ones the widest. Fewer than 192 are chosen only if the right side has
+    fewer columns. size: the columns of the right side, a multiple of 64. dtype: of the result, whose bytes limit the
+    choice. `weight_gradient` calls it."""
     fitting = [columns for columns in _WEIGHT_STAGES[jnp.dtype(dtype).itemsize] if columns <= size]
     wide = [columns for columns in fitting if columns >= _NARROW] or fitting[:1]
     return min(wide, key=lambda columns: -(-size // columns) * columns)
@@ -339,7 +344,8 @@ def _weight_columns(size: int, dtype) -> int:
 def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> jax.Array:
     """The gradient of experts' weights by the kernel: [E, p, q] in `dtype`, for each expert left^T right, summed over
     the expert's rows in float32 and rounded once. An expert without rows gets zeros. Unlike reference.contract_rows it
-    stores no sums in float32, and reads and writes the result once.
+    stores no sums in float32, and reads and writes the result once. The backward of grouped_matmul calls it for weights
+    that train.
 
     Args:
       left, right: [rows, p] and [rows, q], both in bfloat16 or both in float16, sorted by expert and padded as `groups`
@@ -372,8 +378,9 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
 
 def refusal(dtype) -> str | None:
     """The reason why this GPU must not run contract_rows with arrays of this dtype, or None. The first call for a dtype
-    compares the kernel with plain JAX on small cases (dispatch.first_use); a difference or an error is the reason. It
-    does not ask which GPU there is: only calls that already run on a Mosaic kernel ask it."""
+    compares the kernel with plain JAX on small cases (dispatch.first_use); a difference or an error is the reason.
+    Without a GPU nothing is compared, and the result is None. The function does not ask which GPU there is: the
+    backward of grouped_matmul calls it only where a Mosaic kernel multiplies already."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
@@ -401,7 +408,8 @@ def refusal(dtype) -> str | None:
 def weight_refusal(dtype, weight_dtype) -> str | None:
     """The reason why this GPU must not run weight_gradient with rows of `dtype` and a result in `weight_dtype`, or
     None: a dtype that the kernel does not have, or what the comparison with plain JAX on small cases finds at the first
-    call for these dtypes (dispatch.first_use). Like `refusal` it does not ask which GPU there is."""
+    call for these dtypes (dispatch.first_use). Without a GPU nothing is compared. The function does not ask which GPU
+    there is: the backward of grouped_matmul calls it only where a Mosaic kernel multiplies already."""
     given, wanted = jnp.dtype(dtype), jnp.dtype(weight_dtype)
     if wanted not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"gradients in {wanted.name}"

@@ -43,7 +43,8 @@ def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
 
 def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
     """Calls the kernel: values float32[tiles, n] -> float32[E, n], the sums over each expert's tiles, which `groups`
-    says. A program of the grid sums `run` of the n columns for one expert; `run` is 512 or 1,024 and divides n."""
+    says. A program of the grid sums `run` of the n columns for one expert; `run` is 512 or 1,024 and divides n.
+    `per_expert` calls it, and `refusal` for its check."""
     experts = groups.num_experts
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
@@ -62,7 +63,8 @@ def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
 def refusal() -> str | None:
     """Returns the reason, in words, why the kernel must not be used on this GPU, or None if it may be used. The GPU is
     refused if it is no Hopper, or if the kernel's sums on a small case differ from those of reference.per_expert; the
-    two are compared at the first call. `per_expert` asks it."""
+    two are compared at the first call. In Pallas' interpreter nothing is compared, and the result is None. `per_expert`
+    calls it."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
 

@@ -19,20 +19,23 @@ _THIN = 256  # up to this width, results per tile are stored and then summed by 
 
 
 def _precision(dtype):
-    """The precision of matrix products of operands in this dtype: full float32 for float32, XLA's default otherwise."""
+    """The precision of matrix products of operands in `dtype`, for jax.lax.dot_general: full float32 for float32, which
+    a GPU would otherwise multiply in TF32, and XLA's default for other dtypes. `thin`, `product` and `contract_rows`
+    call it."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
     """Gathers the rows that a grouped product multiplies: array [T, n] at tokens int32[rows] -> [rows, n]. A token of T
     stands for an empty row, which is padding and becomes zeros. If tokens is None, the array's rows are sorted by
-    expert already, and it is returned unchanged."""
+    expert already, and it is returned unchanged. Products and gradients use it where no kernel gathers."""
     return array if tokens is None else array.at[tokens].get(mode="fill", fill_value=0)
 
 
 def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
-    """Reshapes rows [tiles * tile_rows, n] to [tiles, tile_rows, n]. The rows must be sorted by expert and padded
-    already, so that all rows of a tile belong to one expert. `groups` gives the number of tiles and the rows of a tile;
+    """Reshapes rows [tiles * tile_rows, n] to [tiles, tile_rows, n], so that products and sums can treat each tile with
+    the values of its expert. The rows must be sorted by expert and padded already, so that all rows of a tile belong to
+    one expert. `groups` gives the number of tiles and the rows of a tile;
     the expert of each tile is groups.tile_expert, which is not needed here."""
     return rows.reshape(groups.tiles, groups.tile_rows, -1)
 
@@ -40,14 +43,14 @@ def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
 def per_tile(values: jax.Array, groups: Groups) -> jax.Array:
     """Copies a value of each expert, such as its weight, to each of its tiles: values [E, ...] -> [tiles, ...].
     `groups` says which expert each tile of rows belongs to. Empty tiles, which have no expert, get the last expert's
-    value; their rows are zero."""
+    value; their rows are zero. Thin products multiply by the copies, and biases are added so."""
     return values.at[groups.tile_expert].get(mode="clip")
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
     """values float32[tiles, ...] -> float32[E, ...]: the sums of the values of each expert's tiles; groups.tile_expert
     is the expert of each tile. It is a matrix product with zeros and ones, so that the order of the sums, and with it
-    the result, is the same in each run."""
+    the result, is the same in each run. It adds up the tiles' shares of the gradients of adapters and biases."""
     experts = jnp.arange(groups.num_experts, dtype=jnp.int32)
     member = (groups.tile_expert == experts[:, None]).astype(jnp.float32)
     return jnp.tensordot(member, values, 1, precision=jax.lax.Precision.HIGHEST)
@@ -109,8 +112,8 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
 
 def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums: Callable = per_expert) -> jax.Array:
     """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: for each expert, left^T right over the rows of that
-    expert. This is the gradient of an expert's weight, or of an adapter's A or B, from activations and output
-    gradients. An expert without rows gets zeros.
+    expert. This is the gradient of an expert's weight, or of an adapter's A or B, from the rows that were multiplied
+    and the gradients of their products. An expert without rows gets zeros.
 
     Args:
       left, right: rows sorted by expert and padded as `groups` says. Rows without a token must be zero in one of the

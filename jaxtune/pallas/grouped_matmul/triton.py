@@ -43,7 +43,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 def tile() -> Tile:
     """The tile sizes for the GPU that is compiled for, by how much shared memory a program may have there. A GPU that
-    is not known gets the sizes that fit on every supported GPU."""
+    is not known gets the sizes that fit on every supported GPU. `product` calls it."""
     capability = dispatch.compute_capability()
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99]
 

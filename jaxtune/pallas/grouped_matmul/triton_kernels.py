@@ -39,7 +39,7 @@ def _side(
 def _rows(x, rows, along, INNER: tl.constexpr, STEP: tl.constexpr):
     """Loads a block [ROWS, STEP] of x, for one step of a product over K. `x` points to an array [any number of rows,
     INNER]. rows: int32[ROWS], the numbers of the rows, all within x. along: int32[STEP], indices on the last axis;
-    where one is INNER or more, the block has zeros."""
+    where one is INNER or more, the block has zeros. product_kernel loads x and u with it."""
     places = rows.to(tl.int64)[:, None] * INNER + along[None, :]
     if INNER % STEP == 0:
         return tl.load(x + places)
@@ -71,6 +71,7 @@ def product_kernel(
     """Computes one tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert], where u
     and side are an adapter's operands. Each expert's weight is [OUTER, INNER] if FAST is 1, else [INNER, OUTER]; its
     side is [OUTER, RANK] or [RANK, OUTER] in the same way. RANK is 0 without an adapter; then u and side are not read.
+    triton.product launches the kernel.
 
     All rows of a tile of Groups have one expert, tile_expert[tile]. `count` points to the number of such tiles that
     have tokens; they come first, and the tiles after them get zeros. Each is divided into GROUP_TILES tiles of ROWS

@@ -32,8 +32,9 @@ def tune(
     dtype=jnp.bfloat16, say: Callable[[str], None] = lambda text: None, path: Path | None = None
 ) -> dict[str, dict[str, Any]]:
     """Times candidates for the block sizes of the grouped product (rows times the weights of their experts) on balanced
-    groups, in the forward and for dx, the gradient of the rows. It does so for weights in `dtype` and in NF4, and
-    stores the fastest sizes of each, which later calls on this kind of GPU use (tuning.py).
+    groups, in the forward and for dx, the gradient of the rows. It does so for the shapes in SHAPES, with weights in
+    `dtype` and in NF4, and stores the fastest sizes of each, which later calls on this kind of GPU use (tuning.py). It
+    needs a Hopper GPU; the command `jaxtune tune grouped_matmul` calls it.
 
     Args:
       dtype: of the operands.
@@ -41,7 +42,10 @@ def tune(
         failed).
       path: the file that stores the result; None: the user's cache.
     Returns:
-      {name of the product: the entry that tuning.measure returned: the fastest blocks, their time, and what was tried}.
+      {name of the product (mosaic.bucket): the entry that tuning.measure returned: the fastest blocks, their time, and
+        what was tried}.
+    Raises:
+      RuntimeError: there is no GPU, or no candidate runs.
     """
     entries = {}
     for (experts, pairs, in_size, out_size, transposed), ahead in itertools.product(SHAPES, (False, True)):

@@ -27,17 +27,18 @@ def _loss(hidden, head, targets, weights, static):
 
 
 def _loss_fwd(hidden, head, targets, weights, static):
-    """The forward rule of `_loss`, with its arguments: (loss, residuals). The residuals are (dhidden, dhead, losses):
-    the gradients of the loss with respect to hidden and head (dhead is None if the head is frozen), and float32[B, T],
-    the losses of the tokens without their weights, which are the gradient of the weights. So the backward computes no
-    logits."""
+    """The forward rule of `_loss`, whose arguments it has (hidden, head, targets, weights, static): (loss, residuals).
+    The residuals are (dhidden, dhead, losses): the gradients of the loss with respect to hidden and head (dhead is None
+    if the head is frozen), and float32[B, T], the losses of the tokens without their weights, which are the gradient of
+    the weights. So the backward computes no logits."""
     losses, _, dhidden, dhead = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
     return (weights * losses).sum(), (dhidden, dhead, losses)
 
 
 def _loss_bwd(static, residuals, dloss):
     """The backward rule of `_loss`: (gradients of hidden, of head, None for the targets, of weights). Each is what
-    `_loss_fwd` stored as its residuals, times dloss float32[], the incoming gradient of the sum. static is not used."""
+    `_loss_fwd` stored in `residuals`, times dloss float32[], the incoming gradient of the sum; that of a frozen head is
+    None. static is not used."""
     *gradients, losses = residuals
     dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * dloss).astype(each.dtype), gradients)
     return dhidden, dhead, None, losses * dloss
@@ -55,8 +56,8 @@ def _token_losses(hidden, head, targets, weights, static):
 
 
 def _token_losses_fwd(hidden, head, targets, weights, static):
-    """The forward rule of `_token_losses`: (weighted losses float32[B, T], residuals), in two cases. Its arguments are
-    those of `_token_losses`.
+    """The forward rule of `_token_losses`, whose arguments it has (hidden, head, targets, weights, static): (weighted
+    losses float32[B, T], residuals). The residuals depend on whether the head trains (head_gradient in static).
 
     If the head is frozen, the residuals are the gradient of each token's weighted loss with respect to its own hidden
     state, [B, T, D], which the backward only multiplies by the token's incoming gradient, and the losses without their
@@ -101,8 +102,8 @@ def _log_probs(hidden, head, targets, static):
 
 
 def _log_probs_fwd(hidden, head, targets, static):
-    """The forward rule of `_log_probs`: ((log-probabilities, entropies), residuals), in two cases. Its arguments are
-    those of `_log_probs`.
+    """The forward rule of `_log_probs`, whose arguments it has (hidden, head, targets, static): ((log-probabilities,
+    entropies), residuals). The residuals depend on whether the head trains (head_gradient in static).
 
     If the head is frozen, the residual is the gradient of each token's loss (its negative log-probability) with
     respect to its hidden state, [B, T, D], which the backward only multiplies by the token's negated incoming
@@ -146,10 +147,11 @@ def _log_probs_and_entropies(hidden, head, targets, static):
 
 
 def _log_probs_and_entropies_bwd(static, residuals, gradients):
-    """The backward rule of `_log_probs_and_entropies`: (gradients of hidden, of head, None for the targets). residuals:
-    (hidden, head, targets); static: the options. `gradients` is the pair of the incoming gradients of log-probabilities
-    and entropies, float32[B, T] each. The logits are computed again, also for a frozen head: a token's gradient is a
-    sum of two terms, one for each incoming gradient, and these are known only here."""
+    """The backward rule of `_log_probs_and_entropies`: (gradients of hidden, of head or None if the head is frozen,
+    None for the targets). residuals: (hidden, head, targets); static: the options. `gradients` is the pair of the
+    incoming gradients of log-probabilities and entropies, float32[B, T] each. The logits are computed again, also for a
+    frozen head: a token's gradient is a sum of two terms, one for each incoming gradient, and these are known only
+    here."""
     (hidden, head, targets), (dlogps, dentropies) = residuals, gradients
     more = dict(gradients=True, entropies=True, entropy_weights=dentropies)
     results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **more)
@@ -222,9 +224,9 @@ def linear_token_losses(
     [B, T, V] are never stored.
 
     The sum over all tokens is the loss of linear_cross_entropy, whose docstring has the formula. With weights of 1, and
-    without label smoothing and
-    z-loss, the losses are the negative log-probabilities of the targets. With a frozen head, hidden's gradient is
-    computed in the forward; with a trained head the backward computes the logits once more.
+    without label smoothing and z-loss, the losses are the negative log-probabilities of the targets. With a frozen
+    head, hidden's gradient is computed in the forward; with a trained head the backward computes the logits once more.
+    Objectives that combine the losses of a row call it, and so does the scoring of given tokens.
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere.
@@ -306,9 +308,10 @@ def _checked(
     chunk_length. It is hashable, as a static argument of a custom derivative must be; as a dictionary it is the keyword
     arguments of reference.forward.
 
-    In place of chunk_tokens it has chunk_length, the number of tokens of each row whose logits exist at a time. name:
-    of the public function, for messages. The arrays are only checked; weights is None for linear_log_probs, which has
-    none.
+    In place of chunk_tokens (None: as many tokens as have CHUNK_LOGITS logits) the result has chunk_length, the number
+    of tokens of each row whose logits exist at a time. name: of the public function, for messages. The arrays hidden,
+    head, targets and weights are only checked; weights is None for linear_log_probs, which has none. The other
+    arguments are those of the public functions.
 
     Raises:
       TypeError, ValueError: an argument is not as the public function describes it.

@@ -25,24 +25,29 @@ NOTHING = -1e30
 
 
 def within(logits: jax.Array, size: int) -> jax.Array:
-    """The logits [..., n] with those from index `size` on, the rows that fill up a head, replaced by NOTHING, so that
-    they have probability 0. size: the vocabulary's. If n is `size`, they are returned unchanged."""
+    """The logits [..., n] with those from index `size` on replaced by NOTHING, so that they have probability 0: they
+    come from the rows of zeros with which `filled_up` pads a head. size: the number of tokens in the vocabulary. If n
+    is `size`, the logits are returned unchanged. The functions `_chunk` of this file and of top_k.py call it, and
+    linear_top_k."""
     return logits if logits.shape[-1] == size else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, NOTHING)
 
 
 def length_of_chunks(hidden: jax.Array, vocab_size: int, chunk_tokens: int | None) -> int:
-    """The number of tokens of each row of `hidden` [B, T, D] in a chunk of about chunk_tokens tokens. None: as many
-    tokens as have CHUNK_LOGITS logits, counting those of two models."""
+    """The number of tokens of each row of `hidden` [B, T, D] in a chunk of about chunk_tokens tokens of all rows, as
+    `chunk_length` chooses it. A chunk_tokens of None stands for as many tokens as have CHUNK_LOGITS logits in two
+    models, each with vocab_size logits a token. linear_divergence and the functions of top_k.py call it."""
     rows, length, _ = hidden.shape
     return chunk_length(rows, length, chunk_tokens or max(1, CHUNK_LOGITS // 2 // vocab_size))
 
 
 def divergence_of(log_student: jax.Array, log_teacher: jax.Array, beta: float) -> tuple[jax.Array, jax.Array]:
-    """The divergence of each pair of a student's and a teacher's distribution over the vocabulary, and its gradient
-    with respect to the student's logits.
+    """The divergence of each pair of a student's and a teacher's distribution over V outcomes, and its gradient with
+    respect to the student's logits, of which log_student is the log-softmax. The outcomes are the vocabulary's tokens
+    in this file, and in top_k.py the stored tokens and the bucket of all others. The functions `_chunk` of this file
+    and of top_k.py call it.
 
     Args:
-      log_student, log_teacher: float32[..., V], log-probabilities, finite.
+      log_student, log_teacher: float32[..., V], log-probabilities, finite (NOTHING for a probability of 0).
       beta: from 0 to 1, which divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), and between them it
         is beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student.
     Returns:
@@ -105,7 +110,7 @@ def _chunk(
 def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **options) -> Results:
     """Computes the divergences of all tokens, chunk by chunk, as `Results`: with the entropies of the student's
     distributions and, if `gradients` is True, the gradients of the weighted sum of divergences with respect to hidden
-    and head (else None).
+    and head (else None). linear_divergence passes it to `summed`.
 
     hidden [B, T, D] and head [V, D] are the student's, teacher is (hidden [B, T, E], head [V, E]) of the teacher;
     weights: float32[B, T]. chunk_length: the number of tokens of each row in a chunk. options: own and others, (logit
@@ -120,9 +125,9 @@ def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **optio
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
 def summed(forward, hidden, head, teacher, weights, static):
-    """(sum of weights * divergences float32[], divergences float32[B, T], entropies of the student float32[B, T]). The
-    first has a custom derivative with respect to hidden, head and weights, whose forward rule computes the gradients,
-    because the logits exist only there.
+    """(sum of weights * divergences float32[], divergences float32[B, T], entropies of the student float32[B, T]), for
+    linear_divergence and linear_top_k_divergence. The first has a custom derivative with respect to hidden, head and
+    weights, whose forward rule computes the gradients, because the logits exist only there.
 
     Args:
       forward: computes the divergences of all tokens as `Results`, as `_forward` does: it takes the next four
@@ -137,8 +142,9 @@ def summed(forward, hidden, head, teacher, weights, static):
 
 
 def _summed_fwd(forward, hidden, head, teacher, weights, static):
-    """The forward rule of `summed`, with its arguments: (its results, residuals). The residuals are the gradients of
-    the sum with respect to hidden, head (None if it is frozen) and weights."""
+    """The forward rule of `summed`, whose arguments it has (forward, hidden, head, teacher, weights, static): (the
+    three results of `summed`, residuals). The residuals are the gradients of the sum with respect to hidden, head (None
+    if it is frozen) and weights; the last are the divergences without weights."""
     results = forward(hidden, head, teacher, weights, gradients=True, **dict(static))
     sums = (weights * results.losses).sum(), results.losses, results.entropies
     return sums, (results.dhidden, results.dhead, results.losses)

@@ -1,6 +1,7 @@
-"""Losses, log-probabilities and entropies of next tokens in jnp, with their gradients, for the functions of api.py. A
-loop goes over chunks, each of the same few neighbouring tokens of every row, so that the logits of one chunk exist at a
-time; rows stay divided over the devices of a mesh."""
+"""Losses, log-probabilities and entropies of next tokens in jnp, with their gradients, for the functions of api.py, and
+the parts of this computation that divergence.py and top_k.py use too. A loop goes over chunks, each of the same few
+neighbouring tokens of every row, so that the logits of one chunk exist at a time; rows stay divided over the devices of
+a mesh."""
 
 from __future__ import annotations
 
@@ -17,20 +18,22 @@ def fills_up(vocab_size: int, dtype: jnp.dtype) -> bool:
     """Whether `filled_up` copies a head of `vocab_size` rows in this dtype in order to append rows of zeros: True if
     the dtype has 16 bits and vocab_size is not a multiple of 8. XLA pads every dimension of a 16-bit product on a GPU
     to such a multiple, and would otherwise copy the head for every chunk. The memory planner calls it too, to count the
-    copy."""
+    bytes of the copy."""
     return vocab_size % _MULTIPLE != 0 and jnp.dtype(dtype).itemsize == 2
 
 
 def filled_up(head: jax.Array) -> jax.Array:
     """Pads the head [V, D] with rows of zeros, so that their number is a multiple of 8, if its dtype has 16 bits and V
     is not such a multiple; any other head is returned unchanged. XLA pads every 16-bit product to such a multiple, and
-    would otherwise copy the head for every chunk of tokens."""
+    would otherwise copy the head for every chunk of tokens. Losses call it at their start, and a sampler once for all
+    its steps."""
     return jnp.pad(head, ((0, -len(head) % _MULTIPLE), (0, 0))) if fills_up(len(head), head.dtype) else head
 
 
 class Results(NamedTuple):
     """What `_chunk` computes of a chunk of t tokens of each row, and `forward` of all T tokens: losses, entropies and
-    gradients. The shapes below are those of a chunk."""
+    gradients. The shapes below are those of a chunk. In divergence.py and top_k.py, the functions of these names return
+    it too, and the losses are divergences."""
 
     # float32[B, t], without the weights.
     losses: jax.Array
@@ -44,13 +47,14 @@ class Results(NamedTuple):
 
 def precision_of(hidden: jax.Array) -> jax.lax.Precision:
     """The precision of products with the head: the highest for hidden states in float32, else the default, so that a
-    model in float32 gets a loss without TF32's rounding."""
+    model in float32 gets a loss without TF32's rounding. `logits_of` and `through_head` call it."""
     return jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Array, jax.Array | float]:
     """The logits of one chunk of tokens, and the derivative of each logit with respect to its product of hidden state
-    and head, by which `_chunk` multiplies the gradients.
+    and head, by which gradients with respect to logits are multiplied. The functions `_chunk` of this file, of
+    divergence.py and of top_k.py begin with it, and linear_top_k calls it.
 
     Args:
       hidden: [B, t, D], the hidden states after the final norm.
@@ -75,7 +79,7 @@ def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Arr
 
 def through_head(dlogits: jax.Array, hidden: jax.Array, head: jax.Array, head_gradient: bool):
     """The gradients of one chunk with respect to its hidden states and to the head, from those with respect to the
-    products of the two.
+    products of the two. The functions `_chunk` of this file, of divergence.py and of top_k.py end with it.
 
     Args:
       dlogits: float32[B, t, V], the gradients with respect to the products; they are rounded to hidden's dtype.
@@ -190,16 +194,19 @@ def in_chunks(
     compute: Callable[..., Results], arrays: tuple, chunk_length: int, head: jax.Array, filled: jax.Array | None
 ) -> Results:
     """Computes the results of all tokens, chunk by chunk, and puts those of the chunks into one `Results` for all
-    tokens. A chunk is the same chunk_length neighbouring tokens of each of the B rows.
+    tokens. A chunk is the same chunk_length neighbouring tokens of each of the B rows. `forward` and the functions
+    `_forward` of divergence.py and top_k.py call it.
 
     Args:
       compute: the function of one chunk: it takes the chunk's slice [B, t, ...] of each of `arrays`, and returns its
         Results.
-      arrays: a tuple of arrays [B, T, ...], or None in place of one; zeros are appended to fill the last chunk.
-      chunk_length: t, the number of tokens of each row in a chunk.
+      arrays: a tuple of arrays [B, T, ...], or None in place of one, which `compute` then gets too. Zeros are appended
+        to fill the last chunk; the results of these tokens are left out.
+      chunk_length: t, the number of tokens of each row in a chunk. If it is T or more, `compute` is called once, with
+        `arrays` as they are.
       head: [V, D], whose dtype and number of rows the head's gradient gets.
-      filled: the head as `compute` uses it (`filled_up`), whose gradients float32 of the chunks are added in order;
-        None if they are not computed.
+      filled: the head as `compute` uses it (`filled_up`), in whose shape the chunks' gradients of the head, float32,
+        are added in order; None if `compute` returns none.
     """
     rows, length = arrays[0].shape[:2]
     if chunk_length >= length:

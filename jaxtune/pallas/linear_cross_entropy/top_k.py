@@ -34,9 +34,10 @@ LEAST_REST = 1e-6
 
 
 def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest of float[..., V] and their indices, as jax.lax.top_k, in two steps where k is much smaller than V:
-    the k groups of neighbours with the largest maxima have them all. On a GPU, jax.lax.top_k sorts everything, and this
-    sorts 5 % of it for 64 of 128,256."""
+    """The k largest of `logits` float[..., V], the largest first, and their indices on the last axis, [..., k] both, as
+    jax.lax.top_k. linear_top_k calls it. If k is much smaller than V, it works in two steps: the last axis is divided
+    into groups of neighbours, and the k groups with the largest maxima contain the k largest. On a GPU, jax.lax.top_k
+    sorts everything, and this function sorts 5 % of it for 64 of 128,256."""
     size = logits.shape[-1]
     width = math.isqrt(size // k)  # of a group; it makes the two sorts shortest
     if width < 4:
@@ -52,23 +53,26 @@ def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 @jax.vmap
 @jax.vmap
 def _put(row: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """`row` [V] with `values` [k] at the indices `ids` int[k]; indices beyond the row are left out. It is mapped over
-    rows and tokens, so that devices which divide the rows need not exchange anything."""
+    """A copy of `row` with `values` at the indices `ids`; indices beyond the row are left out. It is called with arrays
+    of B rows of t tokens, row [B, t, V], ids int[B, t, k] and values [B, t, k], and mapped over both (jax.vmap), so
+    that devices which divide the rows need not exchange anything. `_outcomes` and `_chunk` call it."""
     return row.at[ids].set(values, mode="drop")
 
 
 def _outcomes(logits, ids, log_probs, size: int):
-    """Both distributions over the k stored tokens and the bucket of all others.
+    """Both distributions over the k stored tokens and the bucket of all others, for `_chunk`.
 
     Args:
-      logits: float32[B, t, V], the student's, after the temperature.
+      logits: float32[B, t, V], the student's, after the temperature; V may be more than the vocabulary's size, with
+        NOTHING at the end (`within`).
       ids: int32[B, t, k], the stored tokens; -1 in a place without one.
       log_probs: float32[B, t, k], the teacher's log-probabilities of them.
       size: the number of tokens in the vocabulary.
     Returns:
-      (log-probabilities of the student's and of the teacher's outcomes, float32[B, t, k + 1] each, NOTHING for one
-        that does not exist; ids with V for -1; the logits of the other tokens, NOTHING at `ids`, minus their
-        log-sum-exp)
+      (log-probabilities of the student's outcomes, float32[B, t, k + 1], the bucket last, NOTHING for an outcome that
+        does not exist; the same of the teacher, whose bucket has at least the probability LEAST_REST; ids [B, t, k]
+        with V in place of -1; float32[B, t, V], the student's log-probabilities of tokens within the bucket, and about
+        NOTHING at the stored tokens)
     """
     there = ids >= 0
     ids = jnp.where(there, ids, logits.shape[-1])
@@ -116,6 +120,7 @@ def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperatur
 def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **options) -> Results:
     """Computes the divergences of all tokens, chunk by chunk, as `Results`: with the student's entropies and, if
     `gradients` is True, the gradients of the weighted sum of divergences with respect to hidden and head (else None).
+    linear_top_k_divergence passes it to `summed`.
 
     hidden [B, T, D], head [V, D], weights float32[B, T] and teacher, (ids, log-probabilities) [B, T, k], are those of
     linear_top_k_divergence. chunk_length: the number of tokens of each row in a chunk. options: the keyword arguments
@@ -201,14 +206,18 @@ def linear_top_k(
     logit_scale: float = 1.0,
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The k most probable next tokens at each token and their log-probabilities, for linear_top_k_divergence. Logits
-    [B, T, V] are not stored, and there is no gradient.
+    """The k most probable next tokens at each token and their log-probabilities under softmax(logits / temperature), by
+    which a teacher's distributions are stored for linear_top_k_divergence. Logits [B, T, V] are not stored, and there
+    is no gradient.
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32.
       head: [V, D] of these dtypes, cast to hidden's for the product.
       k: from 1 to V.
-      temperature, soft_cap, logit_scale, chunk_tokens: those of linear_top_k_divergence.
+      temperature: above 0; the logits, after scale and soft cap, are divided by it.
+      soft_cap: limits the logits, after they are scaled, to soft_cap * tanh(logits / soft_cap); None: no limit.
+      logit_scale: multiplies the logits.
+      chunk_tokens: the number of tokens whose logits exist at a time; None: as many as have 2^26 logits.
     Returns:
       (token ids int32[B, T, k], the most probable first; their log-probabilities in nats, float32[B, T, k])
     Raises:
@@ -237,8 +246,9 @@ def linear_top_k(
 
 
 def _check_logits(check: Arguments, size: int, k: int, temperature, soft_cap, logit_scale, chunk_tokens) -> None:
-    """Raises TypeError or ValueError by `check` if k is not from 1 to `size`, the number of tokens in the vocabulary,
-    or one of the options of logits is out of its range."""
+    """Checks arguments that linear_top_k and linear_top_k_divergence share. It raises TypeError or ValueError by
+    `check`, the checker of the call, if k is not from 1 to `size`, the number of tokens in the vocabulary, or if
+    temperature, soft_cap (or None), logit_scale or chunk_tokens (or None) is not as these functions describe it."""
     check.number("k", k, whole=True, least=1)
     if k > size:
         raise ValueError(f"k = {k}: the vocabulary has only {size:,} tokens")

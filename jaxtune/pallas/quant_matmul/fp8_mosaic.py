@@ -51,7 +51,7 @@ class Blocks:
 
 def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
     """Chooses the sizes for a product of [rows, in_size] and [out_size, in_size]: the widest tile whose columns divide
-    out_size, with as many steps loaded ahead as shared memory has room for.
+    out_size, with as many steps loaded ahead as shared memory has room for. `refusal` must have accepted the sizes.
 
     Args:
       in_size: K, the size of the axis that is summed over.
@@ -90,8 +90,9 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
 
 def filled_rank(rank: int) -> int | None:
     """The number of columns to which the kernel pads an adapter's two operands with zeros: the smallest of 16, 32 and
-    64 that is at least `rank`. None if `rank` is more than 64, which the kernel refuses. A rank of 0 gives 16; callers
-    without an adapter do not use it."""
+    64 that is at least `rank`, the adapter's. None if `rank` is more than 64, which the kernel refuses. A rank of 0
+    gives 16, which callers without an adapter do not use. `refusal` calls it, and the functions that pad operands for
+    this kernel or for that of fp8_triton.py."""
     return next((size for size in RANKS if rank <= size), None)
 
 
@@ -318,8 +319,8 @@ def _kernel(
 
 
 def _smem(shape, dtype, row_bytes: int = 128):
-    """An entry of Pallas' scratch_types: shared memory of this shape and dtype in the swizzled order in which TMA
-    writes it and tensor cores read it. row_bytes: the bytes of a row of the swizzle, 32, 64 or 128."""
+    """An entry of Pallas' scratch_types for `product`: shared memory of this shape and dtype in the swizzled order in
+    which TMA writes it and tensor cores read it. row_bytes: the bytes of a row of the swizzle, 32, 64 or 128."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 
@@ -327,7 +328,7 @@ def product(
     x, w, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
 ):
     """Multiplies codes by the kernel: x [M, K] w [N, K]^T times the scales of both, plus u l^T of `extra`, as dtype[M,
-    N]. Call it only if `refusal` returns None.
+    N]. Call it only if `refusal` returns None. fp8_product.by_kernel calls it.
 
     Args:
       x, w: e4m3 codes.

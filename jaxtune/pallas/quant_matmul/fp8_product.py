@@ -104,7 +104,8 @@ def forward(
     coded: tuple[jax.Array, jax.Array], weight: FP8, more: More | None, dtype, implementation: str | None = None
 ) -> jax.Array:
     """Multiplies rounded activations by a weight: x W^T in `dtype`, [n, out], plus an adapter's product. A row of x
-    that is not finite makes only that row of the result not finite.
+    that is not finite makes only that row of the result not finite. The forward of quant_matmul calls it for weights in
+    FP8 (as_stored.py).
 
     Args:
       coded: (codes e4m3[n, in], scales), which operand(x, in_blocks(weight)) returns: scales must be of the weight's
@@ -128,7 +129,7 @@ def backward(
     implementation: str | None = None,
 ) -> jax.Array:
     """The gradient of x: the sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`. dy is
-    rounded to e4m3 first.
+    rounded to e4m3 first. The backward of quant_matmul calls it for weights in FP8 (as_stored.py).
 
     Args:
       douts: dy [n, out_i] of each weight, not rounded yet.
@@ -153,7 +154,8 @@ def backward(
 
 def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
     """Pads the array with zeros along `axis` to a multiple of 128; an array of such a size is returned unchanged. Where
-    several weights are concatenated, each block of 128 numbers then belongs to only one of them."""
+    several weights are concatenated, each block of 128 numbers then belongs to only one of them. `backward` and
+    `_by_blocks` call it."""
     short = -array.shape[axis] % BLOCK
     return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
 
@@ -173,8 +175,8 @@ def multiply(
     Args:
       coded: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]), from `rounded`.
       side: e4m3[columns, k], the codes of the other operand.
-      side_scale: the scales of `side`: float32[columns], or None for no scales; with `blocks` float32[columns / 128, k
-        / 128].
+      side_scale: the scales of `side`: float32[columns], or None for no scales; with `blocks` float32[ceil(columns /
+        128), ceil(k / 128)].
       more: None, or two further operands (u [n, r], v [columns, r]), whose product u v^T is added. A kernel adds that
         of their first 64 columns, and XLA that of the others.
       dtype: of the result.
@@ -182,6 +184,8 @@ def multiply(
         has one, by which the result is multiplied.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call; without `blocks`
         "triton" is used only if it is requested.
+    Raises:
+      ValueError: the requested implementation refuses the call.
     """
     codes, scale = coded
     sizes = (codes.shape[0], codes.shape[1], side.shape[0])
@@ -209,10 +213,20 @@ def multiply(
 
 
 def _with_wide_adapter(codes, scale, u, add, side, side_scale, dtype, blocks, name: str):
-    """What `by_kernel` computes, for an adapter of any rank: of more than 64 columns of u [n, r] and add [columns, r],
+    """What `by_kernel` computes, dtype[n, columns], for an adapter of any rank: of more than 64 columns of u and add,
     the kernel takes the first 64, and XLA adds the product of the others to the kernel's result, in one more pass over
-    it. The sum of several adapters' ranks is that large in the backward of weights that share x. The arguments and the
-    result, dtype[n, columns], are those of `by_kernel`."""
+    it. The sum of several adapters' ranks is that large in the backward of weights that share x. `multiply` calls it on
+    each device.
+
+    Args:
+      codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)].
+      u, add: two operands of an adapter, [n, r] and [columns, r], whose product u add^T is added; None and None: none.
+      side, side_scale: the other operand, e4m3[columns, k], and its scales, float32[columns] or None for no scales, or
+        with `blocks` float32[columns / 128, k / 128].
+      dtype: of the result.
+      blocks: True if each 128 numbers along k have a scale, False if a whole row has one.
+      name: the kernel, "mosaic" or "triton".
+    """
     most, rest = fp8_mosaic.RANKS[-1], None
     if u is not None and u.shape[1] > most:
         rest = u[:, most:], add[:, most:]
@@ -233,7 +247,7 @@ def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
 
 def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
     """The product of two arrays of e4m3 codes, codes [n, k] side [columns, k]^T: [n, columns] in `dtype`, summed in
-    float32. No scales are applied. On a GPU it is the vendor's FP8 product."""
+    float32. No scales are applied. On a GPU it is the vendor's FP8 product. `_by_rows` and `_by_blocks` call it."""
     return jax.lax.dot_general(codes, side, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
@@ -259,7 +273,7 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
 
     Args:
       codes, scale: e4m3[n, k] and float32[n, ceil(k / 128)].
-      side, side_scale: e4m3[columns, k] and float32[columns / 128, k / 128].
+      side, side_scale: e4m3[columns, k] and float32[ceil(columns / 128), ceil(k / 128)].
       dtype: of the result.
     """
     codes, side = _whole_blocks(codes, 1), _whole_blocks(side, 1)
@@ -278,9 +292,10 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
 def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, tiles=None):
     """The product over k of two operands in e4m3, times their scales, by one of our kernels, fp8_mosaic.product or
     fp8_triton.product: dtype[n, columns]. It brings operands and scales into the form that they take: scales without an
-    axis of one, a scale of zero of `side` replaced by 1e-30, and the adapter's operands in bfloat16, padded to 16, 32
-    or 64 columns and, without `blocks`, divided by the scales by which the kernel multiplies everything at the end.
-    grouped_matmul calls it too, for rows that are sorted by expert.
+    axis of one, or with `blocks` those of `codes` transposed; without `blocks` a scale of zero of `side` replaced by
+    1e-30; and the adapter's operands in bfloat16, padded to 16, 32 or 64 columns and, without `blocks`, divided by the
+    scales by which the kernel multiplies everything at the end. grouped_matmul calls it too, for rows that are sorted
+    by expert.
 
     Args:
       codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)], from `rounded`.
@@ -318,7 +333,7 @@ def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
     """Compares the kernel `name` with an exact product on a small case, in which the rows of the last tile overlap
     those before, at the first use for each combination of arguments. Returns the reason, in words, why this GPU must
-    not run the kernel, or None if the two agree.
+    not run the kernel, or None if the two agree. Without a GPU nothing is compared, and the result is None.
 
     Args:
       name: "mosaic" or "triton".
@@ -356,9 +371,10 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
 
 def _first_rounding(dtype) -> str | None:
     """Compares the kernel of fp8_rounding.py with `rounded` for arrays of `dtype`, at the first use for each dtype.
-    Returns the reason, in words, why this GPU must not run the kernel, or None if the two agree. A warpgroup reads a
-    row in runs of 1,024 or 512 numbers; in one of the two small cases they divide the row, and in the other the last
-    run overlaps the one before."""
+    Returns the reason, in words, why this GPU must not run the kernel, or None if the two agree. Without a GPU nothing
+    is compared, and the result is None. `side_by_side` calls it. A warpgroup reads a row in runs of 1,024 or 512
+    numbers; in one of the two small cases they divide the row, and in the other the last run overlaps the one
+    before."""
 
     def compare():
         got, wanted = [], []

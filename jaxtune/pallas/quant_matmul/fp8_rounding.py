@@ -33,7 +33,8 @@ def _vector(widths: Sequence[int]) -> int | None:
     """The number of 16-bit values that a lane reads at once, 8 or 4. The 128 lanes of a warpgroup read 128 times as
     many neighbouring values of a row. It is the largest number for which such runs divide rows of all these widths, or
     else, if none does, the largest that divides the widths themselves; then the last run of a row overlaps the one
-    before, which stores the same values. None if a row is too short for 128 lanes, or its width is no multiple of 4."""
+    before, which stores the same values. None if a row is too short for 128 lanes, or its width is no multiple of 4.
+    `refusal` and the kernel's body call it."""
 
     def fits(width: int, vector: int) -> bool:
         return width >= _LANES * vector and width % vector == 0
@@ -134,7 +135,8 @@ def rounded(
 ) -> tuple[jax.Array, jax.Array]:
     """Rounds rows to e4m3 by the kernel: (codes e4m3[rows, sum of widths], scales float32[rows]). A row consists of the
     rows of several arrays side by side, and may be multiplied by factors before it is rounded. A row of zeros has scale
-    1. Call it only if `refusal` returns None.
+    1. Call it only if `refusal` returns None. quant_matmul's products in FP8 call it for rows with one scale each, and
+    so does grouped_matmul.
 
     Args:
       arrays: 16-bit [rows, width] each, or [T, width] if `tokens` are given.

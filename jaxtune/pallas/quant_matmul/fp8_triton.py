@@ -48,13 +48,14 @@ def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> s
 def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks: bool):
     """Multiplies codes by the kernel: x [M, K] w [N, K]^T times the scales of both, plus the adapter's product u l^T,
     as dtype[M, N]. It has the arguments of fp8_mosaic.product. Call it only if `refusal` returns None.
+    fp8_product.by_kernel calls it.
 
     Args:
       x, w: e4m3 codes.
       x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
-      extra: None, or an adapter's operands in bfloat16, u [M, R] and l [N, R]. If `in_blocks` is False, the kernel
-        multiplies their product by x_scale and w_scale like the rest, so the caller divides u by x_scale and l by
-        w_scale.
+      extra: None, or an adapter's operands in bfloat16, u [M, R] and l [N, R], where R is from fp8_mosaic.filled_rank:
+        16, 32 or 64. If `in_blocks` is False, the kernel multiplies their product by x_scale and w_scale like the rest,
+        so the caller divides u by x_scale and l by w_scale.
       tiles: None, or for rows that are sorted by expert two int32[M / 128]: the expert of each 128 rows, and how many
         of the rows, which come first, are not empty. Then w, w_scale and l have a leading axis of experts.
       dtype: of the result.

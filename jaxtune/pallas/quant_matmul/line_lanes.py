@@ -34,9 +34,9 @@ from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():
-    """The row, 0 to 7 among eight neighbouring rows of the weight, whose codes this lane multiplies; an MLIR int32. All
-    lanes of a quad have the same row; a quad is four neighbouring lanes, which the tensor cores treat as a row of their
-    operand.
+    """The row, 0 to 7 among eight neighbouring rows of the weight, whose codes this lane multiplies; an MLIR int32.
+    `line_product` reads the row's codes by it, and `keep_line_sums` stores the row's sums. All lanes of a quad have the
+    same row; a quad is four neighbouring lanes, which the tensor cores treat as a row of their operand.
 
     Quads 0 to 7 of a warp have rows 0, 2, 4, 6, 1, 3, 5, 7. So the four quads that an 8-byte read serves at a time read
     different memory banks of a swizzled tile.
@@ -49,7 +49,8 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
     """Copies a table of 256 32-bit values from global memory (source_ref [256]) into each of the columns first to first
     + 31 of table_smem, uint32[256, 64] in shared memory. Each lane then reads its own column, and so its own memory
     bank. All threads of the program's `warpgroups` warpgroups call it, and each writes a share. No thread may read the
-    table before a barrier of all of them."""
+    table before a barrier of all of them. line_matmul.py and row_matmul.py fill columns 0 to 31 with the two elements
+    of each byte of codes, and line_matmul.py columns 32 to 63 with the map of quantised absmax."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, source_ref, table_smem):
@@ -81,8 +82,8 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
       adjacent: how many neighbouring lines one copy loads (Tile.lines): 1, 2 or 4.
       warpgroups: the number of warpgroups of the program.
     Returns:
-      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), where n is how many times a thread
-        loads the four blocks of a row in a line.
+      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), where n = ceil(4 rows / 128) is how
+        many times a thread loads the four absmax of a row in a line. `keep_span` takes both as its `share`.
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)
@@ -176,7 +177,7 @@ def keep_span(share, offset, table_smem, scales_smem, rows: int):
 
 def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem, transforms, dtype):
     """Adds to acc the product of the program's rows of a weight and x^T over the 256 columns of one line, on the tensor
-    cores (mma.m16n8k16), by one warpgroup, and returns it.
+    cores (mma.m16n8k16), by one warpgroup, and returns it. The kernel's body of line_matmul.py calls it for each line.
 
     Each lane multiplies 8 bytes of codes of a row, within one block. The order of a product's k does not matter if it
     is the same in x, so the lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
@@ -284,7 +285,8 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
 
 def keep_line_sums(acc, partial_smem, first):
     """Writes each warp's sums of `line_product` to shared memory, partial_smem[first + warp, token, row], so that
-    `store_line_sums` can add them up after a barrier of all warpgroups.
+    `store_line_sums` can add them up after a barrier of all warpgroups. The kernel's body of line_matmul.py calls it at
+    its end.
 
     Args:
       acc: float32 in registers, as `line_product` returns it.

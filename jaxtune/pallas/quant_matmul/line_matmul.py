@@ -56,7 +56,8 @@ class Tile:
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
     """Returns the reason, in words, why the kernel with these sizes (`tile`) cannot multiply this number of tokens by a
     weight [rows, columns], or None if it can. Reasons are sizes of the weight or of the tile that are out of range, and
-    more shared memory than a program may have. It does not ask which GPU there is."""
+    more shared memory than a program may have. It does not ask which GPU there is; mosaic.line_refusal, which calls it,
+    does. `tiles` calls it too."""
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:
@@ -69,9 +70,9 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
 
 
 def _smem_bytes(tile: Tile, tokens: int) -> int:
-    """The bytes of shared memory that a program with these sizes needs for this number of tokens: the table of the two
-    elements of each byte, the lines that are loaded ahead (whose memory the sums reuse), the scales of a span for each
-    warpgroup, and room for barriers and alignment. `refusal` compares it with what a GPU has."""
+    """The bytes of shared memory that a program with the sizes of `tile` needs for this number of tokens: the table of
+    the two elements of each byte, the lines that are loaded ahead (whose memory the sums reuse), the scales of a span
+    for each warpgroup, and room for barriers and alignment. `refusal` compares it with what a GPU has."""
     ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4
@@ -268,7 +269,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, interpret) -> jax.Array:
     """Multiplies x [tokens, in] by a four-bit weight [out, in] by the kernel: [tokens, out] in x's dtype. Call it only
-    if `refusal` returns None for the tile.
+    if `refusal` returns None for the tile. mosaic.small_matmul calls it if it has a tile.
 
     Args:
       x: [tokens, in].

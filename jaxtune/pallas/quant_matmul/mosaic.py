@@ -33,9 +33,10 @@ _ROWS = lanes.ROWS_OF_A_WARP
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can: the GPU,
-    the dtype, the format or the number of elements is not supported, or the kernel's result on a small case, which is
-    compared at the first call on a GPU, is wrong."""
+    """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can. Reasons
+    are no Hopper GPU, another dtype than bfloat16 and float16, a format that Chunks.decodes does not know, elements
+    that are no multiple of 1,024, or a wrong result of the kernel on a small case, which is compared with plain JAX at
+    the first call on a GPU."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -49,8 +50,8 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 def _first_use(weight: Stored, dtype) -> str | None:
     """Compares the kernel of `dequantize` with weight.decode on a small random weight of the same kind (Stored.kind),
-    at the first use for each kind and dtype. Returns the reason, in words, why this GPU must not run it, or None if the
-    two agree."""
+    at the first use for each kind and dtype. Returns the reason, in words, why this GPU must not run the kernel, or
+    None if the two agree. Without a GPU nothing is compared, and the result is None. `refusal` calls it."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -193,7 +194,8 @@ def _plan(rows: int, columns: int, tokens: int) -> _Plan:
     """Chooses how `small_matmul` divides the product of a weight [rows, columns] with this number of tokens (1 to 16),
     by what was fastest on an H200. For at most 4 tokens, if `columns` allows it, warps read whole memory lines (15 %
     faster than half lines, but they take the registers that more tokens need); then a program has one warpgroup (7 %
-    faster) if there are enough tiles, else two. All other products have half lines and two warpgroups."""
+    faster) if there are enough tiles, else two. All other products have half lines and two warpgroups. `_small_matmul`
+    and `small_refusal` call it."""
     if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
         warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
         return _Plan(2, 8, warpgroups, 4 * 132 // warpgroups)
@@ -353,17 +355,18 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
 @functools.cache
 def _pairs(table: bytes, dtype) -> np.ndarray:
     """`dtype`[256, 2]: the two elements that each of the 256 bytes of codes encodes, that of the high four bits first.
-    With this table a kernel needs one look-up for two elements. The result is cached, as a numpy array. table: the
-    bytes of the format's values, float32[16]."""
+    With this table a kernel needs one look-up for two elements. The result is a numpy array that is computed once for
+    the same arguments; callers must not change it. table: the bytes of the format's 16 values in float32. dtype: that
+    of x, bfloat16 or float16."""
     entries = np.frombuffer(table, np.float32).astype(dtype)
     byte = np.arange(256)
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)
 
 
 def small_bucket(weight: FourBit, tokens: int) -> str:
-    """Names the class of products of this number of tokens with a weight of this shape that share a measurement, as a
-    key of the table of measured tile sizes (tuning.py): for example "4096 x 4096, tokens=4". Tokens are rounded up to
-    1, 4, 8 or 16, so that four measurements for a shape are enough. `line_tile` reads the entry, and
+    """Names the class of products of this number of tokens, 1 to 16, with a weight [out, in] of this shape that share a
+    measurement, as a key of the table of measured tile sizes (tuning.py): for example "4096 x 4096, tokens=4". Tokens
+    are rounded up to 1, 4, 8 or 16, so that four measurements for a shape are enough. `line_tile` reads the entry, and
     benchmarks/kernels/quant_matmul.py --lines measures it."""
     rows, columns = weight.shape
     return f"{rows} x {columns}, tokens={next(n for n in (1, 4, 8, 16) if tokens <= n)}"
@@ -372,7 +375,7 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
     """Returns the tile sizes with which line_matmul was measured to be the fastest kernel for a product of this number
     of tokens in `dtype` with a weight of this shape. It returns None if nothing was measured on this kind of GPU, if
-    another kernel was faster, or if `line_refusal` refuses the tile."""
+    another kernel was faster, or if `line_refusal` refuses the tile. `small_matmul` calls it."""
     found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
         return None
@@ -381,8 +384,9 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why line_matmul with this tile cannot multiply this number of tokens in `dtype` by
-    this weight, or None if it can. Reasons are those of `small_refusal`, and sizes that do not fit the weight or a
-    program's memory. On a GPU its result on a small case is compared with the exact one at the first use."""
+    this weight, or None if it can. Reasons are those of `small_refusal`, sizes that do not fit the weight or a
+    program's memory, and a wrong result on a small case, which is compared with the exact one at the first use on a
+    GPU. `line_tile` calls it."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -402,8 +406,9 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
     """Returns the reason, in words, why row_matmul cannot multiply one token in `dtype` by this weight, or None if it
-    can. Reasons are an odd number of rows, columns that are no multiple of 1,024 or more than 28,672, and those of
-    `refusal`. On a GPU its result on a small case is compared with the exact one at the first use."""
+    can. Reasons are sizes for which row_matmul has no plan (an odd number of rows, columns that are no multiple of
+    1,024 or more than 28,672, too much shared memory), those of `refusal`, and a wrong result on a small case, which is
+    compared with the exact one at the first use on a GPU. `small_matmul` calls it for a single token."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
     cut = row_matmul.plan(rows, columns)
     if cut is None:

@@ -37,7 +37,8 @@ _LAYOUTS = {"absmax": _SCALES, "powers": _POWERS, "bytes": _E4M3}
 
 def absmax_operands(weight: FourBit) -> list[jax.Array]:
     """The arrays from which a kernel computes a weight's absmax: [float32 absmax], or with double quantisation [uint8
-    absmax, map float32[256], nested absmax float32, offset float32[1]]. Kernels take them in this order."""
+    absmax, map float32[256], nested absmax float32, offset float32[1]]. Kernels take them in this order. The products
+    with a few tokens and Chunks.operands call it."""
     if weight.nested_map is None or weight.nested_absmax is None or weight.offset is None:
         return [weight.absmax]
     return [weight.absmax, weight.nested_map, weight.nested_absmax, weight.offset.reshape(1)]
@@ -89,18 +90,19 @@ class Chunks:
     @property
     def low_first(self) -> bool:
         """True if a byte's first number is in its low four bits (MXFP4, NVFP4); False if it is in the high ones (NF4,
-        FP4)."""
+        FP4). `values` divides bytes into codes by it."""
         return self.scales != "absmax"
 
     @property
     def numbers(self) -> int:
-        """The number of elements of a chunk, the part of a weight that a program decodes at a time."""
+        """The number of elements of a chunk, the part of a weight that a program decodes at a time. Kernels take the
+        shapes of their arrays from it."""
         return self.lines * SMALLEST
 
     @property
     def out_layout(self):
         """The register layout of a decoded chunk, in which a lane has runs of eight numbers (16 bytes), as it stores
-        them."""
+        them. `values` returns numbers in it, and kernels store them from it."""
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: Stored) -> list[jax.Array]:

@@ -84,7 +84,8 @@ def _product(x, weight, contract, dtype=None):
 
 def decoded(weight, x, kernels: ModuleType):
     """Decodes a weight that is about to be multiplied by x: returns (the weight as an array, x). A quantised weight is
-    decoded to x's dtype by kernels.dequantize; an array and its x are returned unchanged.
+    decoded to x's dtype by kernels.dequantize; an array and its x are returned unchanged. `_times` calls it, and
+    api.decoded for products of other modules. kernels: the module that decodes, this one, mosaic.py or triton.py.
 
     The caller must use the returned x in its product, because a barrier ties the decoding to it. Otherwise XLA would
     decode once for forward and backward and keep the decoded weight in between, or move the decoding out of a loop over
@@ -110,7 +111,8 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
         backward.
       kernels: the module whose dequantize, small_refusal and small_matmul decode weights and multiply few tokens: this
         one, mosaic.py or triton.py.
-      more: None, or two arrays whose product over the same axes is added: the adapters' thin operands.
+      more: None, or the adapters' two thin operands, whose product over the same axes is added: (u [tokens, r], b [out,
+        r]) in the forward, (u [tokens, r], a [r, in]) in the backward.
       bias: float[columns of the result], or None.
     """
     call = (weight, x.dtype, x.shape[0])
@@ -133,13 +135,14 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
 def scaled(part, scale):
     """Multiplies the array `part`, an operand of an adapter's product, by the adapter's number `scale`; the result has
     part's dtype, and is `part` itself for a scale of 1. It is multiplied in float32, because in part's dtype the number
-    itself would be rounded first."""
+    itself would be rounded first. The forward and backward of products with adapters call it."""
     return part if scale == 1.0 else (part.astype(jnp.float32) * scale).astype(part.dtype)
 
 
 def _parts(joined, loras):
     """Splits `joined` [tokens, sum of ranks], the product of x with the A's of several adapters (`_join`), into one
-    [tokens, r] for each adapter; a generator. loras: the adapters' pairs (a [r, in], b), in the same order."""
+    [tokens, r] for each adapter; a generator. loras: the adapters' pairs (a [r, in], b), in the same order. The forward
+    and backward rules of `_products` call it."""
     at = 0
     for a, _ in loras:
         yield joined[:, at : at + a.shape[0]]
@@ -148,7 +151,8 @@ def _parts(joined, loras):
 
 def _join(loras, dtype):
     """Stacks the A's of several adapters, pairs (a [r, in], b) in `loras`, into one thin matrix [sum of ranks, in] of
-    `dtype`. The time of a product with A is that of reading x, so one product serves all adapters."""
+    `dtype`. The time of a product with A is that of reading x, so one product serves all adapters. The forward and
+    backward rules of `_products` call it."""
     return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
 
 
@@ -164,8 +168,9 @@ def _products(x, source, weights, loras, biases, static):
       weights: all that share x, each [out_i, in].
       loras: a pair (a [r, in], b [out_i, r]) for each adapter; weights without one have no entry.
       biases: for each weight [out_i] or None.
-      static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights,
-        the tuple `as_stored` of `matmul`).
+      static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights
+        and multiplies few tokens, as_stored). as_stored is () if all quantised weights are decoded, else a tuple of
+        one: the requested implementation of products with weights as they are stored, or None.
     """
     return _products_fwd(x, source, weights, loras, biases, static)[0]
 
@@ -181,8 +186,9 @@ def _products_fwd(x, source, weights, loras, biases, static):
       weights: all that share x, each [out_i, in].
       loras: a pair (a [r, in], b [out_i, r]) for each adapter; weights without one have no entry.
       biases: for each weight [out_i] or None.
-      static: (for each adapter the index of its weight, for each adapter its scale, the module `kernels`, as_stored).
-        as_stored is the `as_stored` of `matmul`.
+      static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights
+        and multiplies few tokens, as_stored). as_stored is () if all quantised weights are decoded, else a tuple of
+        one: the requested implementation of products with weights as they are stored, or None.
     """
     owners, scales, kernels, as_stored = static
     more: list = [None] * len(weights)
@@ -214,8 +220,9 @@ def _products_bwd(static, residuals, doutputs):
     dropout leads back to x.
 
     Args:
-      static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights,
-        the tuple `as_stored` of `matmul`).
+      static: (for each adapter the index of its weight, for each adapter its scale, the module that decodes weights
+        and multiplies few tokens, as_stored). as_stored is () if all quantised weights are decoded, else a tuple of
+        one: the requested implementation of products with weights as they are stored, or None.
       residuals: from `_products_fwd`.
       doutputs: the gradients of the outputs, a tuple of [tokens, out_i].
     """
@@ -270,6 +277,8 @@ _products.defvjp(_products_fwd, _products_bwd)
 def dropout(x, rate, key, part: jax.Array | int = 0):
     """Inverted dropout of x [rows, columns]: each number becomes zero with probability `rate`, and the others are
     multiplied by 1 / (1 - rate), in float32. The result has x's dtype. The same key, rate and shape give the same mask.
+    `matmul` calls it for the adapters' input, and so do linears of models that compute their adapters' products
+    separately (quantisation-aware training).
 
     Args:
       x: the adapters' input.

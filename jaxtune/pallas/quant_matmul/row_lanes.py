@@ -66,7 +66,7 @@ def _block(wg, slices: int):
 def own_x(x_ref, wg, slices: int):
     """Loads the token's elements by which a lane multiplies its codes: uint32[128 x 16] in registers, with two 16-bit
     elements in each. A lane has 16 neighbouring elements in each half of its warp's slice. They are the same for every
-    chunk, so they are loaded once.
+    chunk, so they are loaded once. The kernel's body of row_matmul.py calls it at its start.
 
     Args:
       x_ref: the token, 16-bit [columns], in global memory.

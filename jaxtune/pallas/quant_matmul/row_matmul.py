@@ -48,18 +48,19 @@ class Plan:
     @property
     def warpgroups(self) -> int:
         """The number of warpgroups of a program that multiply; one more loads. Each of the four warps of a warpgroup
-        has one slice of one pair of rows."""
+        has one slice of one pair of rows of a chunk; up to three warps of the last warpgroup have no work."""
         return -(-self.slices * self.pairs // 4)
 
     @property
     def chunk(self) -> int:
-        """The number of bytes of codes in a chunk (two numbers each), of which shared memory has room for `stages`."""
+        """The number of bytes of codes in a chunk; each byte has the codes of two numbers. Shared memory has room for
+        `stages` chunks."""
         return self.pairs * self.slices * SLICE
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of 64 numbers in a chunk, each of which has a scale, which takes four bytes of shared
-        memory beside the codes."""
+        """The number of blocks of 64 numbers in a chunk. Each has a scale, an absmax, which is in shared memory beside
+        the codes: one byte if it is quantised, else four, and `plan` counts four."""
         return self.chunk * 2 // BLOCK
 
 
@@ -220,7 +221,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, interpret, programs=PROGRAMS) -> jax.Array:
     """Multiplies one token x [1, in] by a four-bit weight [out, in] by the kernel: [1, out] in x's dtype. Call it only
-    if `plan` returns sizes for the weight.
+    if `plan` returns sizes for the weight (asserted). mosaic.small_matmul calls it for a single token.
 
     Args:
       x: [1, in].

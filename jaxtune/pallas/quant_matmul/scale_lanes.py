@@ -21,8 +21,9 @@ from jaxtune.system.private_mlir import arith, ir
 def table_scales(codes, factor, offset, map_ref, layout):
     """Decodes scales that are indices into a table: float32 map[codes] * factor + offset, rounded after the product as
     bitsandbytes does. codes: uint8 in registers of `layout` (a plgpu.Layout), one in each; the result has the same
-    layout. factor, offset: float32 scalars. map_ref: float32[256] in global or shared memory. NF4 with double
-    quantisation needs it, and NVFP4, with an offset of 0."""
+    layout. factor, offset: float32 scalars. map_ref: float32[256] in global or shared memory. Chunks.values calls it
+    for NF4 and FP4 with double quantisation, and with an offset of 0 for NVFP4 whose scales are multiplied by the
+    tensor's scale."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
@@ -38,8 +39,8 @@ def table_scales(codes, factor, offset, map_ref, layout):
 def divided_scales(codes, divisor, map_ref, layout):
     """float32 map[codes] / divisor, correctly rounded, for uint8 `codes`, one in each register, in the same `layout`
     (plgpu.Layout) as these; divisor is a float32 scalar, map_ref float32[256] in global or shared memory. Quotients,
-    divisor and its reciprocal must be normal numbers. They are NVFP4's scales if these are divided by the tensor's
-    scale; decoded numbers then equal those of plain JAX.
+    divisor and its reciprocal must be normal numbers. Chunks.values computes by it the scales of an NVFP4 weight that
+    are divided by the tensor's scale (NVFP4.divides); decoded numbers then equal those of plain JAX.
 
     With PTX's div.rn for each scale, decoding NVFP4 took 1.55 times as long. Instead, the reciprocal of the divisor is
     computed once, and quotients are corrected by what is left of the dividend (Markstein,
@@ -67,8 +68,8 @@ def divided_scales(codes, divisor, map_ref, layout):
 
 
 def powers_of_two(codes, layout):
-    """float32 2^(codes - 127), in the same `layout` as the uint8 codes, one in each register. No code may be 255 (NaN
-    in e8m0). These are MXFP4's scales."""
+    """float32 2^(codes - 127), in the same `layout` (a plgpu.Layout) as the uint8 codes, one in each register. No code
+    may be 255 (NaN in e8m0). Chunks.values decodes MXFP4's scales with it."""
 
     @mosaic_types.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout))
     def powers(_, codes):
@@ -83,20 +84,22 @@ def powers_of_two(codes, layout):
 
 def _ptx(instruction: str, *operands):
     """Emits the PTX instruction of this name, such as "rcp.rn.f32", and returns its float32 result. operands: float32
-    MLIR values."""
+    MLIR values. divided_scales calls it."""
     places = ", ".join(f"${index}" for index in range(len(operands) + 1))
     return utils.inline_ptx(f"{instruction} {places};", *operands, result_types=ir.F32Type.get())
 
 
 def _entry(map_ref, code):
     """Looks up one entry of a table of scales: the MLIR float32 at index `code` (an MLIR int32: a stored scale of NF4's
-    double quantisation or of NVFP4) of map_ref, float32[256] in global or shared memory."""
+    double quantisation or of NVFP4) of map_ref, float32[256] in global or shared memory. table_scales and
+    divided_scales call it."""
     return ir_load(map_ref, code, ir.F32Type.get())
 
 
 def _each(codes, scale: Callable):
     """Decodes all codes in a FragmentedArray (uint8, one in each register) with the function `scale`, which maps a code
-    (an MLIR int32) to an MLIR float32. It returns the FragmentedArray of the results, in the same layout."""
+    (an MLIR int32) to an MLIR float32. It returns the FragmentedArray of the results, in the same layout. table_scales,
+    divided_scales and powers_of_two call it."""
     found = np.empty_like(codes.registers)
     for place, register in np.ndenumerate(codes.registers):
         found[place] = ir_vector([scale(arith.extui(ir_i32(), ir_item(register, 0)))])

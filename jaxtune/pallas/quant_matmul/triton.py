@@ -1,7 +1,7 @@
 """Weights in four bits through Triton, for every NVIDIA GPU since Ampere: dequantising, and products with a few tokens.
 
-Both decode double-quantised scales in the kernel and are bound by memory. The kernels are in triton_kernels.py, which
-imports triton and is therefore imported only where it is used.
+Both decode double-quantised scales in the kernel and are bound by memory. The kernels are in triton_kernels.py and
+triton_few_kernels.py, which import triton and are therefore imported only where they are used.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def refusal(weight: Stored, dtype) -> str | None:
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
     or None if it can. It needs a GPU on which Triton is usable (compat.triton_refusal), and takes 1 to 16 tokens of 16
-    bits, and weights in NF4 or FP4 whose rows are whole blocks of 64. On a GPU the kernel's result on a small case is
-    compared with the exact one at the first use for each number of tokens, dtype, kind of weight and tile."""
+    bits, and weights in NF4 or FP4 whose rows are whole blocks of 64. A wrong result on a small case is a reason too;
+    it is compared with the exact one at the first use on a GPU for each number of tokens, dtype, kind of weight and
+    tile."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -84,7 +85,7 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 def _kernel_of(tokens: int, rows: int) -> tuple[str, tuple[int, int, int]]:
     """The kernel of triton_kernels that `small_matmul` uses for this number of tokens and of rows of the weight, by its
-    name, and its tile (rows of W at a time, blocks of 64 of each row, warps)."""
+    name, and its tile (rows of W at a time, blocks of 64 of each row, warps). `small_refusal` asks it for the tile."""
     if tokens <= _VECTOR_TOKENS:
         return "vector_kernel", _VECTOR_TILE
     return "matrix_kernel", _TALL_MATRIX_TILE if rows >= _TALL else _MATRIX_TILE
@@ -92,7 +93,7 @@ def _kernel_of(tokens: int, rows: int) -> tuple[str, tuple[int, int, int]]:
 
 def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
     """The arrays of a weight in the form that all Triton kernels here take, and whether its absmax are quantised, as 1
-    or 0.
+    or 0. `dequantize`, `small_matmul` and `few_matmul` call it.
 
     The list has, in this order: codes uint8, absmax (uint8 if quantised, else float32), nested absmax float32, its map
     float32[256], offset float32[], and the format's table float32[16]. Without double quantisation the three before the

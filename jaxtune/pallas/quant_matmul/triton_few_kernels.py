@@ -64,7 +64,8 @@ def few_kernel(
     STAGES: tl.constexpr,
 ):
     """Multiplies all COUNT tokens (17 to 64) by ROWS rows of a weight W [OUTER, INNER] in NF4, over one of SPLITS equal
-    runs of the columns. It writes the sums of each run to out [SPLITS, COUNT, OUTER]; the caller adds up the runs.
+    runs of the columns. It writes the sums of each run, rounded to out's dtype, to out [SPLITS, COUNT, OUTER]; the
+    caller, triton.few_matmul, adds up the runs.
 
     x is [2, COUNT, INNER / 2] bfloat16: the even columns of the tokens, then the odd ones, because a byte of codes has
     an even column in its high four bits and the next one in its low ones. W is given by codes uint8[OUTER * INNER / 2],

@@ -51,7 +51,8 @@ def dequantise_kernel(
     """Decodes BLOCKS blocks of 64 elements of a tensor of SIZE elements into the flat array `out`, in out's dtype; the
     last program may have fewer. The tensor is given by codes uint8[SIZE / 2], absmax (one for each block), table
     float32[16], the numbers that codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one
-    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
+    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(SIZE / (64 BLOCKS)),). triton.dequantize
+    launches the kernel."""
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     left = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
     WHOLE: tl.constexpr = SIZE % (BLOCKS * 64) == 0  # without masks, loads and stores are wide
@@ -76,8 +77,9 @@ def dequantise_kernel(
 
 @triton.jit
 def _pair(words, DTYPE: tl.constexpr):
-    """Splits each 32-bit word of `words` into the two 16-bit floats of type DTYPE that it consists of: (the first in
-    memory, the second). In a row of x these have even and odd columns."""
+    """Splits each 32-bit word of `words`, a block of any shape, into the two 16-bit floats of type DTYPE that it
+    consists of: (the first in memory, the second), each in the same shape. vector_kernel loads words of x, whose first
+    numbers have even columns and whose second ones have odd columns."""
     even = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
     odd = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     return even, odd
@@ -87,7 +89,8 @@ def _pair(words, DTYPE: tl.constexpr):
 def _tile(codes, absmax, rows, first, INNER: tl.constexpr, OUTER: tl.constexpr, BLOCKS: tl.constexpr):
     """Loads a run of BLOCKS blocks of some rows of W as they are stored: (codes uint8[rows, BLOCKS, 32], absmax [rows,
     BLOCKS]). W is [OUTER, INNER], with a block for each 64 columns. rows: the numbers of the rows; first: the number of
-    the first block within each row. Past the last row of W, and past the end of a row, both are 0."""
+    the first block within each row. Past the last row of W, and past the end of a row, both are 0. vector_kernel and
+    matrix_kernel call it, with pointers to all codes and absmax of W."""
     per_row: tl.constexpr = INNER // 64
     blocks = first + tl.arange(0, BLOCKS)
     mask = (rows < OUTER)[:, None] & (blocks < per_row)[None, :]
@@ -118,7 +121,8 @@ def vector_kernel(
     INNER] W^T. A program goes over its rows with BLOCKS blocks of 64 columns of each at a time, and loads the next ones
     while it multiplies. W [OUTER, INNER] is given by codes uint8[OUTER * INNER / 2], absmax (one for each block), table
     float32[16], the numbers that codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one
-    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(OUTER / ROWS),)."""
+    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(OUTER / ROWS),). triton.small_matmul launches
+    it."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = x.to(tl.pointer_type(tl.uint32))
     per_row: tl.constexpr = INNER // 64  # blocks
@@ -166,7 +170,8 @@ def matrix_kernel(
     W^T. A program goes over its rows with BLOCKS blocks of 64 columns of each at a time, and loads the next ones while
     it multiplies. W [OUTER, INNER] is given by codes uint8[OUTER * INNER / 2], absmax (one for each block), table
     float32[16], the numbers that codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one
-    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(OUTER / ROWS),)."""
+    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(OUTER / ROWS),). triton.small_matmul launches
+    it for 3 tokens or more."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, 16)
     per_row: tl.constexpr = INNER // 64

@@ -47,7 +47,7 @@ class Routing:
 def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> jax.Array:
     """Chooses the k experts with the largest logits for each token: int32[T, k], the indices of the k largest of logits
     [T, E], the largest first, and of equal ones the lower index first. It has no gradient. It is jax.lax.top_k
-    everywhere; there is no kernel for it.
+    everywhere; there is no kernel for it. A layer of experts calls it with the logits of its router.
 
     Args:
       logits: [T, E], the router's.
@@ -69,8 +69,8 @@ def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> 
 
 @meshes.on_any_mesh
 def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -> jax.Array:
-    """The weights with which a token's experts enter its result: float32[T, k], 0 where it has no expert. They are
-    differentiable with respect to logits, so that the router learns.
+    """The weights with which a token's experts enter its result: float32[T, k], 0 where a choice is no expert. They are
+    differentiable with respect to logits, so that the router learns. Routers of models call it after choose_experts.
 
     Args:
       logits: [T, E], the router's.
@@ -97,7 +97,8 @@ def route(
     choice: jax.Array, num_experts: int, tile_rows: int = TILE_ROWS, *, implementation: str | None = None
 ) -> Routing:
     """Sorts all pairs (a token with one of its experts) by expert, and returns where each pair is in the sorted buffer
-    of rows. The sort is stable: an expert's rows are in the order of the tokens.
+    of rows. The sort is stable: an expert's rows are in the order of the tokens. A layer of experts calls it for each
+    of its projections.
 
     Args:
       choice: int32[T, k] from choose_experts; other numbers than 0 to num_experts - 1 mean no expert, and get no row.
@@ -159,7 +160,7 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
     other arguments.
 
     Raises:
-      TypeError, ValueError: it is not as `Routing` describes it.
+      TypeError, ValueError: `routing` is not as the class Routing describes it.
     """
     check = Arguments(op)
     check.is_a("routing", routing, Routing, "a Routing, as route makes")
@@ -172,7 +173,8 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
 
 def _spread(x, routing, implementation):
     """Copies each token of x [T, H] to the rows of its pairs, as `routing` says: [rows, H], with zeros in empty rows.
-    implementation: "reference", "mosaic", or None for the first that supports the call."""
+    It chooses the implementation; `permute`, the derivative of `unpermute`, and products that do not gather rows use
+    it. implementation: "reference", "mosaic", or None for the first that supports the call."""
     table = implementations(x.dtype, x.shape[1], routing.slots.shape[1])
     name = dispatch.choose("routing spread", table, implementation)
     return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
@@ -264,14 +266,16 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 def _row_tokens(routing):
     """The token of each row of the buffer that is sorted by expert, from the pairs of `routing`: int32[rows], T for
-    empty rows. Grouped products that gather their rows from the tokens while they multiply take it as an argument."""
+    empty rows. Grouped products that gather their rows from the tokens while they multiply take it as an argument.
+    `_as_rows` and `_of_tokens_bwd` call it."""
     return divided(routing.source, routing.slots.shape[1])
 
 
 def _as_rows(x, routing, static):
     """Brings tokens x [T, n] into the form in which the grouped product takes rows that are sorted by expert. If its
     implementation gathers rows while it multiplies, that is (x itself, int32[rows] with the token of each row);
-    otherwise it is (the sorted rows [rows, n], None).
+    otherwise it is (the sorted rows [rows, n], None). The forward of matmul_of_tokens calls it for x, and the backward
+    of matmul_to_tokens for the gradient of the result.
 
     Args:
       x: [T, n], tokens or gradients of tokens.
@@ -302,9 +306,9 @@ def _of_tokens_fwd(x, weight, lora, routing, static):
 
 def _of_tokens_bwd(static, residuals, dout):
     """The backward rule of `_of_tokens`: (the gradient of x [T, in], in which each token has the sum of its rows'
-    gradients; that of the weight, None if it is quantised; those of the adapter's (a, b), or None; None for the
-    routing). static: the settings of the product; residuals: from `_of_tokens_fwd`; dout: [rows, out], the gradient of
-    the result."""
+    gradients; that of the weight, None if it is quantised or does not train; those of the adapter's (a, b), or None
+    without one; None for the routing). static: the settings of the product; residuals: from `_of_tokens_fwd`; dout:
+    [rows, out], the gradient of the result."""
     residuals, routing = residuals
     drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
     return reference.summed(drows, routing.slots), *others, None
@@ -375,8 +379,8 @@ def _to_tokens_fwd(rows, weight, lora, routing, static):
 
 def _to_tokens_bwd(static, residuals, dout):
     """The backward rule of `_to_tokens`: (the gradient of the rows [rows, in]; that of the weight, None if it is
-    quantised; those of the adapter's (a, b), or None; None for the routing). static: the settings of the product;
-    residuals: from `_to_tokens_fwd`; dout: [T, out], the gradient of the result."""
+    quantised or does not train; those of the adapter's (a, b), or None without one; None for the routing). static: the
+    settings of the product; residuals: from `_to_tokens_fwd`; dout: [T, out], the gradient of the result."""
     residuals, routing = residuals
     dout, tokens = _as_rows(dout, routing, static)
     return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None
@@ -484,8 +488,9 @@ _with_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
 @meshes.on_any_mesh
 def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
     """The weight of each row: weights [T, k], from expert_weights, -> [rows] in the same dtype, the weight of the pair
-    (a token with one of its experts) in each row; 0 in empty rows. Experts multiply their rows by it before the rows of
-    each token are summed. It is differentiable with respect to the weights. routing: from route.
+    (a token with one of its experts) in each row; 0 in empty rows. A layer of experts multiplies the rows by it before
+    the down projection, so that the rows of each token need only be summed after it. It is differentiable with respect
+    to the weights. routing: from route.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.

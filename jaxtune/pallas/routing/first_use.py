@@ -17,8 +17,10 @@ _TOKENS, _K, _HIDDEN = 203, 3, 192
 
 def refusal(name: str, kernels: ModuleType) -> str | None:
     """Compares the function `spread` of the module `kernels`, which copies tokens to rows, with that of reference.py,
-    on a small case in which some pairs have no expert and some rows are empty. Returns the reason, in words, why this
-    GPU must not use it, or None if the two agree. name: of the implementation, such as "mosaic"."""
+    on a small case in which some pairs (a token with one of its experts) have no expert and some rows are empty, once
+    on each kind of GPU (dispatch.first_use). Returns the reason, in words, why this GPU must not use `spread` of
+    `kernels`, or None if the two agree. Without a GPU nothing is compared, and the result is None. name: of the
+    implementation, such as "mosaic"."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -41,13 +43,14 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
 
 
 def sort_refusal(name: str, passes: reference.Passes) -> str | None:
-    """Compares the sort of a small case by these kernels with one by the functions of reference.py. Returns the reason,
-    in words, why this GPU must not use them, or None if the two agree. The results are integers, so any difference
-    counts.
+    """Compares the sort of a small case by the kernels in `passes` with one by the functions of reference.py, once on
+    each kind of GPU (dispatch.first_use). Returns the reason, in words, why this GPU must not use the kernels, or None
+    if the two agree. Without a GPU nothing is compared, and the result is None. The results of the sort are integers,
+    so any difference counts.
 
     Args:
       name: of the implementation, such as "mosaic".
-      passes: its two kernels and its block size, with which sort_pairs is called.
+      passes: the implementation's two kernels and its block size, with which reference.sort_pairs is called.
     """
 
     def compare():

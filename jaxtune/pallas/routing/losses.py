@@ -33,7 +33,8 @@ class RouterSums:
     def load_balancing_loss(self) -> jax.Array:
         """The load-balancing loss, float32[]: E sum_e f_e p_e, where f_e is the number of tokens that chose expert e
         divided by the number of tokens, and p_e is its mean probability. It is k, the number of experts of a token, if
-        all experts are used equally often, and at most E. Without tokens it is 0.
+        all experts are used equally often, and at most E. Without tokens it is 0. Training adds it, times a
+        coefficient, to the loss, so that the router uses all experts.
 
         With sums over all layers it equals transformers' load_balancing_loss_func (Switch Transformers, arXiv
         2101.03961, equations 4 to 6).
@@ -43,7 +44,8 @@ class RouterSums:
 
     def z_loss(self) -> jax.Array:
         """The z-loss, float32[]: the mean over tokens of the squared log-sum-exp of their logits, which keeps logits
-        small; 0 without tokens. It equals transformers' router_z_loss_func (ST-MoE, arXiv 2202.08906, equation 5)."""
+        small; 0 without tokens. It equals transformers' router_z_loss_func (ST-MoE, arXiv 2202.08906, equation 5).
+        Training adds it, times a coefficient, to the loss."""
         return self.square / jnp.maximum(self.tokens, 1.0)
 
 

@@ -44,14 +44,15 @@ def refusal(dtype, hidden: int, k: int) -> str | None:
 
 
 def _kernel(body, name: str, **options):
-    """Makes a function of arrays from a kernel's body: compiled for the GPU, or run by Pallas' interpreter within
-    gpu_kernel.interpreted. name: the kernel's, as profiles show it. options: those of gpu_kernel.kernel."""
+    """Makes a function of arrays from a kernel's body, a function of references: the result is compiled for the GPU, or
+    run by Pallas' interpreter within gpu_kernel.interpreted. `spread` calls it. name: the kernel's, as profiles show
+    it. options: those of gpu_kernel.kernel, such as grid and out_type."""
     return gpu_kernel.kernel(body, name, gpu_kernel.interpreter(), **options)
 
 
 def _programs(count: int, of_a_core: int) -> int:
-    """The number of programs of a grid: of_a_core for each multiprocessor of the GPU, but at most `count`, the number
-    of items that the programs divide. In the interpreter it is at most 3."""
+    """The number of programs of `spread`'s grid: of_a_core for each multiprocessor of the GPU, but at most `count`, the
+    number of items that the programs divide among them. In Pallas' interpreter it is 3, or `count` if that is less."""
     return min(count, of_a_core * persistent.cores() if gpu_kernel.interpreter() is None else 3)
 
 
@@ -59,7 +60,8 @@ def _spread_kernel(
     x_ref, zeros_ref, slots_ref, source_ref, out_ref, rows_smem, zero_smem, full, zero_full, *, programs, k, pairs
 ):
     """The kernel's body: sets out[slots[t, j]] = x[t] for every pair (token t with its j-th expert), and zeros in empty
-    rows. Each program takes every n-th run of four tokens, and every n-th run of 32 rows to look for empty ones.
+    rows. With n programs, each takes every n-th run of four tokens, and every n-th run of 32 rows to look for empty
+    ones.
 
     Args:
       x_ref: [tokens, hidden / 64, 64], where the number of tokens is a multiple of four. All refs up to out_ref are in

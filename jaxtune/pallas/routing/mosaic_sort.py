@@ -29,7 +29,7 @@ _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 def refusal() -> str | None:
     """Returns the reason, in words, why these kernels cannot run here, or None if they can: they need a Hopper GPU, or
-    the interpreter."""
+    the interpreter. api.sort_implementations calls it."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -38,8 +38,9 @@ def refusal() -> str | None:
 
 
 def _kernel(body, name: str, blocks: int, out_shape):
-    """Makes a function of arrays from a kernel's body, with one program for each of `blocks` blocks of 128 pairs; its
-    result is int32 of the shape out_shape. name: the kernel's, as profiles show it."""
+    """Makes a function of arrays from a kernel's body, a function of references, for `histogram` and `slots`. The
+    kernel has one program for each of `blocks` blocks of 128 pairs, and its result is int32 of the shape out_shape.
+    name: the kernel's, as profiles show it."""
     return gpu_kernel.kernel(
         body,
         name,
@@ -51,26 +52,28 @@ def _kernel(body, name: str, blocks: int, out_shape):
 
 
 def _down(values, columns: int):
-    """Broadcasts a vector to a matrix [rows, columns] with equal columns, in registers; values: [rows], of any dtype.
-    With `_across` the kernels compare each pair with each expert or other pair."""
+    """Broadcasts a vector, values [rows] of any dtype, to a matrix [rows, columns] whose columns are all equal to it,
+    in registers. The kernel of the second pass compares it with a matrix of `_across` or `_number`, and so each pair
+    with each other pair or each expert."""
     return lax.broadcast_in_dim(values, (values.shape[0], columns), (0,))
 
 
 def _across(values, rows: int):
-    """Broadcasts a vector to a matrix [rows, columns] with equal rows, in registers; values: [columns], of any dtype
-    (see `_down`)."""
+    """Broadcasts a vector, values [columns] of any dtype, to a matrix [rows, columns] whose rows are all equal to it,
+    in registers. Both kernels compare it with a matrix of `_down` or `_number`, and so each pair with each other pair
+    or each expert."""
     return lax.broadcast_in_dim(values, (rows, values.shape[0]), (1,))
 
 
 def _number(rows: int, columns: int, axis: int):
     """int32[rows, columns] in registers, in which each element is its own index along `axis`: 0 for the number of its
-    row, 1 for that of its column."""
+    row, 1 for that of its column. The kernels compare pairs with such numbers of experts or of places in a block."""
     return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=_ALONG)
 
 
 def _histogram_kernel(expert_ref, out_ref):
     """The kernel's body of the first pass: sets out_ref[block, e] to the number of pairs of this program's block that
-    go to expert e. expert_ref: int32[pairs], the expert of each pair. out_ref: int32[blocks, experts padded to a
+    go to expert e. expert_ref: int32[blocks * 128], the expert of each pair. out_ref: int32[blocks, experts padded to a
     multiple of 64]. Both are in global memory."""
     block = lax.axis_index("block")
     pairs = plgpu.load(expert_ref.at[pl.ds(block * BLOCK, BLOCK)], layout=_COLUMNS, optimized=False)
@@ -82,8 +85,9 @@ def _histogram_kernel(expert_ref, out_ref):
 def _slot_kernel(expert_ref, firsts_ref, out_ref):
     """The kernel's body of the second pass: sets out_ref[pair] to the row of each pair of this program's block. That is
     the row of the first pair of its block and expert, plus the number of pairs of that block and expert before it.
-    expert_ref: int32[pairs], the expert of each pair. firsts_ref: int32[blocks, experts padded to a multiple of 64],
-    the row of the first pair of each block and expert. out_ref: int32[pairs]. All are in global memory."""
+    expert_ref: int32[blocks * 128], the expert of each pair. firsts_ref: int32[blocks, experts padded to a multiple of
+    64], the row of the first pair of each block and expert. out_ref: int32[blocks * 128]; it gets any number for a pair
+    without an expert. All are in global memory."""
     block = lax.axis_index("block")
     here = pl.ds(block * BLOCK, BLOCK)
     pairs = plgpu.load(expert_ref.at[here], layout=_ROWS, optimized=False)
@@ -102,7 +106,8 @@ def _slot_kernel(expert_ref, firsts_ref, out_ref):
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
     """Counts, by the kernel, the pairs of each block that go to each expert: int32[n, E] for E = num_experts. blocks:
-    int32[n, 128], the expert of each pair; E for a pair without one."""
+    int32[n, 128], the expert of each pair; E for a pair without one. It is the first pass of sort_pairs
+    (reference.Passes)."""
     padded = num_experts + -num_experts % _EXPERTS
     count = _kernel(_histogram_kernel, "expert_histograms", len(blocks), (len(blocks), padded))
     return count(blocks.reshape(-1))[:, :num_experts]
@@ -111,7 +116,7 @@ def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
     """Computes, by the kernel, the row of each pair in the sorted buffer: int32[n, 128]. It is the row of the first
     pair of its block and expert, plus the number of earlier pairs of that block and expert; for a pair without an
-    expert it can be any number.
+    expert it can be any number. It is the second pass of sort_pairs (reference.Passes).
 
     Args:
       blocks: int32[n, 128], the expert of each pair; E, the number of experts, for a pair without one.

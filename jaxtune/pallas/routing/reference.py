@@ -38,8 +38,9 @@ class Passes(NamedTuple):
 
 def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
     """Selects each token's values for the experts that it chose: values [T, E], choice int32[T, k] -> [T, k], and 0
-    where choice is not 0 to E - 1 (no expert). It compares each choice with all experts instead of gathering, because
-    the derivative of a gather is a scatter, which adds in no fixed order."""
+    where choice is not 0 to E - 1 (no expert). expert_weights and the derivative of token_bias call it. It compares
+    each choice with all experts instead of gathering, because the derivative of a gather is a scatter, which adds in no
+    fixed order."""
     index = jnp.arange(values.shape[1], dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, None], 0).sum(-1)
 
@@ -47,7 +48,7 @@ def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
 def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Array:
     """Writes each token's values for its chosen experts into an array of all experts: values [T, k], choice int32[T, k]
     -> [T, E] for E = num_experts, with 0 for experts that were not chosen; the value of a choice that is not 0 to E - 1
-    is dropped. This is the gradient of `chosen`."""
+    is dropped. It is the transpose of `chosen`; the derivative of token_bias computes the bias's gradient with it."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, :, None], 0).sum(1)
 
@@ -66,14 +67,14 @@ def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.A
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
     """Counts the pairs of each block that go to each expert: int32[n, E] for E = num_experts. blocks: int32[n, pairs of
-    a block], the expert of each pair; E for a pair without one."""
+    a block], the expert of each pair; E for a pair without one. It is the first pass of `sort_pairs`."""
     return (blocks[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(1, dtype=jnp.int32)
 
 
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
     """Computes the row of each pair in the sorted buffer: int32[n, pairs of a block]. It is the row of the first pair
     of its block and expert, plus the number of earlier pairs of that block and expert; for a pair without an expert it
-    can be any number.
+    can be any number. It is the second pass of `sort_pairs`.
 
     Args:
       blocks: int32[n, pairs of a block], the expert of each pair; E, the number of experts, for a pair without one.
@@ -87,7 +88,7 @@ def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
 
 def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Passes):
     """Sorts pairs (a token with one of its experts) by expert, stably, into a buffer of rows. Each expert's rows are
-    padded with empty rows to a multiple of tile_rows.
+    padded with empty rows to a multiple of tile_rows. `route` calls it.
 
     Args:
       expert: int32[pairs], the expert of each pair, 0 to E - 1; any other number is a pair without an expert.
@@ -116,14 +117,14 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
     """Copies each token to the rows of its pairs by a gather: x [T, H] -> [rows, H], with zeros in empty rows. slots:
     int32[T, k], the row of each pair (a token with one of its experts). source: int32[rows], the pair of each row, t *
-    k + j, or T * k for an empty row."""
+    k + j, or T * k for an empty row. `permute` and the derivative of `unpermute` run it where no kernel copies."""
     tokens, k = slots.shape
     return rows_of(x, jnp.where(source < tokens * k, divided(source, k), tokens))
 
 
 def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
     """Gathers rows (or elements, if x has one axis) of x: x[index], and zero where index is past the end, which stands
-    for an empty row. index: int32 of any shape, not negative.
+    for an empty row. index: int32 of any shape, not negative. `spread` and the weights of rows (row_weights) use it.
 
     16-bit rows are moved as words of four numbers, or two, because XLA's gather moves one element per thread (one
     number at a time 0.32 ms, two 0.24, H200).
@@ -139,7 +140,8 @@ def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def _gathered(x, index):
     """Gathers x[index] along the first axis: [*index.shape, *x.shape[1:]], zero where index is past the end. index may
-    have any shape and is never negative, which spares the tests that jnp's own filling gather makes."""
+    have any shape and must not be negative, which spares the tests that jnp's own filling gather makes. `rows_of` calls
+    it, with x itself or with its numbers as wider words."""
     # The same as jnp's mode "fill" with a quarter of the instructions, because no index is negative. A layer of experts
     # has eight of these, and XLA compiles each separately.
     there = index < x.shape[0]
@@ -147,8 +149,9 @@ def _gathered(x, index):
 
 
 def _row(x, index):
-    """Gathers x[index] along the first axis; an index past the end gets the last element. XLA's gather limits indices
-    to the array by itself, so this costs nothing."""
+    """Gathers x[index] along the first axis, [*index.shape, *x.shape[1:]]; an index past the end gets the last element,
+    and none may be negative. XLA's gather limits indices to the array by itself, so this costs nothing. `_gathered` and
+    `summed` call it."""
     return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
@@ -158,7 +161,8 @@ def summed(rows: jax.Array, slots: jax.Array) -> jax.Array:
     number of rows for a pair without an expert.
 
     Empty rows must be zero. If a pair has no expert, there are fewer pairs with rows than rows, and the last row is
-    empty. A slot past the end reads that last row, and so adds zero, without a comparison.
+    empty. A slot past the end reads that last row, and so adds zero, without a comparison. `unpermute`,
+    matmul_to_tokens and the derivative of `permute` compute with it.
     """
     first, *others = (_row(rows, column).astype(jnp.float32) for column in slots.T)
     for other in others:
