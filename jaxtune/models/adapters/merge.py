@@ -64,8 +64,8 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
       fake_quant: the grid of QAT to which the merged weight is then rounded, which is no error and not part of the
         comparison; None: it is only rounded to `dtype`.
     Returns:
-      (the merged weight [out, in] in dtype; whether it is finite; the largest error divided by the error allowed, at
-        most 1 if the merge is right)
+      (the merged weight [out, in] in dtype; bool[], whether it is finite, with fake_quant before that rounding;
+        float32[], the largest error divided by the error allowed, at most 1 if the merge is right)
     """
     wide = merged_weight(weight, lora)
     if fake_quant is None:
@@ -163,8 +163,8 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
 
 
 def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
-    """The weight of an embedding or head that was trained beside the adapter, cast to `dtype`, that of the base; name:
-    for errors.
+    """The weight of an embedding or head that was trained whole beside the adapter (`weight`), cast to `dtype`, that of
+    the base, as it replaces the base's own in the merged model. name: for errors.
 
     Raises:
       ArithmeticError: it is not finite in that dtype.
@@ -177,16 +177,18 @@ def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
 
 def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
     """The weight of a matrix without an adapter (`linear`), as the merged model has it: decoded to `dtype` if it is
-    quantised, and rounded to its grid in a model that is prepared for QAT."""
+    quantised, and rounded to its grid in a model that is prepared for QAT. merged_weights computes by it the matrices
+    of which one of the two is true."""
     weight = dense(linear.stored_weight, dtype)
     transposed = isinstance(linear, ExpertLinear) and linear.transposed
     return weight if linear.fake_quant is None else round_to_grid(weight, linear.fake_quant, transposed)
 
 
 def merged_weights(model: Decoder) -> Weights:
-    """Returns the weights of the model with its adapter merged in, each changed tensor computed when its function in
-    `Weights.made` is called. Quantised weights are decoded, weights are rounded to the grid of QAT, if there is one,
-    and a trained embedding or head replaces the base's. `Weights.model` is a new model without adapters, whose
+    """Returns the weights of the model with its adapter merged in, for merge_adapter, which sets them in memory, and
+    for exports, which write them one by one. `Weights.made` is {Hugging Face name of a changed tensor: the function
+    that computes it when it is called}. Quantised weights are decoded, weights are rounded to the grid of QAT, if there
+    is one, and a trained embedding or head replaces the base's. `Weights.model` is a new model without adapters, whose
     variables are all nnx.Param and which shares unchanged arrays with `model`.
 
     The logits are verified here, each matrix when it is computed, so that whoever writes the tensors writes a verified
