@@ -123,8 +123,8 @@ class Writer:
 
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
     """Whether a file has, from the byte `offset` on, the bytes that were written, by their checksums; False if it ends
-    early. sums: those that Writer.append returned for these bytes. advanced: called with the number of bytes that were
-    read, for a progress bar."""
+    early. It reads the file and waits for `sums`, those that Writer.append returned for these bytes; the OSError of a
+    failed write is raised. advanced: called with the number of bytes that were read, for a progress bar."""
     size, found = sums.size_bytes, []
     data = np.empty(min(size, CHUNK_BYTES), np.uint8)  # filling it with zeros would take as long as reading
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
