@@ -129,7 +129,8 @@ class Prefills:
                 self._long = None
 
     def ready(self, request: Request) -> Batch | None:
-        """The batch that contains the request's prompt, or None if it is not prefilled yet."""
+        """The batch that contains the request's prompt, or None if it is not prefilled, as at first and after its batch
+        was dropped. The sampler gives a slot to a request only if there is one."""
         return next((batch for batch in reversed(self._batches) if request.key in batch.rows), None)
 
     def take(self, request: Request) -> int:
@@ -188,10 +189,12 @@ class Prefills:
         return width * len(chosen)
 
     def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
-        """The states after at most the first `count` tokens of each of `requests`, without its newest token, which the
-        first decoding step takes as its input.
+        """The states after at most the first `count` tokens of each of `requests`, computed by one program, which
+        `advance` has it dispatch. A request's newest token is not among them: the first decoding step takes it as its
+        input.
 
-        leaves: the model's arrays. capacity: tokens for which the states have room.
+        leaves: the model's arrays. capacity: the tokens for which each row of the states has room; more if the padded
+        prompts are longer.
         """
         width = min(_bucket(count), capacity_bucket(capacity))
         tokens = np.zeros((len(requests), width), np.int32)
@@ -239,12 +242,13 @@ class Prefills:
         return self._chunk
 
     def _keep(self, batch: Batch) -> None:
-        """Adds a batch of prefilled prompts. If there are more than _KEPT batches, the oldest one is dropped; those of
-        its prompts for which requests still wait are prefilled again later."""
+        """Adds a batch of prefilled prompts, which `ready` finds from then on. If there are more than _KEPT (4)
+        batches, the oldest one is dropped; those of its prompts for which requests still wait are prefilled again
+        later."""
         self._batches = [*self._batches[-(_KEPT - 1) :], batch]
 
 
 def _bucket(tokens: int) -> int:
-    """The length to which a prompt of `tokens` tokens is padded: a power of two, at least _SMALLEST, so that few
-    programs serve all prompts."""
+    """The length to which a prompt of `tokens` tokens is padded: the next power of two, at least _SMALLEST (16), so
+    that few programs serve all prompts."""
     return max(_SMALLEST, 1 << (tokens - 1).bit_length())

@@ -74,7 +74,7 @@ class Row:
 class Piece:
     """The new tokens of one request that one step returns."""
 
-    request: int  # its number, from `submit`
+    request: int  # the request's number, from `submit`
     ids: list[int]  # new tokens since the last piece; may be empty in the last piece
     logprobs: list[float]  # the log-probabilities of these tokens, as Row.logprobs
     finish_reason: FinishReason | None  # why the request ended; None: it has not
@@ -439,7 +439,7 @@ class Sampler:
         return any(r is not None and len(r.tokens) + r.rounds * self._steps < r.limit for r in self._slots)
 
     def _dispatch(self) -> None:
-        """Dispatches a round: `tokens_per_round` more tokens of every active slot."""
+        """Dispatches a round, `tokens_per_round` more tokens of every active slot, which `_look` reads later."""
         if self._sent_rows is None:
             self._sent_rows = jax.tree.map(jnp.asarray, self._rows)
         decode = self._programs.decode
@@ -486,8 +486,8 @@ class Sampler:
                 self._wait(request, first=True)
 
     def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason, tops=()) -> None:
-        """Ends `request` with a last piece (ids, logprobs, reason, top_logprobs: tops), and frees its slot or its entry
-        in the queue."""
+        """Ends `request` with a last Piece of these ids, logprobs, reason and tops (its top_logprobs), which the next
+        step returns, and frees its slot or its entry in the queue."""
         request.done = True
         del self._requests[request.number]
         self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops)))
