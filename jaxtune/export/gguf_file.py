@@ -248,8 +248,8 @@ def _has_bytes(file: Path, advanced: Callable[[int], Any], meant: Stored) -> boo
 
 
 def _is_described(found: Any, meant: Stored) -> bool:
-    """Whether `found`, a tensor as gguf's reader describes it, has the shape, type and position of `meant`, as it was
-    written."""
+    """Whether `found`, a tensor as gguf's reader describes it, has the shape, type, position and number of bytes of
+    `meant`, the tensor as it was written; `verify` asks it."""
     shape = tuple(int(size) for size in found.shape[::-1])
     place = int(found.data_offset), int(found.n_bytes)
     size = sum(sums.size_bytes for sums in meant.sums)

@@ -38,8 +38,8 @@ _SMALLEST_F16 = 2.0**-24  # the smallest scale of a block that is not 0
 
 
 def encoder(bits: int) -> Callable[[jax.Array], jax.Array]:
-    """Returns the encoder of a type: a function of blocks float32[n, 256] that returns uint8[n, bytes of a block].
-    bits: the bits of a code, 4 for Q4_K, 5 for Q5_K and 6 for Q6_K."""
+    """Returns the encoder of a type, for gguf_blocks.BLOCK_TYPES: a function of blocks float32[n, 256] that returns
+    uint8[n, bytes of a block]. bits: the bits of a code, 4 for Q4_K, 5 for Q5_K and 6 for Q6_K."""
     one = functools.partial(_signed if bits == 6 else _with_least, bits=bits)
 
     def encode(blocks: jax.Array) -> jax.Array:

@@ -321,7 +321,8 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     it has none).
 
     Raises:
-      ValueError: no such file, a pickle (adapter_model.bin) in its place, or a damaged file.
+      ValueError: no such file, a pickle (adapter_model.bin) in its place, a damaged file, or a tensor that is not of
+        16- or 32-bit floats.
     """
     path = folder / WEIGHTS_NAME
     if not path.is_file():

@@ -177,8 +177,8 @@ def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
 
 def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
     """The weight of a matrix without an adapter (`linear`), as the merged model has it: decoded to `dtype` if it is
-    quantised, and rounded to its grid in a model that is prepared for QAT. merged_weights computes by it the matrices
-    of which one of the two is true."""
+    quantised, and rounded to its grid in a model that is prepared for QAT. It has the shape of the stored weight.
+    merged_weights calls it for matrices that are quantised or rounded."""
     weight = dense(linear.stored_weight, dtype)
     transposed = isinstance(linear, ExpertLinear) and linear.transposed
     return weight if linear.fake_quant is None else round_to_grid(weight, linear.fake_quant, transposed)
@@ -358,8 +358,8 @@ class _Merged(Stored):
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
         """The matrix in `dtype` (None: dtype_name), with its adapter merged and rounded to the grid of QAT, if it has
-        these. It is rounded first to the dtype in which the merged weight will be stored, so that the values are those
-        of the merged model."""
+        these; Stored.decode calls it when the matrix multiplies. The matrix is rounded first to the dtype in which the
+        merged weight will be stored, so that the values are those of the merged model."""
         weight = dense(self.base, self.dtype_name)
         if self.a is not None and self.b is not None:
             if weight.ndim == 3:
@@ -377,8 +377,9 @@ class _Merged(Stored):
         return jax.lax.optimization_barrier(stored).astype(dtype or self.dtype_name)
 
     def _expert(self, weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Merges one expert's adapter: its weight plus scale b a, in the dtype that the merged weight is stored in.
-        weight: [out, in], or [in, out] if `transposed`, which the result is too. a: [r, in]. b: [out, r]."""
+        """Merges one expert's adapter, for `_decode`: its weight plus scale b a, rounded to the grid of QAT, if there
+        is one, in the dtype that the merged weight is stored in. weight: [out, in], or [in, out] if `transposed`, which
+        the result is too. a: [r, in]. b: [out, r]."""
         weight = weight.T if self.transposed else weight
         wide = merged_weight(weight, LoraWeights(a, b, None, self.scale))
         stored = (wide if self.fake_quant is None else self.fake_quant.round(wide)).astype(self.dtype_name)
@@ -443,9 +444,9 @@ def _pairs(copy: Decoder, model: Decoder) -> dict[str, tuple[nnx.Variable, nnx.V
 
 
 def _logits(model: Decoder) -> np.ndarray:
-    """float32[rows, tokens, rows of the head] in host memory: the logits, or the scores of a model that scores texts,
-    of a random batch, which is the same for every model of this vocabulary. They are computed in float32, with some
-    rows of the head at a time.
+    """The logits of a random batch, float32[rows, tokens, vocabulary] in host memory, or the scores of a model that
+    scores texts, float32[rows, tokens, scores]. _check_logits compares those of two models. The batch is the same for
+    every model of this vocabulary. The logits are computed in float32, with some rows of the head at a time.
 
     The model's dtype is set to float32, and the dtypes that a precision map gave single modules are cleared, so the
     caller passes a copy.

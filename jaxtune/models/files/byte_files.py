@@ -95,8 +95,8 @@ class Writer:
         return Sums(len(data), futures)
 
     def _collect(self, raises: bool = True) -> None:
-        """Waits for the oldest write that nobody has waited for yet. If it failed, its error is raised, unless `raises`
-        is False."""
+        """Waits for the oldest write of a chunk that nobody has waited for yet, before more is appended and when the
+        context is left. If that write failed, its error is raised, unless `raises` is False."""
         future = self._waiting.popleft()
         self._sizes.popleft()
         if raises:

@@ -53,7 +53,7 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer: Any) -> None:
     """Writes the files of a model's or adapter's folder that are neither weights nor config.json. Files of the same
-    names are replaced. Saving and exporting models and adapters ends with it.
+    names are replaced. Saving and exporting models and adapters calls it after the weights are written.
 
     Args:
       folder: the folder, which exists.

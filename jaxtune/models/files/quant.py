@@ -277,7 +277,8 @@ def qat_config(model: Decoder) -> dict[str, Any] | None:
 
 def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
     """The grid that a config.json records for its weights under "qat" (qat_config); None where it has no such entry. If
-    the entry has no dtype, as those of older versions, the grid has the dtype of the weights by the same file.
+    the entry has no dtype, as those of older versions, the grid has the dtype of the weights by the same file. The
+    loader sets the model's `qat` to it.
 
     Args:
       where: the file's name, for errors.

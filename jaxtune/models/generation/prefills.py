@@ -120,7 +120,8 @@ class Prefills:
 
     def unwanted(self, request: Request) -> None:
         """Registers that a request no longer waits for its prompt, because it was cancelled or gets a slot. A batch is
-        freed when no request waits for any of its prompts."""
+        freed when no request waits for any of its prompts, and a prompt that is in work in chunks when none waits for
+        it."""
         self._wanted[request.key] -= 1
         if self._wanted[request.key] <= 0:
             del self._wanted[request.key]
@@ -152,7 +153,7 @@ class Prefills:
         When a prompt is complete, `ready` finds its states.
 
         If a long prompt is being prefilled in chunks, the program prefills its next chunk instead. For a prompt of one
-        token, whose states are empty, no program is needed.
+        token, whose states are empty, no program is needed, and 1 is returned.
 
         Args:
           leaves: the model's arrays.

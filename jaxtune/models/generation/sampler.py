@@ -244,8 +244,7 @@ class Sampler:
 
     @property
     def pending(self) -> int:
-        """The number of requests that are not done. When it is 0, a step only returns pieces that were not returned
-        yet."""
+        """The number of requests that are not done; at 0, a step only returns pieces that were not returned yet."""
         return len(self._requests)
 
     def step(self) -> list[Piece]:
@@ -343,7 +342,8 @@ class Sampler:
         (self._waiting.appendleft if first else self._waiting.append)(request)
 
     def _fill(self) -> None:
-        """Gives free slots to waiting requests, and prefills their prompts as far as prefill_tokens allows a round."""
+        """Gives free slots to waiting requests, and prefills their prompts: at most about prefill_tokens tokens a call,
+        or, while more than half of the slots are free, without a limit. `step` calls it."""
         free = [slot for slot, request in enumerate(self._slots) if request is None]
         if not free or not self._waiting:
             return
@@ -369,8 +369,8 @@ class Sampler:
         return list(itertools.islice(self._waiting, count))
 
     def _place(self, request: Request, slot: int) -> None:
-        """Puts a request into a free slot: sets the slot's numbers and settings, which the next round sends to the
-        device. The states of its prompt are not set here: Batch.insert copies them."""
+        """Puts a request into a free slot: sets the slot's numbers and settings for the next round, and with a
+        repetition penalty marks its tokens as seen. Batch.insert copies the states of its prompt, not this method."""
         self._slots[slot], request.slot = request, slot
         request.placed += 1
         self._change(slot, request.tokens[-1], len(request.tokens), True)
@@ -461,7 +461,8 @@ class Sampler:
         return changed, device.Live(*(array.copy() for array in self._given))
 
     def _look(self) -> None:
-        """Waits for the oldest round, and gives its tokens to the requests as pieces for the next step to return."""
+        """Waits for the oldest round and makes pieces of its tokens, for the next step to return. Ends rows that are
+        complete; puts those that paused (their states must be computed anew) first into the queue again."""
         done = self._rounds.popleft()
         tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, done.emitted)
         for slot, (request, placed) in done.requests.items():
