@@ -313,10 +313,10 @@ class _Merged(Stored):
     """
 
     base: Any  # the weight, an array or a Stored (quantised): [out, in], or of experts [E, out, in] or [E, in, out]
-    a: jax.Array | None  # as in Lora or ExpertLora; None: no adapter
-    b: jax.Array | None  # as in Lora or ExpertLora; None: no adapter
-    magnitude: jax.Array | None  # DoRA's magnitude, or None
-    scale: float = dataclasses.field(metadata=dict(static=True))  # the adapter's scale
+    a: jax.Array | None  # the adapter's A, [r, in] or of experts [E, r, in]; None: no adapter
+    b: jax.Array | None  # its B, [out, r] or of experts [E, out, r]; None: no adapter
+    magnitude: jax.Array | None  # DoRA's magnitude of each row, [out]; None: the adapter has none
+    scale: float = dataclasses.field(metadata=dict(static=True))  # the adapter's factor on b a; 0 without an adapter
     shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # of the weight
     # the dtype to which a quantised weight is decoded, and in which the merged weight is stored
     dtype_name: str = dataclasses.field(metadata=dict(static=True))

@@ -124,8 +124,8 @@ class Weights:
 
 def not_whole(weights: Weights, format: str) -> list[str]:
     """The names of the linears and experts that a format of quantised weights (a key of FORMATS) cannot store because
-    their rows are not whole blocks of it, in the model's order. Routers are left out. Exports store these in
-    the model's dtype."""
+    their rows are not whole blocks of it, in the model's order; routers are not among them. Exports store the matrices
+    that it names in the model's dtype."""
     block = FORMATS[format].kinds[0].row_block
     return [name for name, matrix in matrices(weights.model) if matrix.quantizable and matrix.sizes[-1] % block]
 

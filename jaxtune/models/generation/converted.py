@@ -223,6 +223,6 @@ class Converted:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _filled(sides: list[jax.Array], how) -> list[jax.Array]:
-    """Casts and pads the A and B of experts' adapters (filled_adapter), all in one program. sides: each [E, r, in] or
-    [E, out, r]. how: for each side (the axis of the rank r, the dtype)."""
+    """Casts and pads the A and B of experts' adapters (filled_adapter), all in one program, for Converted.of. sides:
+    each [E, r, in] or [E, out, r]. how: for each side (the axis of the rank r, the dtype)."""
     return [filled_adapter(side, axis, dtype) for side, (axis, dtype) in zip(sides, how, strict=True)]

@@ -118,7 +118,7 @@ class Sampler:
         least half of the slots decode, so that these rows do not stall.
       prefills_alone: True: each prompt has a prefill of its own, so that a row's bits do not depend on other prompts.
     Attributes:
-      plan: the SlotPlan in use: slots, length, and the layers whose weights are converted once for all steps.
+      plan: the SlotPlan in use: slots, length, and the layers converted once. config: the model's DecoderConfig.
     Raises:
       ValueError: a number that must be a positive integer and is not; a model that scores texts; weights that are
         divided over devices; slots and length for which there is too little memory.
