@@ -227,7 +227,8 @@ def _encoded(array: jax.Array, kind: str) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
     """Encodes an array of floats [rows, block] that QAT rounded to the GGUF type `kind`: uint8[rows, bytes of a block],
-    which decode to the same numbers. grid: the dtype of QAT's numbers."""
+    which decode to the same numbers. QAT must round to that type, as to Q8_0 and Q4_0. grid: the dtype of QAT's
+    numbers."""
     encode = BLOCK_TYPES[kind].exactly
     assert encode is not None, kind
     return encode(array.astype(jnp.float32), grid)

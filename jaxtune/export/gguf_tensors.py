@@ -299,7 +299,7 @@ def _lora_tensors(
       lora: the model's Lora module of that tensor, which has the matrices A and B.
       factor: B is multiplied by it, so that llama.cpp's scale gives the model's.
       heads: heads whose rows are interleaved; None: rows keep their order.
-      rows: the rows of the tensor; None: all.
+      rows: the rows of the tensor, which must be one of experts; None: all.
     """
 
     def b_of(lora: Any) -> np.ndarray:

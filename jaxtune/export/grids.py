@@ -158,7 +158,8 @@ def _fitting(stored: Stored, middle: np.ndarray, wanted: np.ndarray) -> np.ndarr
     float32 with which the fewest are. Training may have rounded a product of code and scale that float32 itself had
     rounded to the middle between two numbers of 16 bits; then only very few scales give all its numbers.
 
-    stored: the weight. middle: float64, in the shape of its scales (1 along `scale_axes`). wanted: the numbers."""
+    stored: the weight. middle: float64, in the shape of its scales (1 along `scale_axes`), in which the factors are
+    returned too. wanted: the numbers."""
 
     def wrong(factors: np.ndarray) -> np.ndarray:
         decoded = partition.on_host(stored.rescaled(factors).decode(wanted.dtype))

@@ -47,7 +47,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
     """Writes a JSON object (`value`) to a file, which always has its old content or the new one, never a part of it. It
     does not wait until the disk has the file; `new_folder`, in which models are written, does so for the whole folder.
-    Raises OSError if the file cannot be written."""
+    config.json and the index of shards are written by it. Raises OSError if the file cannot be written."""
     atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
 
 
@@ -166,11 +166,11 @@ def resolve_folder(path: str | os.PathLike) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder.
+    """The parsed config.json of a model folder, by which loading, plans and exports know the model.
 
     Raises:
-      ValueError: there is none (the error names the folders within that have one in a run's folder, or says that this
-        is an adapter), or it is not a JSON object.
+      ValueError: there is none, or it is not a JSON object. Of a run's folder the error names the subfolders "merged"
+        and "adapter" that are there, and of an adapter's folder it says that this is an adapter.
     """
     file = folder / "config.json"
     if not file.exists():

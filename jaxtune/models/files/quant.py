@@ -208,7 +208,8 @@ def convert_qat(model: Decoder) -> Decoder:
 
     Weights keep their dtype, except that quantised ones become plain arrays in model.dtype; matrices that are not
     rounded stay as they are. The grid is recorded in the new model's `qat`, from which config.json gets it
-    (qat_config). A model with adapters is converted by merge_adapter.
+    (qat_config). A run that trains the weights themselves ends with it; a model with adapters is converted by
+    merge_adapter.
 
     Raises:
       ValueError: a model that is not prepared for QAT, or that has adapters.

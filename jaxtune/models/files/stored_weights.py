@@ -35,7 +35,8 @@ class StoredEntry(headers.TensorEntry):
 
     @property
     def format_name(self) -> str:
-        """The name of its format, such as "nf4", a key of FORMATS."""
+        """The name of the format in which files store the weight, such as "nf4", a key of FORMATS. The loader compares
+        it with the format that is asked for."""
         return format_of(self.layout).name
 
 

@@ -72,7 +72,7 @@ class DividedSampler:
 
     @property
     def pending(self) -> int:
-        """The number of requests that are not done."""
+        """The number of requests that are not done, on all devices; the caller calls `step` until it is 0."""
         return sum(sampler.pending for sampler in self._samplers)
 
     def step(self) -> list[Piece]:

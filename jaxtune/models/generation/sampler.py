@@ -206,7 +206,7 @@ class Sampler:
           scaled_logprobs: True: log-probabilities are of the logits divided by the temperature; False: of the logits.
           top_logprobs: how many of the most likely tokens are returned with each new token, from 0 to 20.
           seed, index: what the row draws depends only on these two and its step, so that equal pairs draw alike.
-          stop_strings: the row ends with the token that completes one of them in its new text; needs `tokenizer`.
+          stop_strings: the row ends with the token that completes one in its new text, as `tokenizer` decodes it.
           eos_token_ids: tokens that end the row. None: those of the model's generation_config.json or config.json; an
             empty sequence: none.
         Returns:
@@ -408,7 +408,7 @@ class Sampler:
     # ---- memory
 
     def _bytes(self, slots: int, length: int) -> int:
-        """Device bytes of the states of `slots` slots of `length` tokens, and of the values around a step's logits."""
+        """For plan_slots: device bytes of the states of `slots` rows of `length` tokens, and of a step's logits."""
         return slot_bytes(self._structure, self._shapes, slots, length)
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
