@@ -78,9 +78,9 @@ class Writer:
         """Writes the bytes (uint8[n]) at the end of the file, in the background, and returns their checksums, which are
         complete when the bytes are written.
 
-        The caller must not change `data` afterwards; the reference to it is dropped once it is written. Waits for
-        earlier writes while they and `data` are more than IN_FLIGHT_BYTES (256 MiB); if such a write failed, its
-        OSError is raised.
+        The caller must not change `data` afterwards; the reference to it is dropped once it is written. The method
+        waits for earlier writes while they and `data` are more than IN_FLIGHT_BYTES (256 MiB); if such a write failed,
+        its OSError is raised.
         """
         while self._waiting and sum(self._sizes) + len(data) > IN_FLIGHT_BYTES:
             self._collect()

@@ -190,9 +190,9 @@ class Prefills:
         return width * len(chosen)
 
     def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
-        """The states after at most the first `count` tokens of each of `requests`, computed by one program, which
-        `advance` has it dispatch. A request's newest token is not among them: the first decoding step takes it as its
-        input.
+        """Dispatches one program, for `advance`, and returns the states that it computes: those after at most the first
+        `count` tokens of each of `requests`. A request's newest token is not among these tokens: the first decoding
+        step takes it as its input.
 
         leaves: the model's arrays. capacity: the tokens for which each row of the states has room; more if the padded
         prompts are longer.
