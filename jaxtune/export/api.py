@@ -206,8 +206,9 @@ def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, 
       outtype: the type of the weights, one of OUTTYPES.
       notes: sentences for the user, which the result contains.
     Raises:
-      ValueError: the disk has no room.
-      ArithmeticError: what was read back differs from what was written.
+      ValueError: the disk has no room; the job's folder is in use; a value is not on the grid to which the model says
+        that QAT rounded it.
+      ArithmeticError: what was read back differs from what was written, or the type cannot represent a value.
     """
     tensors = gguf_tensors.all_tensors(sources)
     size = gguf_file.size_bytes(tensors, stored_types(tensors, outtype, arch, fields))

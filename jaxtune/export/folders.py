@@ -44,7 +44,7 @@ def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
     Raises:
-      ValueError: the disk has no room.
+      ValueError: the disk has no room, and the other errors of write_planned.
       ArithmeticError: what was read back differs from what was written.
     """
     return write_planned(weights.dequantized(), folder, tokenizer, max_shard_bytes)
@@ -195,7 +195,7 @@ def write_planned(
     Returns:
       [], always: the notes for the user that an export function returns, of which there are none here.
     Raises:
-      ValueError: the disk has no room.
+      ValueError: the disk has no room; max_shard_bytes is not positive; what hf.checkpoint_tensors cannot write.
       ArithmeticError: what was read back differs from what was written.
     """
     planned = hf.checkpoint_tensors(weights) if planned is None else planned

@@ -23,8 +23,9 @@ _UNTURNED = 1e30  # llama.cpp divides a pair's angle by it, so that the pair is 
 
 
 def _attention(layer: LayerSpec) -> AttentionShape:
-    """The settings in which a layer's attention differs from the decoder's, as an AttentionShape; one with the defaults
-    if it does not differ."""
+    """The settings in which a layer's attention differs from the decoder's, such as its heads, as an AttentionShape;
+    one with the defaults, in which None means the decoder's value, if it does not differ. `problems` and
+    `hyperparameters` read them of each layer."""
     shape = layer.config_of("mixer")
     return shape if isinstance(shape, AttentionShape) else AttentionShape()
 
@@ -38,7 +39,7 @@ def _slides(layer: LayerSpec) -> bool:
 
 def _mlp_size(config: DecoderConfig, layer: LayerSpec) -> int:
     """The width of a layer's MLP, which is the dense one if the layer has experts beside it: the layer's own, or that
-    of the decoder's `config` if the layer has no config for its MLP."""
+    of the decoder's `config` if the layer has no config for its MLP. GGUF's feed_forward_length is made of it."""
     shape = layer.config_of("mlp") or layer.config_of("dense")
     return shape.intermediate_size if isinstance(shape, MLPShape) else config.intermediate_size
 

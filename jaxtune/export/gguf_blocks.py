@@ -114,8 +114,8 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
 
 
 def _parts(array: jax.Array) -> Iterator[jax.Array]:
-    """Yields an array in slices along its first axis of at most 2^30 numbers each (one row, if a row has more), because
-    positions within a slice are 32-bit integers."""
+    """Yields an array in slices along its first axis of at most 2^30 numbers each (one row, if a row has more), which
+    `encode` encodes one after another, because positions within a slice are 32-bit integers."""
     rows = max(1, _PART // (array.size // len(array)))
     for at in range(0, len(array), rows):
         yield array if rows >= len(array) else array[at : at + rows]
@@ -211,8 +211,9 @@ def _fetched(
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encoded(array: jax.Array, kind: str) -> jax.Array:
-    """Encodes an array of floats [rows, block], of which each row is one block, in the GGUF type `kind`. Returns [rows,
-    block] in float32, float16 or bfloat16 for the plain types, and uint8[rows, bytes of a block] for quantised ones."""
+    """Encodes an array of floats [rows, block], of which each row is one block, in the GGUF type `kind` (gguf's name of
+    it), for `encode`. Returns [rows, block] in float32, float16 or bfloat16 for the plain types, and uint8[rows, bytes
+    of a block] for quantised ones."""
     if kind == "BF16":
         return array.astype(jnp.bfloat16)
     wide = array.astype(jnp.float32)
@@ -226,7 +227,8 @@ def _encoded(array: jax.Array, kind: str) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
     """Encodes an array of floats [rows, block] that QAT rounded to the GGUF type `kind`: uint8[rows, bytes of a block],
-    which decode to the same numbers. grid: the dtype of QAT's numbers."""
+    which decode to the same numbers. QAT must round to that type, as to Q8_0 and Q4_0. grid: the dtype of QAT's
+    numbers."""
     encode = BLOCK_TYPES[kind].exactly
     assert encode is not None, kind
     return encode(array.astype(jnp.float32), grid)
@@ -257,7 +259,8 @@ def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str, exact: bool) 
     run of a tensor, as a check of our encoders by other code; False ends the export.
 
     wide: float32[rows, block], the original values, a block a row. coded: the same rows encoded: uint8[rows, bytes of a
-    block], or for F32, F16 and BF16 an array of wide's shape in that type. kind: gguf's name of the type.
+    block], or for F32, F16 and BF16 an array of wide's shape in that type. kind: gguf's name of the type. exact: True:
+    QAT rounded the values to the type, so that any difference gives False.
     """
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize

@@ -37,8 +37,8 @@ def _bytes_of(scales: jax.Array) -> jax.Array:
 
 
 def _f16_of(pair: jax.Array) -> jax.Array:
-    """Reads f16 numbers, such as the scales of blocks, from their bytes: float32[n, 1]. pair: uint8[n, 2], the two
-    bytes of each, the lower one first."""
+    """Reads f16 numbers, such as the scales of blocks, from their bytes, for the decoders: float32[n, 1]. pair:
+    uint8[n, 2], the two bytes of each, the lower one first."""
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 
@@ -52,27 +52,27 @@ def encode_q8_0(blocks: jax.Array, dtype: str = "float32") -> jax.Array:
 
 def decode_q8_0(coded: jax.Array) -> jax.Array:
     """Decodes blocks of Q8_0, uint8[n, 34], to float32[n, 32]: the scale, an f16 in the first two bytes, times the
-    codes, int8."""
+    codes, int8. An export checks its encoded blocks with it."""
     return _f16_of(coded[:, :2]) * lax.bitcast_convert_type(coded[:, 2:], jnp.int8).astype(jnp.float32)
 
 
 def _halves(codes: jax.Array) -> jax.Array:
-    """Packs the low four bits of codes uint8[n, 32] into uint8[n, 16]. Byte i has those of code i in its low four bits,
-    and those of code i + 16 in its high four."""
+    """Packs the low four bits of codes uint8[n, 32] into uint8[n, 16], for the encoders of Q4_0, Q5_0 and Q5_1. Byte i
+    has those of code i in its low four bits, and those of code i + 16 in its high four."""
     return (codes[:, :16] & 15) | (codes[:, 16:] << 4)
 
 
 def _fifth_bits(codes: jax.Array) -> jax.Array:
-    """Packs the fifth bits (value 16) of codes uint8[n, 32] into uint8[n, 4]: bit j of byte i is that of code 8 i +
-    j."""
+    """Packs the fifth bits (value 16) of codes uint8[n, 32] into uint8[n, 4], for the encoders of Q5_0 and Q5_1: bit j
+    of byte i is that of code 8 i + j."""
     places = jnp.arange(8, dtype=jnp.uint8)
     return (codes.reshape(-1, 4, 8) >> 4 << places).sum(-1, dtype=jnp.uint8)
 
 
 def _five_bits(high: jax.Array, low: jax.Array) -> jax.Array:
-    """Unpacks codes of five bits, as numbers float32[n, 32]. high: uint8[n, 4], their fifth bits; bit j of byte i is
-    that of code 8 i + j. low: uint8[n, 16], their low four bits; byte i has those of code i in its low half and those
-    of code i + 16 in its high half."""
+    """Unpacks codes of five bits, as numbers float32[n, 32] from 0 to 31, for the decoders of Q5_0 and Q5_1. high:
+    uint8[n, 4], their fifth bits; bit j of byte i is that of code 8 i + j. low: uint8[n, 16], their low four bits; byte
+    i has those of code i in its low half and those of code i + 16 in its high half."""
     fifth = (high[..., None] >> jnp.arange(8, dtype=jnp.uint8) & 1).reshape(-1, NUMBERS)
     return (jnp.concatenate([low & 15, low >> 4], -1) | (fifth << 4)).astype(jnp.float32)
 
@@ -87,7 +87,7 @@ def encode_q4_0(blocks: jax.Array, dtype: str = "float32") -> jax.Array:
 
 def decode_q4_0(coded: jax.Array) -> jax.Array:
     """Decodes blocks of Q4_0, uint8[n, 18], to float32[n, 32]. A number is d * (code - 8), with d an f16 in the first
-    two bytes."""
+    two bytes. An export checks its encoded blocks with it."""
     codes = jnp.concatenate([coded[:, 2:] & 15, coded[:, 2:] >> 4], -1)
     return _f16_of(coded[:, :2]) * (codes.astype(jnp.float32) - 8)
 
@@ -102,7 +102,7 @@ def encode_q5_0(blocks: jax.Array) -> jax.Array:
 
 def decode_q5_0(coded: jax.Array) -> jax.Array:
     """Decodes blocks of Q5_0, uint8[n, 22], to float32[n, 32]. A number is d * (code - 16), with d an f16 in the first
-    two bytes; the other 20 have the codes (_five_bits)."""
+    two bytes; the other 20 have the codes (_five_bits). An export checks its encoded blocks with it."""
     return _f16_of(coded[:, :2]) * (_five_bits(coded[:, 2:6], coded[:, 6:]) - 16)
 
 
@@ -119,13 +119,14 @@ def encode_q5_1(blocks: jax.Array) -> jax.Array:
 
 def decode_q5_1(coded: jax.Array) -> jax.Array:
     """Decodes blocks of Q5_1, uint8[n, 24], to float32[n, 32]. A number is d * code + m, with d and m as f16 in the
-    first four bytes."""
+    first four bytes. An export checks its encoded blocks with it."""
     return _f16_of(coded[:, :2]) * _five_bits(coded[:, 4:8], coded[:, 8:]) + _f16_of(coded[:, 2:4])
 
 
 def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, steps: int, worst: float) -> jax.Array | np.ndarray:
-    """Returns the largest error that rounding to a type can cause in each block, float32[n, 1]. An encoder whose
-    decoded values differ by more is wrong. A step is the difference between the values of neighbouring codes.
+    """Returns the largest error that rounding to a type can cause in each block, float32[n, 1]. An export ends with an
+    error if values decode to ones that differ by more, because the encoder is wrong then. A step is the difference
+    between the values of neighbouring codes.
 
     Args:
       blocks: the values, float32[n, 32].

@@ -38,8 +38,8 @@ _SMALLEST_F16 = 2.0**-24  # the smallest scale of a block that is not 0
 
 
 def encoder(bits: int) -> Callable[[jax.Array], jax.Array]:
-    """Returns the encoder of a type: a function of blocks float32[n, 256] that returns uint8[n, bytes of a block].
-    bits: the bits of a code, 4 for Q4_K, 5 for Q5_K and 6 for Q6_K."""
+    """Returns the encoder of a type, for gguf_blocks.BLOCK_TYPES: a function of blocks float32[n, 256] that returns
+    uint8[n, bytes of a block]. bits: the bits of a code, 4 for Q4_K, 5 for Q5_K and 6 for Q6_K."""
     one = functools.partial(_signed if bits == 6 else _with_least, bits=bits)
 
     def encode(blocks: jax.Array) -> jax.Array:
@@ -51,8 +51,8 @@ def encoder(bits: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def decoder(bits: int) -> Callable[[jax.Array], jax.Array]:
-    """Returns the decoder of a type: a function of uint8[n, bytes of a block] that returns float32[n, 256]. bits: the
-    bits of a code, 4 for Q4_K, 5 for Q5_K and 6 for Q6_K."""
+    """Returns the decoder of a type: a function of uint8[n, bytes of a block] that returns float32[n, 256], with which
+    an export checks its encoded blocks. bits: the bits of a code, 4 for Q4_K, 5 for Q5_K and 6 for Q6_K."""
     return _decoded_signed if bits == 6 else functools.partial(_decoded_with_least, bits=bits)
 
 
@@ -121,7 +121,8 @@ def _with_least(block: jax.Array, *, bits: int) -> jax.Array:
 
 
 def _packed(scales: jax.Array, least: jax.Array) -> jax.Array:
-    """Packs the eight scales and eight least values of a block's parts, each uint8[8] of six bits, into uint8[12].
+    """Packs the eight scales and eight least values of a block's parts, each uint8[8] of six bits, into uint8[12], as
+    blocks of Q4_K and Q5_K store them.
 
     The first four scales are the low six bits of bytes 0 to 3, the first four least values those of bytes 4 to 7. Of
     the last four of each, the low four bits are in bytes 8 to 11 (the scale's in the low half), and the high two bits
@@ -220,8 +221,8 @@ def _best_signed(parts: jax.Array, middle: int) -> jax.Array:
 
 
 def _f16_of(pair: jax.Array) -> jax.Array:
-    """Reads f16 numbers, such as the scales of blocks, from their bytes: float32[n, 1]. pair: uint8[n, 2], the two
-    bytes of each, the lower one first."""
+    """Reads f16 numbers, such as the scales of blocks, from their bytes, for the decoders: float32[n, 1]. pair:
+    uint8[n, 2], the two bytes of each, the lower one first."""
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 

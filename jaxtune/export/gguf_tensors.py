@@ -159,8 +159,8 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
 
 
 def _rounded(model: Decoder) -> dict[str, str]:
-    """{Hugging Face's name of a weight: the dtype of its numbers} of all weights that quantisation-aware training
-    rounded; {} for a model without it."""
+    """{Hugging Face's name of a weight: the dtype of its numbers, such as "bfloat16"} of all weights that
+    quantisation-aware training rounded (model.qat), which GGUF files store exactly; {} for a model without it."""
     grid = model.qat
     if grid is None:
         return {}
@@ -169,8 +169,8 @@ def _rounded(model: Decoder) -> dict[str, str]:
 
 
 def _dense(make: Callable[[], Any], dtype: str) -> jax.Array:
-    """Calls `make`, which returns a weight, and returns the weight as an array; a quantised one is decoded to
-    `dtype`."""
+    """Calls `make`, which returns a weight, and returns the weight as an array; a quantised one is decoded to `dtype`,
+    a dtype's name. It is what a Source of of_model calls when its tensors are written."""
     return dense(make(), dtype)
 
 
@@ -236,7 +236,8 @@ def _expert_tensors(
 
 
 def _gate_and_up(alternating: bool, half: int) -> tuple[slice, slice]:
-    """(rows of gate, rows of up) in gate_up_proj, as slices.
+    """(rows of gate, rows of up) in gate_up_proj, as slices. llama.cpp stores the two apart, so matrices and adapters
+    of gate_up_proj are divided by them.
 
     Args:
       alternating: True: rows of gate and of up alternate, as in gpt-oss. False: all rows of gate come first.
@@ -298,7 +299,7 @@ def _lora_tensors(
       lora: the model's Lora module of that tensor, which has the matrices A and B.
       factor: B is multiplied by it, so that llama.cpp's scale gives the model's.
       heads: heads whose rows are interleaved; None: rows keep their order.
-      rows: the rows of the tensor; None: all.
+      rows: the rows of the tensor, which must be one of experts; None: all.
     """
 
     def b_of(lora: Any) -> np.ndarray:

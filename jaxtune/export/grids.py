@@ -78,7 +78,7 @@ def notes_on_adapter(model: Decoder) -> tuple[str, ...]:
 
 
 def _served(grid: FakeQuant) -> str:
-    """The values of --to that store the weights of a grid exactly, as text: "w4a16 or merged"."""
+    """The values of --to that store the weights of a grid exactly, as text for a note: "w4a16 or merged"."""
     return " or ".join((*_storing(grid), "merged"))
 
 
@@ -158,7 +158,8 @@ def _fitting(stored: Stored, middle: np.ndarray, wanted: np.ndarray) -> np.ndarr
     float32 with which the fewest are. Training may have rounded a product of code and scale that float32 itself had
     rounded to the middle between two numbers of 16 bits; then only very few scales give all its numbers.
 
-    stored: the weight. middle: float64, in the shape of its scales (1 along `scale_axes`). wanted: the numbers."""
+    stored: the weight. middle: float64, in the shape of its scales (1 along `scale_axes`), in which the factors are
+    returned too. wanted: the numbers."""
 
     def wrong(factors: np.ndarray) -> np.ndarray:
         decoded = partition.on_host(stored.rescaled(factors).decode(wanted.dtype))
@@ -176,7 +177,7 @@ def _fitting(stored: Stored, middle: np.ndarray, wanted: np.ndarray) -> np.ndarr
 def _between(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The bounds (least, most), float64 in the shape of `numbers`, between which magnitudes are rounded to those of
     `numbers`: the middles between each magnitude and its neighbours in the dtype. numbers: of a dtype of 16 or 32
-    bits."""
+    bits. _exactly finds by them the scales that give a weight's numbers."""
     bits = {2: np.int16, 4: np.int32}[numbers.dtype.itemsize]
     size = np.abs(numbers)
     codes = size.view(bits)

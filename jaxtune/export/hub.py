@@ -7,7 +7,7 @@ from typing import Any
 
 
 def push(folder: Path, repository: str, *, private: bool = False, api: Any = None) -> str:
-    """Uploads a folder as a model repository, which is created if it does not exist.
+    """Uploads a folder as a model repository, which is created if it does not exist. `jaxtune export --push` calls it.
 
     Args:
       folder: the folder.

@@ -200,8 +200,8 @@ def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.A
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:
-    """Packs codes int8[out, in] of -8..7 into int32[out, in / 8]: eight codes plus 8, four bits each, the first in the
-    lowest bits."""
+    """Packs codes int8[out, in] of -8..7 into int32[out, in / 8], as w4a16 files store them: eight codes plus 8, four
+    bits each, the first in the lowest bits."""
     places = (codes.astype(np.int32) + 8).astype(np.uint32).reshape(len(codes), -1, _PACKED)
     return (places << (4 * np.arange(_PACKED, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
 

@@ -174,8 +174,9 @@ class _Api:
         self._encoding = asyncio.Lock()  # a tokenizer encodes for one request at a time
 
     async def health(self, _: Request) -> Response:
-        """GET /health: 200; or 503 with the error if the engine failed in its last round or in starting a request
-        since. It needs no API key: a supervisor or load balancer asks it whether the server works."""
+        """GET /health: 200 with {"status": "ok"}; or 503 with {"status": "failing", "error"} if the engine failed in
+        its last round or in starting a request since. It needs no API key: a supervisor or load balancer asks it
+        whether the server works."""
         if self._engine.failure is not None:
             return Json({"status": "failing", "error": self._engine.failure}, 503)
         return Json({"status": "ok"})
@@ -256,6 +257,7 @@ async def _body(request: Request) -> object:
 
     Raises:
       ApiError: 413 for more than 16 MiB, 408 for a body that does not arrive within 30 s, 400 for what is not JSON.
+      ClientDisconnect: the client closed the connection before the body had arrived.
     """
     too_large = ApiError(413, f"the body has more than {_MOST_BODY_BYTES:,} bytes: send less", code="too_large")
     length = request.headers.get("content-length", "0")

@@ -184,7 +184,8 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
 
 
 def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
-    """Returns what a body of /v1/completions asks for, as an Asked with n rows for each prompt.
+    """Returns what a body of /v1/completions asks for, as an Asked with n rows for each prompt. Without max_tokens an
+    answer has at most 16 tokens. The server calls it in a thread, because tokenising long texts takes time.
 
     Args:
       body: the decoded JSON of a request, of any type.

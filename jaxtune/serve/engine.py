@@ -287,7 +287,8 @@ class Engine:
     def _step(self, name: str) -> None:
         """Runs one round of the sampler of the model of this name, which makes a few tokens in every slot, and puts
         each row's new tokens (a Piece) into the Answers of its request. If it raises, the sampler is dropped and all
-        its rows end with the error, because its arrays may have been donated to the call that failed."""
+        its rows end with the error, because its arrays may have been donated to the call that failed. Otherwise
+        `failure` becomes None."""
         try:
             pieces = self._samplers[name].step()
         except Exception as failed:  # as in _submit; the sampler's arrays may be gone

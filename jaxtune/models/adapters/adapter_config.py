@@ -1,7 +1,7 @@
 """adapter_config.json of PEFT's LoRA adapters: makes its content for a model's adapter (config_of), reads and checks
-the file of an adapter that is loaded (read_adapter_config), and finds the base that it names (base_of). A setting that
-would make PEFT compute something else than jaxtune is refused with its file, key and value. The names of modules in
-these files are PEFT's (peft_name)."""
+the file of an adapter that is loaded (read_adapter_config), and finds the base that such a file names (base_of). A
+setting that would make PEFT compute something else than jaxtune is refused with its file, key and value. The names of
+modules in these files are PEFT's (peft_name)."""
 
 from __future__ import annotations
 
@@ -87,10 +87,11 @@ def is_nested(model: Decoder) -> bool:
 
 
 def config_of(model: Decoder) -> dict[str, Any]:
-    """The content of adapter_config.json for a model's adapter, {PEFT's setting: value}, all of it JSON. It has the
-    rank, scale and target modules of the adapter under the names that PEFT matches, the path of the base (None for
-    random weights), and what PEFT needs to load the adapter as jaxtune computes it: a vision tower's modules are
-    excluded, a tied head stays tied, and in families of _TAKEN_FOR_EXPERTS some linears are in target_parameters.
+    """The content of adapter_config.json for a model's adapter, {PEFT's setting: value}, all of it JSON, with which
+    adapters are saved and exported. It has the rank, scale and target modules of the adapter under the names that PEFT
+    matches, the path of the base (None for random weights), and what PEFT needs to load the adapter as jaxtune computes
+    it: a vision tower's modules are excluded, a trained head that is tied to the embedding stays tied, and for
+    Qwen3-MoE and Qwen3-Next linears named gate_proj, up_proj or down_proj are in target_parameters (_as_parameters).
 
     Raises:
       ValueError: a model without an adapter, or with settings that PEFT's config cannot express.
@@ -127,15 +128,15 @@ def config_of(model: Decoder) -> dict[str, Any]:
 
 
 def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes settings for the families in which PEFT, given gate_proj, up_proj or down_proj in target_modules, adapts
-    experts and leaves out the plain linears of these names. Such linears are moved to target_parameters, as
-    `NAME.weight`, where PEFT adapts them. rank_pattern and alpha_pattern get entries for `NAME.weight` beside the old
-    ones.
+    """New values of some settings of adapter_config.json for Qwen3-MoE and Qwen3-Next. In these families PEFT, given
+    gate_proj, up_proj or down_proj in target_modules, adapts experts and leaves out the plain linears of these names.
+    Such linears are moved from target_modules to target_parameters, as `NAME.weight`, where PEFT adapts them. In
+    rank_pattern and alpha_pattern each pattern NAME that ends in one of the three gets a second entry, `NAME.weight`.
 
-    settings: {PEFT's setting: value}, from adapter_settings, of a model of a family in _TAKEN_FOR_EXPERTS; not changed.
+    settings: {PEFT's setting: value}, from adapter_settings; not changed.
     Returns:
-      {setting: new value} of these four settings, with which the caller overwrites the old ones; target_parameters is
-        None if there are none.
+      {setting: new value} of target_modules, target_parameters (None if there are none), rank_pattern and
+        alpha_pattern, with which config_of overwrites the old ones.
     """
 
     def as_experts(name: str) -> bool:
@@ -159,15 +160,16 @@ def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(key: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a string (a regular expression) or a list of strings (names of modules). It
-    has the signature of the checks in models/values.py; key: the file and setting, for the error."""
+    """Raises ValueError unless `value` is a string (a regular expression, or one name) or a list of strings (names).
+    read_adapter_config checks target_modules, exclude_modules and layers_pattern by it. It has the signature of the
+    checks in models/values.py; key: the file and setting, for the error."""
     if not isinstance(value, str):
         values.texts(key, value)
 
 
 def _layers(key: str, value: Any) -> None:
     """Raises ValueError unless `value`, of the setting layers_to_transform, is a layer's number (a whole number from
-    0) or a list of them. key: the file and setting, for the error."""
+    0) or a list of them. read_adapter_config calls it. key: the file and setting, for the error."""
     if isinstance(value, list):
         values.items(key, value, functools.partial(values.whole, least=0))
     else:
@@ -175,17 +177,17 @@ def _layers(key: str, value: Any) -> None:
 
 
 def _dropout(key: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a dropout rate, a number from 0 to below 1. key: the file and setting, for
-    the error."""
+    """Raises ValueError unless `value`, of the setting lora_dropout, is a dropout rate, a number from 0 to below 1.
+    read_adapter_config calls it. key: the file and setting, for the error."""
     values.not_negative(key, value)
     if value >= 1:
         raise ValueError(f"{key} = {value!r}: must be below 1")
 
 
 def _patterns(of: Callable[[str, Any], None], key: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a mapping whose every value passes the check `of`, as in rank_pattern,
-    {pattern of names: rank}. of: a check that is called with (text for the error, value) and raises ValueError. key:
-    the file and setting, for the error."""
+    """Raises ValueError unless `value` is a mapping whose every value passes the check `of`. read_adapter_config checks
+    rank_pattern, {pattern of names: rank}, and alpha_pattern by it. of: a check that is called with (text for the
+    error, value) and raises ValueError. key: the file and setting, for the error."""
     values.mapping(key, value)
     for pattern, setting in value.items():
         of(f"{key}: {pattern!r}", setting)
@@ -237,7 +239,7 @@ def base_of(folder: str | os.PathLike) -> str | None:
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The content of a LoRA adapter's adapter_config.json, {PEFT's setting: value}, with every value checked and null
-    entries left out. folder: the folder that contains the file.
+    entries left out. load_adapter and base_of call it. folder: the folder that contains the file.
 
     Raises:
       ValueError: no such folder or file, or one that is not a JSON object; an adapter that is not LoRA; no rank (r), or

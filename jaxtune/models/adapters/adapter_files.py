@@ -107,8 +107,9 @@ class ExpertTensor:
 
 def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
     """{PEFT's key, such as base_model.model.model.layers.0.mlp.experts.lora_A.weight: tensor} of all adapters of expert
-    matrices in the model; {} if it has none. Each has two entries, lora_A and lora_B. If both matrices of a module have
-    adapters, the keys of gate_up_proj have `.base_layer` in them, as PEFT nests the two."""
+    matrices in the model, a part of adapter_tensors; {} if there are none. Each has two entries, lora_A and lora_B. If
+    both matrices of a module have adapters, the keys of gate_up_proj have `.base_layer` in them, as PEFT nests the two.
+    """
     adapted = [(name, matrix.lora, matrix.transposed) for name, matrix in experts(model)]
     adapted = [(name, lora, transposed) for name, lora, transposed in adapted if lora is not None]
     names = {name for name, *_ in adapted}
@@ -300,8 +301,8 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
 
 def _share_base(model: Decoder, adapted: Decoder) -> None:
     """Sets the base arrays of `adapted`, a copy of `model` with an adapter whose variables have only shapes so far, to
-    those of `model`, without a copy. The original weight of a trained embedding or head is set to `model`'s weight.
-    """
+    those of `model`, in place and without copying them; load_adapter sets the adapter's own arrays afterwards. The
+    original weight of a trained embedding or head is set to `model`'s weight."""
     base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
     for place, variable in nnx.to_flat_state(nnx.state(adapted)):
         if isinstance(variable, Frozen):
@@ -320,7 +321,8 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     it has none).
 
     Raises:
-      ValueError: no such file, a pickle (adapter_model.bin) in its place, or a damaged file.
+      ValueError: no such file, a pickle (adapter_model.bin) in its place, a damaged file, or a tensor that is not of
+        16- or 32-bit floats.
     """
     path = folder / WEIGHTS_NAME
     if not path.is_file():

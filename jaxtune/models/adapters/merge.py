@@ -64,8 +64,8 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
       fake_quant: the grid of QAT to which the merged weight is then rounded, which is no error and not part of the
         comparison; None: it is only rounded to `dtype`.
     Returns:
-      (the merged weight [out, in] in dtype; whether it is finite; the largest error divided by the error allowed, at
-        most 1 if the merge is right)
+      (the merged weight [out, in] in dtype; bool[], whether it is finite, with fake_quant before that rounding;
+        float32[], the largest error divided by the error allowed, at most 1 if the merge is right)
     """
     wide = merged_weight(weight, lora)
     if fake_quant is None:
@@ -163,8 +163,8 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
 
 
 def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
-    """The weight of an embedding or head that was trained beside the adapter, cast to `dtype`, that of the base; name:
-    for errors.
+    """The weight of an embedding or head that was trained whole beside the adapter (`weight`), cast to `dtype`, that of
+    the base, as it replaces the base's own in the merged model. name: for errors.
 
     Raises:
       ArithmeticError: it is not finite in that dtype.
@@ -177,16 +177,18 @@ def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
 
 def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
     """The weight of a matrix without an adapter (`linear`), as the merged model has it: decoded to `dtype` if it is
-    quantised, and rounded to its grid in a model that is prepared for QAT."""
+    quantised, and rounded to its grid in a model that is prepared for QAT. It has the shape of the stored weight.
+    merged_weights calls it for matrices that are quantised or rounded."""
     weight = dense(linear.stored_weight, dtype)
     transposed = isinstance(linear, ExpertLinear) and linear.transposed
     return weight if linear.fake_quant is None else round_to_grid(weight, linear.fake_quant, transposed)
 
 
 def merged_weights(model: Decoder) -> Weights:
-    """Returns the weights of the model with its adapter merged in, each changed tensor computed when its function in
-    `Weights.made` is called. Quantised weights are decoded, weights are rounded to the grid of QAT, if there is one,
-    and a trained embedding or head replaces the base's. `Weights.model` is a new model without adapters, whose
+    """Returns the weights of the model with its adapter merged in, for merge_adapter, which sets them in memory, and
+    for exports, which write them one by one. `Weights.made` is {Hugging Face name of a changed tensor: the function
+    that computes it when it is called}. Quantised weights are decoded, weights are rounded to the grid of QAT, if there
+    is one, and a trained embedding or head replaces the base's. `Weights.model` is a new model without adapters, whose
     variables are all nnx.Param and which shares unchanged arrays with `model`.
 
     The logits are verified here, each matrix when it is computed, so that whoever writes the tensors writes a verified
@@ -311,10 +313,10 @@ class _Merged(Stored):
     """
 
     base: Any  # the weight, an array or a Stored (quantised): [out, in], or of experts [E, out, in] or [E, in, out]
-    a: jax.Array | None  # as in Lora or ExpertLora; None: no adapter
-    b: jax.Array | None  # as in Lora or ExpertLora; None: no adapter
-    magnitude: jax.Array | None  # DoRA's magnitude, or None
-    scale: float = dataclasses.field(metadata=dict(static=True))  # the adapter's scale
+    a: jax.Array | None  # the adapter's A, [r, in] or of experts [E, r, in]; None: no adapter
+    b: jax.Array | None  # its B, [out, r] or of experts [E, out, r]; None: no adapter
+    magnitude: jax.Array | None  # DoRA's magnitude of each row, [out]; None: the adapter has none
+    scale: float = dataclasses.field(metadata=dict(static=True))  # the adapter's factor on b a; 0 without an adapter
     shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # of the weight
     # the dtype to which a quantised weight is decoded, and in which the merged weight is stored
     dtype_name: str = dataclasses.field(metadata=dict(static=True))
@@ -356,8 +358,8 @@ class _Merged(Stored):
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
         """The matrix in `dtype` (None: dtype_name), with its adapter merged and rounded to the grid of QAT, if it has
-        these. It is rounded first to the dtype in which the merged weight will be stored, so that the values are those
-        of the merged model."""
+        these; Stored.decode calls it when the matrix multiplies. The matrix is rounded first to the dtype in which the
+        merged weight will be stored, so that the values are those of the merged model."""
         weight = dense(self.base, self.dtype_name)
         if self.a is not None and self.b is not None:
             if weight.ndim == 3:
@@ -375,8 +377,9 @@ class _Merged(Stored):
         return jax.lax.optimization_barrier(stored).astype(dtype or self.dtype_name)
 
     def _expert(self, weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Merges one expert's adapter: its weight plus scale b a, in the dtype that the merged weight is stored in.
-        weight: [out, in], or [in, out] if `transposed`, which the result is too. a: [r, in]. b: [out, r]."""
+        """Merges one expert's adapter, for `_decode`: its weight plus scale b a, rounded to the grid of QAT, if there
+        is one, in the dtype that the merged weight is stored in. weight: [out, in], or [in, out] if `transposed`, which
+        the result is too. a: [r, in]. b: [out, r]."""
         weight = weight.T if self.transposed else weight
         wide = merged_weight(weight, LoraWeights(a, b, None, self.scale))
         stored = (wide if self.fake_quant is None else self.fake_quant.round(wide)).astype(self.dtype_name)
@@ -441,9 +444,9 @@ def _pairs(copy: Decoder, model: Decoder) -> dict[str, tuple[nnx.Variable, nnx.V
 
 
 def _logits(model: Decoder) -> np.ndarray:
-    """float32[rows, tokens, rows of the head] in host memory: the logits, or the scores of a model that scores texts,
-    of a random batch, which is the same for every model of this vocabulary. They are computed in float32, with some
-    rows of the head at a time.
+    """The logits of a random batch, float32[rows, tokens, vocabulary] in host memory, or the scores of a model that
+    scores texts, float32[rows, tokens, scores]. _check_logits compares those of two models. The batch is the same for
+    every model of this vocabulary. The logits are computed in float32, with some rows of the head at a time.
 
     The model's dtype is set to float32, and the dtypes that a precision map gave single modules are cleared, so the
     caller passes a copy.

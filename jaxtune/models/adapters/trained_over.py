@@ -86,13 +86,14 @@ def of_model(model: Decoder) -> TrainedOver:
 
 def _stored_so(model: Decoder) -> bool:
     """Whether the weights are quantised in the files that the model was loaded from, by their config.json; False for a
-    model that was not loaded."""
+    model that was not loaded. If they are, weights that the files have in 16 bits need no entry in a record."""
     return model.source is not None and "quantization_config" in json.loads(model.source.config)
 
 
 def read(folder: Path) -> TrainedOver | None:
     """Returns the record in the metadata of an adapter's file, or, for folders of runs of older versions, the same
-    facts from the folder's jaxtune_run.json; None if the folder has neither.
+    facts from the folder's jaxtune_run.json; None if the folder has neither. By it load_base loads the base as it was
+    in training, and load_adapter compares the base that it is given.
 
     Raises:
       ValueError: a record that is not supported, with file and key; a file that is not safetensors.

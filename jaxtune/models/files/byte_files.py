@@ -78,9 +78,9 @@ class Writer:
         """Writes the bytes (uint8[n]) at the end of the file, in the background, and returns their checksums, which are
         complete when the bytes are written.
 
-        The caller must not change `data` afterwards; the reference to it is dropped once it is written. Waits for
-        earlier writes while they and `data` are more than IN_FLIGHT_BYTES (256 MiB); if such a write failed, its
-        OSError is raised.
+        The caller must not change `data` afterwards; the reference to it is dropped once it is written. The method
+        waits for earlier writes while they and `data` are more than IN_FLIGHT_BYTES (256 MiB); if such a write failed,
+        its OSError is raised.
         """
         while self._waiting and sum(self._sizes) + len(data) > IN_FLIGHT_BYTES:
             self._collect()
@@ -95,8 +95,8 @@ class Writer:
         return Sums(len(data), futures)
 
     def _collect(self, raises: bool = True) -> None:
-        """Waits for the oldest write that nobody has waited for yet. If it failed, its error is raised, unless `raises`
-        is False."""
+        """Waits for the oldest write of a chunk that nobody has waited for yet, before more is appended and when the
+        context is left. If that write failed, its error is raised, unless `raises` is False."""
         future = self._waiting.popleft()
         self._sizes.popleft()
         if raises:
@@ -123,8 +123,8 @@ class Writer:
 
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
     """Whether a file has, from the byte `offset` on, the bytes that were written, by their checksums; False if it ends
-    early. sums: those that Writer.append returned for these bytes. advanced: called with the number of bytes that were
-    read, for a progress bar."""
+    early. It reads the file and waits for `sums`, those that Writer.append returned for these bytes; the OSError of a
+    failed write is raised. advanced: called with the number of bytes that were read, for a progress bar."""
     size, found = sums.size_bytes, []
     data = np.empty(min(size, CHUNK_BYTES), np.uint8)  # filling it with zeros would take as long as reading
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)

@@ -114,7 +114,8 @@ def _sampled(what: str, size: int, read: Callable[[int, int], np.ndarray]) -> by
 
 
 def base_digest(config: DecoderConfig, weights: bytes) -> str:
-    """The identity of a base model, 64 hexadecimal digits: SHA-256 over its config and `weights`.
+    """The identity of a base model, 64 hexadecimal digits: SHA-256 over its config and `weights`. Adapters and runs
+    record it, and refuse a base that has another one.
 
     weights: `Digest.whole` of all its tensors; for random weights, which follow from their key, random_digest passes a
       text with the key and the dtype instead.
@@ -188,7 +189,7 @@ class DigestCache:
     def _look(self) -> list[list[Any]]:
         """The state of each weight file as the file system reports it now: [path, size in bytes, modification time,
         change time (both in ns), inode, device]. If it equals the state in the cache, the file has not been written
-        since: writing sets the change time, which no program can set back."""
+        since: writing sets the change time, which no program can set back. Raises OSError if a file is not there."""
         found = [(os.path.abspath(file), os.stat(file)) for file in self._files]
         return [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for path, s in found]
 

@@ -29,8 +29,9 @@ _FUSED = re.compile(r"(model\.layers\.\d+\.(?:mlp\.)?experts)\.(gate_up_proj|dow
 @dataclasses.dataclass(frozen=True)
 class StackedEntry(headers.TensorEntry):
     """An expert matrix [E, rows, in] of the model, not quantised, that files store as one tensor for each expert and
-    matrix (gate, up or down). The concatenated bytes of these tensors are its bytes, which read_stacked reads. `name`
-    is the model's, `file` and `offset` are those of the first tensor, and `size_bytes` is the sum."""
+    matrix (gate, up or down). gather_experts makes it, so that the loader handles the matrix like one tensor. The
+    concatenated bytes of the parts are its bytes, which read_stacked reads. `name` and `shape` are the model's, `file`
+    and `offset` are those of the first tensor, and `size_bytes` is the sum."""
 
     parts: tuple[headers.TensorEntry, ...]  # the tensors by expert; of each expert, gate is before up
 
@@ -39,9 +40,9 @@ def gather_experts(
     entries: Mapping[str, headers.TensorEntry], files: ExpertFiles | None, num_experts: int
 ) -> dict[str, headers.TensorEntry]:
     """Combines the entries of single experts' matrices to one entry for each expert matrix [E, rows, in] of the model,
-    under the model's name for it: a StackedEntry, or a StoredEntry if they are quantised. Returns {name: entry} with
-    these and all other entries of the checkpoint. In all names, the family's module of experts (such as
-    block_sparse_moe) is replaced by the model's, mlp.
+    under the model's name for it: a StackedEntry, or a StoredEntry if they are quantised. The loader calls it for a
+    mixture of experts. Returns {name: entry} with these and all other entries of the checkpoint. In all names, the
+    family's module of experts (such as block_sparse_moe) is replaced by the model's, mlp.
 
     Args:
       entries: {name: entry} of the files' tensors, with those of each quantised weight combined
@@ -105,7 +106,8 @@ def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
 
 class ExpertPiece(NamedTuple):
     """One tensor of a checkpoint's files that is a part of the model's expert matrix [E, rows, in]: the gate, up or
-    down matrix of one expert. How many rows it has, pieces_of says."""
+    down matrix of one expert. pieces_of makes the pieces, and returns how many rows each has. They are written when a
+    model is saved."""
 
     name: str  # the name of the tensor in files
     expert: int  # the expert's index, from 0 to before E
@@ -114,7 +116,7 @@ class ExpertPiece(NamedTuple):
 
 def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[ExpertPiece]]:
     """The tensors in which files store an expert matrix, one for each expert and matrix (gate, up or down): (the number
-    of rows of each, the tensors in the order of experts and rows).
+    of rows of each, the tensors in the order of experts and rows). Saving a model divides the matrix by it.
 
     name: the model's name of the matrix, such as model.layers.0.mlp.experts.gate_up_proj. shape: its shape, (E, rows,
     in). files: how the family names experts in files.

@@ -16,7 +16,8 @@ from jaxtune.pallas.formats.layout import FileTensor
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tensors of a file that are computed at once from a part of one of the model's tensors, such as one expert."""
+    """Tensors of a file that are computed at once from a part of one of the model's tensors, such as one expert of an
+    expert matrix. A Group consists of pieces, so that such a part is cut only once for its codes and its scales."""
 
     # {name in the file: its FileTensor: the shape, the dtype, and the function that computes it from the part}
     tensors: Mapping[str, FileTensor]
@@ -43,8 +44,8 @@ class Group:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
     def renamed(self, rename: Callable[[str], str]) -> Group:
-        """The same group with `rename` (old name -> new one) applied to the names in files, for a text model that is
-        written as part of a whole model."""
+        """A new group, the same except that `rename` (old name -> new one) is applied to the names in files, for a text
+        model that is written as part of a whole model."""
         pieces = [Piece({rename(key): part for key, part in each.tensors.items()}, each.cut) for each in self.pieces]
         return Group(self.make, tuple(pieces))
 
@@ -77,7 +78,7 @@ Planned = dict[str, Group]  # by the model's tensor names, in the order in which
 
 
 def one(name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], of: Callable[[Any], Any]) -> Group:
-    """The Group of a model's tensor that is one tensor of a file.
+    """The Group of a model's tensor that is one tensor of a file, as most tensors are that are not quantised.
 
     Args:
       name: of the tensor in the file.
@@ -90,6 +91,7 @@ def one(name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], of
 
 def size_bytes(planned: Planned) -> int:
     """Bytes that the files of a plan need on disk: those of all tensors, and 16 MiB for config, tokenizer and headers.
+    Before anything is written, saving checks that the disk has them (require_space).
 
     planned: {name of a model's tensor: the Group of the file tensors that are computed from it}."""
     return sum(group.size_bytes for group in planned.values()) + (16 << 20)

@@ -80,8 +80,8 @@ def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
 
 def _make_locked(path: Path) -> tuple[Path, int]:
     """(a new temporary folder beside `path`, a file descriptor whose lock shows other processes that the folder is in
-    use). The lock lasts until the caller closes the descriptor; without it another process would remove the folder as a
-    leftover."""
+    use). new_folder writes into that folder. The lock lasts until the caller closes the descriptor; without it another
+    process would remove the folder as a leftover."""
     while True:
         temporary = temporary_path(path)
         temporary.mkdir()
@@ -93,7 +93,7 @@ def _make_locked(path: Path) -> tuple[Path, int]:
 
 def _remove_left(path: Path) -> None:
     """Removes temporary folders beside the output folder `path` that killed processes left when they wrote it, but not
-    those that a running process has locked. A folder that cannot be removed is left."""
+    those that a running process has locked. A folder that cannot be removed is left. new_folder calls it first."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         if left.is_dir() and not left.is_symlink():
             remove_left(left)

@@ -46,8 +46,9 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """{name: entry} of the tensors of a safetensors file, from its header alone. The safetensors library decides
-    whether the header is valid. Whether the tensors have dtypes that can be used is left to check_entry.
+    """{name: entry} of the tensors of a safetensors file, from its header alone; the file's metadata are left out. The
+    safetensors library decides whether the header is valid. Whether the tensors have dtypes that can be used is left to
+    check_entry.
 
     Raises:
       ValueError: a file that is truncated, too long or not safetensors, with its expected and actual size.
@@ -81,7 +82,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> TensorEntry:
-    """Makes the TensorEntry of one tensor from its item in the header of a safetensors file.
+    """Makes the TensorEntry of one tensor from its item in the header of a safetensors file, for read_header.
 
     Args:
       name: the tensor's name, the item's key in the header.
@@ -103,7 +104,7 @@ def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> Tensor
 
 def check_entry(entry: TensorEntry) -> None:
     """Raises ValueError unless a tensor's entry can be read as an unquantised weight: its dtype is one of DTYPES (16-
-    or 32-bit floats), and its size fits its shape."""
+    or 32-bit floats), and its size fits its shape. Loading calls it before any tensor is read."""
     if entry.dtype not in DTYPES:
         raise ValueError(
             f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "
@@ -114,7 +115,7 @@ def check_entry(entry: TensorEntry) -> None:
 
 def check_size(entry: TensorEntry) -> None:
     """Raises ValueError for a tensor's entry, of any kind, whose size in bytes does not fit its shape, or whose dtype
-    cannot be read."""
+    cannot be read (STORED has those that can). The tensors of quantised weights are checked by it."""
     if entry.dtype not in STORED:
         raise ValueError(f"{entry.file}: {entry.name} is stored as {entry.dtype}, which is not supported")
     want = math.prod(entry.shape) * STORED[entry.dtype].itemsize

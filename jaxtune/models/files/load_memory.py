@@ -30,6 +30,7 @@ def load_bytes(
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
 ) -> int:
     """Bytes of device memory that all tensors of a model take on a device that has the whole model; nothing is read.
+    Pretrained.device_bytes, which plans and the check of free memory ask, calls it.
 
     Args:
       shapes: {name: shape} of the tensors.
@@ -53,7 +54,8 @@ def load_bytes(
 
 @functools.cache
 def _encoded_bytes(shape: tuple[int, ...], dtype: str, load_in: str) -> int:
-    """Bytes of a weight of this shape and dtype after quantisation to the format `load_in`; nothing is computed."""
+    """Bytes of a weight of this shape [..., out, in] and dtype after quantisation to the format `load_in`, codes and
+    scales, for load_bytes; nothing is computed. The results are cached, because many layers have the same shapes."""
     stored = jax.eval_shape(lambda array: quant.encode(array, load_in), jax.ShapeDtypeStruct(shape, dtype))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
 
@@ -99,7 +101,7 @@ def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None)
 
 def _memory(device: Any) -> tuple[int | None, int]:
     """(bytes of a device that JAX may use, free bytes of these); (None, 0) for a device that does not report them, such
-    as a CPU."""
+    as a CPU. device: a jax.Device."""
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     return (None, 0) if not limit else (limit, limit - stats.get("bytes_in_use", 0))

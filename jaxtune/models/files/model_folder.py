@@ -29,7 +29,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """The JSON object in a file, parsed. Config files of models, adapters and tokenizers are read by it, so that the
+    error about a damaged one names the file.
 
     Raises:
       ValueError: a file that cannot be read, is not JSON, or contains something other than an object.
@@ -46,12 +47,13 @@ def read_json(file: Path) -> dict[str, Any]:
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
     """Writes a JSON object (`value`) to a file, which always has its old content or the new one, never a part of it. It
     does not wait until the disk has the file; `new_folder`, in which models are written, does so for the whole folder.
-    Raises OSError if the file cannot be written."""
+    config.json and the index of shards are written by it. Raises OSError if the file cannot be written."""
     atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
 
 
 def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer: Any) -> None:
-    """Writes the files of a model's or adapter's folder that are neither weights nor config.json.
+    """Writes the files of a model's or adapter's folder that are neither weights nor config.json. Files of the same
+    names are replaced. Saving and exporting models and adapters calls it after the weights are written.
 
     Args:
       folder: the folder, which exists.
@@ -80,8 +82,9 @@ def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer:
 
 
 def _complete(folder: Path) -> bool:
-    """Whether a folder, a snapshot in the hub's cache, has a config and every shard of its weights that the index
-    names, so that it needs no download. Raises ValueError if the index is damaged."""
+    """Whether a folder, a snapshot in the hub's cache, has config.json and either model.safetensors or the index with
+    every shard that it names, so that resolve_folder need not download them. Raises ValueError if the index is
+    damaged."""
     if not (folder / "config.json").exists():
         return False
     if (folder / WEIGHTS).exists():
@@ -91,12 +94,14 @@ def _complete(folder: Path) -> bool:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has any file from which transformers can load a tokenizer (_TOKENIZER_FILES)."""
+    """Whether a folder has any file from which transformers can load a tokenizer, such as tokenizer.json
+    (_TOKENIZER_FILES). resolve_folder, require_tokenizer and load_tokenizer ask it."""
     return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """{tensor: name of its file} of an index file (model.safetensors.index.json).
+    """{tensor's name: name of its file} of an index file (`index`, the path of a model.safetensors.index.json), by
+    which the shards of a checkpoint are found and checked.
 
     Raises:
       ValueError: it has no such map, or names a file that is not in its own folder.
@@ -161,11 +166,11 @@ def resolve_folder(path: str | os.PathLike) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder.
+    """The parsed config.json of a model folder, by which loading, plans and exports know the model.
 
     Raises:
-      ValueError: there is none (the error names the folders within that have one in a run's folder, or says that this
-        is an adapter), or it is not a JSON object.
+      ValueError: there is none, or it is not a JSON object. Of a run's folder the error names the subfolders "merged"
+        and "adapter" that are there, and of an adapter's folder it says that this is an adapter.
     """
     file = folder / "config.json"
     if not file.exists():
@@ -205,8 +210,9 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
 
 def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
     """{name: entry} of every tensor in a folder's safetensors files: of model.safetensors if there is one, otherwise of
-    the shards that the index names, checked against the index. Only the headers are read. Buffers of rotary embeddings,
-    which older versions of transformers saved, are left out.
+    the shards that the index names, checked against the index. The loader matches them with what the model needs, and
+    an export compares them with what it wrote. Only the headers are read. Buffers of rotary embeddings, which older
+    versions of transformers saved, are left out.
 
     Raises:
       ValueError: missing or damaged files, an index that contradicts them, or weights in pickles, which can run code.
@@ -259,15 +265,15 @@ def read_generation_config(folder: Path) -> str | None:
 
 
 def _token(key: str, value: Any) -> None:
-    """Raises ValueError unless `value`, a special token in a tokenizer's config, is a string or an object. key: the
-    file and setting, for the error."""
+    """Raises ValueError unless `value`, a special token in a tokenizer's config, is a string or an object; the content
+    of an object is not checked. load_tokenizer calls it. key: the file and setting, for the error."""
     if not isinstance(value, str | dict):
         raise ValueError(f"{key} = {value!r}: must be a token's text, or an object with its content")
 
 
 def _templates(key: str, value: Any) -> None:
     """Raises ValueError unless `value`, the chat_template in a tokenizer's config, is a string or a list of objects
-    with name and template. key: the file and setting, for the error."""
+    with strings as name and template. load_tokenizer calls it. key: the file and setting, for the error."""
     if isinstance(value, str):
         return
     values.items(key, value, values.mapping)

@@ -29,7 +29,8 @@ SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # quant
 def divide(
     entries: Mapping[str, headers.TensorEntry], config: DecoderConfig, hf: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> tuple[dict[str, headers.TensorEntry], Passthrough | None]:
-    """Separates the tensors of a checkpoint into those of the text model and the passthrough tensors.
+    """Separates the tensors of a checkpoint into those of the text model and the passthrough tensors, when it is
+    loaded; no data of tensors are read, except small ones that say how quantised tensors are stored.
 
     Args:
       entries: {name: entry} of all tensors of the checkpoint.
@@ -68,13 +69,16 @@ def stored_in(beside: Passthrough | None) -> set[str]:
 
 
 def _gathered(tensors: tuple[headers.TensorEntry, ...]) -> Iterable[headers.TensorEntry]:
-    """The entries of passthrough tensors, with all tensors of a quantised weight combined to one StoredEntry."""
+    """The entries of passthrough tensors (`tensors`, as files have them), with all tensors of each quantised weight,
+    such as codes and scales, combined to one StoredEntry. Raises ValueError if some of these are missing or do not
+    fit."""
     return stored_weights.gather({entry.name: entry for entry in tensors}).values()
 
 
 def _in_16_bits(entry: StoredEntry) -> jax.Array:
-    """The quantised passthrough tensor of this entry, read and decoded to bfloat16, in which it is saved. Passthrough
-    tensors are those that jaxtune does not compute with, such as a vision tower's."""
+    """The quantised passthrough tensor of this entry, read from its file and decoded to bfloat16, in which it is saved,
+    on the default device. with_passthrough plans the call. Passthrough tensors are those that jaxtune does not compute
+    with, such as a vision tower's."""
     weight, _ = stored_weights.read(entry, "bfloat16")
     return jax.tree.map(jnp.asarray, weight).decode("bfloat16")
 

@@ -27,16 +27,17 @@ from jaxtune.pallas.formats.layout import Config
 
 def check_load_in(name: str | None) -> None:
     """Raises ValueError if `name` is not a format to which weights can be quantised on loading (such as "nf4"); the
-    error lists these. None, which means that nothing is quantised, is allowed. It is called first, so that a wrong name
-    is refused before a file is looked for."""
+    error lists the formats. None, which means that nothing is quantised, is allowed. The loader and `quantize` call it
+    first, so that a wrong name is refused before a file is looked for."""
     if name is not None and name not in load_in():
         raise ValueError(f"load_in {name!r} is not supported; supported: None, {', '.join(map(repr, load_in()))}")
 
 
 def encode(array: jax.Array, load_in: str) -> Stored:
     """Quantises a 16- or 32-bit weight, `array` [..., out, in], to the format that `load_in` names (a value of
-    model.load_in, such as "nf4"). Returns it as a Stored, a pytree with the codes and scales. It may be traced, for
-    example to derive the shapes (jax.eval_shape)."""
+    model.load_in, such as "nf4"); the caller has checked the name (check_load_in). Returns it as a Stored, a pytree
+    with the codes and scales. The function may be traced, for example to derive the shapes (jax.eval_shape). Weights
+    are quantised by it when a model is loaded, saved in a format, or changed in memory (quantize)."""
     return FORMATS[load_in].encode(array)
 
 
@@ -124,7 +125,7 @@ def stored_in(model: Decoder) -> str | None:
 
 def _stored(model: Decoder) -> dict[str, Stored]:
     """{name of its linear or experts: weight} of all quantised weights of the model, in its order; {} if it has none.
-    Weights that are arrays are left out."""
+    Weights that are arrays are left out. stored_in and quantization_config call it."""
     weights = ((name, matrix.stored_weight) for name, matrix in matrices(model))
     return {name: weight for name, weight in weights if isinstance(weight, Stored)}
 
@@ -145,7 +146,7 @@ def prepare_qat(
 
     Where there are adapters, the merged weight is rounded. Linears and experts whose input size is not a multiple of
     the numbers that share a scale are not rounded (`not_quantized` names them), nor are routers, embeddings, head and
-    norms. Values are rounded in model.dtype.
+    norms. Values are rounded in model.dtype. Runs with qat.format call it before training.
 
     Args:
       format: a key of fake_quant.ROUNDINGS, such as "int4".
@@ -166,8 +167,8 @@ def prepare_qat(
 def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
     """A new model over the same arrays whose linears and experts round to the grid `spec` when they compute, as
     prepare_qat makes one. The grid's dtype may differ from the model's here, because an adapter that is loaded again
-    must compute on the grid on which it was trained, which its file records. Routers, and matrices whose input size is
-    no multiple of the numbers that share a scale, are not rounded.
+    must compute on the grid on which it was trained, which its file records. An earlier rounding is removed. Routers,
+    and matrices whose input size is no multiple of the numbers that share a scale, are not rounded.
 
     Raises:
       ValueError: a size that divides no matrix's input; a grid whose format observes scales of activations and that
@@ -207,7 +208,8 @@ def convert_qat(model: Decoder) -> Decoder:
 
     Weights keep their dtype, except that quantised ones become plain arrays in model.dtype; matrices that are not
     rounded stay as they are. The grid is recorded in the new model's `qat`, from which config.json gets it
-    (qat_config). A model with adapters is converted by merge_adapter.
+    (qat_config). A run that trains the weights themselves ends with it; a model with adapters is converted by
+    merge_adapter.
 
     Raises:
       ValueError: a model that is not prepared for QAT, or that has adapters.
@@ -276,7 +278,8 @@ def qat_config(model: Decoder) -> dict[str, Any] | None:
 
 def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
     """The grid that a config.json records for its weights under "qat" (qat_config); None where it has no such entry. If
-    the entry has no dtype, as those of older versions, the grid has the dtype of the weights by the same file.
+    the entry has no dtype, as those of older versions, the grid has the dtype of the weights by the same file. The
+    loader sets the model's `qat` to it.
 
     Args:
       where: the file's name, for errors.
@@ -299,11 +302,11 @@ def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, 
     """Refuses a checkpoint whose weights are not stored as load_in or its own config.json says: quantised weights in
     another format than load_in, or no quantised weight although quantization_config names a format. The latter is
     allowed if load_in is that format, because the weights are then quantised to it, or if passthrough tensors are in
-    it. A checkpoint of plain weights may have any load_in.
+    it. A checkpoint of plain weights may have any load_in. The loader calls it before it reads any weight.
 
     Args:
       folder: the checkpoint, for errors.
-      hf: its config.json.
+      hf: its config.json, parsed.
       stored: names of the formats of its quantised weights; empty if all weights have 16 bits or more.
       load_in: the format that is asked for, or None, which allows each.
       beside: names of the formats of passthrough tensors, with which the model does not compute, such as a vision

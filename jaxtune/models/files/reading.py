@@ -31,16 +31,18 @@ _PIECE_BYTES = 256 << 20
 
 @jax.jit
 def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
-    """Whether all floating-point numbers of a tensor are finite, bool[] on its device. Of a quantised tensor, the
-    scales are checked, and the codes if they are floats (FP8). tensor: it must have at least one floating-point
-    array."""
+    """Whether all floating-point numbers of a tensor are finite, bool[] on its device; the loader refuses damaged files
+    by it. Of a quantised tensor, the scales are checked, and the codes if they are floats (FP8). tensor: it must have
+    at least one floating-point array."""
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
 
 def _are_finite(tensor: jax.Array | np.ndarray | Stored) -> list[jax.Array | bool]:
-    """What `_all_finite` returns for each part of a tensor, which is not waited for. A tensor in host memory is copied
-    to the device for it, 256 MiB at a time, and waited for."""
+    """Whether all numbers are finite, for each part of a tensor: the results of `_all_finite`, for which this function
+    does not wait, so that reading continues. The parts are those that this process has of an array on devices (none if
+    it has none). A tensor in host memory is copied to the device in parts of 256 MiB, and their results are waited
+    for."""
     if not isinstance(tensor, np.ndarray):
         return [_all_finite(part) for part in partition.addressable(tensor)]
     rows = max(1, _PIECE_BYTES * len(tensor) // max(tensor.nbytes, 1))
@@ -49,11 +51,12 @@ def _are_finite(tensor: jax.Array | np.ndarray | Stored) -> list[jax.Array | boo
 
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
     """Raises ValueError, with the names and files, if a tensor has values that are not finite; waits for the devices.
+    read_tensors calls it once, at its end.
 
     Args:
       entries: {name: entry in files}.
-      finite: {name: what `_all_finite` returned for each of its parts}, where a tensor may have no part.
-      dtype: that the error names.
+      finite: {name: [whether the numbers are finite, for each of the tensor's parts] (_are_finite)}.
+      dtype: the dtype that the error names, to which the tensors were cast.
     """
     if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
         files = sorted({entries[name].file.name for name in broken})

@@ -28,8 +28,8 @@ _READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call
 
 
 def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """The bytes of a tensor from `start` to before `stop` (None: to its end), uint8[n], whatever its dtype. entry:
-    where the tensor is.
+    """The bytes of a tensor from `start` to before `stop` (None: to its end), counted from the tensor's first byte:
+    uint8[n], whatever its dtype. The loader and read_tensor read by it. entry: where the tensor is.
 
     Raises:
       ValueError: the file ends early.
@@ -50,8 +50,8 @@ def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> n
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """Reads the tensor of an entry from its file: a numpy array in its stored dtype, with memory of its own. The caller
-    has checked dtype and size (check_entry or check_size). Raises ValueError if the file ends early."""
+    """Reads the whole tensor of an entry from its file: a numpy array in its stored dtype and shape, with memory of its
+    own. The caller has checked dtype and size (check_entry or check_size). Raises ValueError if the file ends early."""
     return read_bytes(entry).view(STORED[entry.dtype]).reshape(entry.shape)
 
 
@@ -97,7 +97,8 @@ def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) ->
     """Divides tensors, in order, into shards (lists of names) of at most max_shard_bytes; a larger one gets its own. A
     shard is one of the files into which the weights of a checkpoint are divided.
 
-    sizes_bytes: (name, bytes) of each tensor.
+    sizes_bytes: (name, bytes) of each tensor. What write_checkpoint must keep in one file, such as the codes and scales
+    of a weight, it gives as one.
     """
     shards: list[list[str]] = []
     room = 0
@@ -158,7 +159,8 @@ def write_file(
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A tensor that was written to a file, with what is needed to verify the file (is_as_written)."""
+    """A tensor that was written to a file, with what is needed to verify the file (is_as_written); write_file returns
+    one for each tensor."""
 
     shape: tuple[int, ...]  # its dimensions
     dtype: np.dtype  # its dtype

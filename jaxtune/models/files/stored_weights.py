@@ -35,14 +35,16 @@ class StoredEntry(headers.TensorEntry):
 
     @property
     def format_name(self) -> str:
-        """The name of its format, such as "nf4", a key of FORMATS."""
+        """The name of the format in which files store the weight, such as "nf4", a key of FORMATS. The loader compares
+        it with the format that is asked for."""
         return format_of(self.layout).name
 
 
 def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.TensorEntry]:
     """The entries of a checkpoint ({name: entry}), with all tensors of each quantised weight, such as codes and scales,
-    combined to one StoredEntry under the weight's name. Other entries stay as they are. Of the tensors' content, only
-    small ones are read that say how the others are stored.
+    combined to one StoredEntry under the weight's name. Other entries stay as they are. The loader sees by it one entry
+    for each weight, whatever its format. `entries` is not changed. Only the content of small tensors is read that say
+    how others are stored.
 
     Raises:
       ValueError: tensors that are missing, do not fit each other, or belong to no weight.
@@ -68,7 +70,7 @@ def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.Tens
 
 def _require_owned(name: str, entry: headers.TensorEntry) -> None:
     """Raises ValueError if the tensor of this name (`entry`) is a scale, or another tensor that only accompanies the
-    codes of a quantised weight: it is left over without codes."""
+    codes of a quantised weight. `gather` calls it for tensors that it could not assign to codes."""
     kinds = [each for each in layouts() if (found := each.key_of(name)) is not None and found[1] in each.others]
     if kinds:
         codes = " or ".join(dict.fromkeys(each.codes_dtype for each in kinds))
@@ -76,7 +78,8 @@ def _require_owned(name: str, entry: headers.TensorEntry) -> None:
 
 
 def _entry(layout: Layout, name: str, tensors: Mapping[str, headers.TensorEntry]) -> StoredEntry:
-    """Combines the entries of all tensors that store one quantised weight, such as codes and scales, to a StoredEntry.
+    """Combines the entries of all tensors that store one quantised weight, such as codes and scales, to a StoredEntry,
+    for `gather`.
 
     layout: how the weight's format stores it. name: the weight's name. tensors: {the layout's key of a tensor, which is
     what its name has after the module's, such as ".weight_scale": its entry}.
@@ -95,7 +98,7 @@ def _entry(layout: Layout, name: str, tensors: Mapping[str, headers.TensorEntry]
 
 def stacked(name: str, parts: Sequence[headers.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
     """Combines the entries of an expert matrix [E, rows, in] that files store as quantised matrices, one for each
-    expert and projection (gate, up or down): the entry of the whole matrix.
+    expert and projection (gate, up or down): returns the entry of the whole matrix, for gather_experts.
 
     Args:
       name: the model's name of the expert matrix.
@@ -131,8 +134,8 @@ def require_alike(parts: Sequence[headers.TensorEntry]) -> None:
 
 
 def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
-    """Reads a quantised weight from files: (the weight of this entry with numpy arrays as leaves, the digest of all its
-    tensors). An experts' matrix is one weight [E, rows, in], joined from its pieces.
+    """Reads a quantised weight from files, when a model is loaded: (the weight of this entry with numpy arrays as
+    leaves, the digest of all its tensors). An experts' matrix is one weight [E, rows, in], joined from its pieces.
 
     dtype_name: the dtype that the model computes in, to which the weight is decoded if its file names no other.
 
@@ -190,16 +193,18 @@ def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[i
 
 def _piece(whole: Stored, expert: int, start: int, rows: int) -> Stored:
     """One matrix (gate, up or down) of one expert: the rows from `start` to before `start + rows` of the matrix of the
-    expert with the index `expert` in `whole` [E, all rows, in]. It stays quantised, in the same format."""
+    expert with the index `expert` in `whole` [E, all rows, in]. It stays quantised, in the same format. `group` cuts by
+    it the pieces that files store."""
     return whole.piece(expert, start, rows)
 
 
 def _named(layout: Layout, name: str, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-    """{name in the file: tensor} of a quantised weight whose tensor is called `name`.
+    """{name in the file: FileTensor} of all tensors in which a file stores a quantised weight, for `group`.
 
-    weight: the quantised weight; shapes and dtypes are enough in place of its arrays. number: what Layout.header_number
-    gave for it, a number that must be known before the file's header is written (such as NF4's offset of double
-    quantisation); None if the layout needs none.
+    layout: how files store the weight's format. name: the name of the weight's tensor in the file, such as
+    model.layers.0.mlp.up_proj.weight. weight: the quantised weight; shapes and dtypes are enough in place of its
+    arrays. number: what Layout.header_number gave for it, a number that must be known before the file's header is
+    written (such as NF4's offset of double quantisation); None if the layout needs none.
     """
     module = name.removesuffix(layout.weight)
     return {module + key: tensor for key, tensor in layout.tensors(weight, number).items()}

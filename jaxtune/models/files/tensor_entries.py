@@ -1,6 +1,6 @@
 """Matches the tensors of a checkpoint's files with the tensors that a model needs, by name and shape, and refuses files
-that lack one or have others (`match`). The other functions name dtypes and tensors for the loader (models/hf.py), or
-say how a tensor is loaded."""
+that lack one or have ones that the model does not need (`match`). The other functions name dtypes and tensors for the
+loader (models/hf.py), or say how a tensor is loaded."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def weight_name(module: str) -> str:
 
 
 def is_kept_packed(entry: headers.TensorEntry) -> bool:
-    """Whether `entry`, a tensor of a checkpoint's files, is a quantised weight that the model keeps quantised, and does
-    not decode on loading, as it does MXFP4 weights."""
+    """Whether `entry`, a tensor of a checkpoint's files, is a quantised weight in a form that can stay quantised in the
+    model. False for plain tensors, and for quantised weights that loading always decodes, such as MXFP4. The loader
+    asks it, and load_bytes, to know how much memory the weight takes."""
     return isinstance(entry, StoredEntry) and not entry.layout.decoded_on_load
 
 
@@ -63,11 +64,13 @@ def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bo
 
 
 def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
-    """Finds the entry of every tensor that the model needs: {name: entry}, in the order of `wanted`.
+    """Finds the entry of every tensor that the model needs: {name: entry}, in the order of `wanted`. The loader calls
+    it before it reads any tensor. Neither argument is changed.
 
     Args:
       wanted: {name: shape} of the model's tensors.
-      entries: {name: entry} of the files' tensors, under the model's names.
+      entries: {name: entry (TensorEntry, or StoredEntry or StackedEntry for several tensors of files that make one
+        tensor of the model)} of the files' tensors, under the model's names.
       tied: True: the model's head is its embedding. A separate head in the files must equal it, or is taken for the
         embedding if the files have none. False: the head is a tensor of its own.
       folder: the checkpoint's folder, for errors.

@@ -24,9 +24,10 @@ from jaxtune.pallas.formats import FORMATS, Stored, dense
 
 
 def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
-    """{Hugging Face name: variable} of a model, in the order in which files have them: embedding, per-layer embeddings
-    if there are any, layers, norm, head. There is no head if it is the embedding. The variables are the model's own,
-    and their values may be arrays, quantised weights or only shapes.
+    """{Hugging Face name: variable} of a model without adapters, in the order in which files have them: embedding,
+    per-layer embeddings if there are any, layers, norm, head. Saving and merging go through a model by it. There is no
+    head if it is the embedding. The variables are the model's own, and their values may be arrays, quantised weights or
+    only shapes.
 
     Raises:
       ValueError: a model with adapters, or one that is prepared for QAT.
@@ -110,7 +111,7 @@ class Weights:
         each when it is needed; those in another format are decoded first. Routers are not quantised, nor are matrices
         whose rows are not whole blocks of the format (not_whole). The new model's `qat` is None, because its weights
         are no longer on a grid of QAT. If the model is stored in that format already (quant.stored_in), the result is
-        these weights themselves, with the linears that it has in 16 bits."""
+        this object itself, in which linears that the model has in 16 bits stay so."""
         if quant.stored_in(self.model) == load_in:
             return self
         plain = self.dequantized()
@@ -123,7 +124,8 @@ class Weights:
 
 def not_whole(weights: Weights, format: str) -> list[str]:
     """The names of the linears and experts that a format of quantised weights (a key of FORMATS) cannot store because
-    their rows are not whole blocks of it, in the model's order. Routers are left out."""
+    their rows are not whole blocks of it, in the model's order; routers are not among them. Exports store the matrices
+    that it names in the model's dtype."""
     block = FORMATS[format].kinds[0].row_block
     return [name for name, matrix in matrices(weights.model) if matrix.quantizable and matrix.sizes[-1] % block]
 

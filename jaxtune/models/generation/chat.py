@@ -54,7 +54,7 @@ class Conversation:
         return self._with is not self._without
 
     def reset(self) -> None:
-        """Removes all messages but the system message, so that a new conversation begins."""
+        """Removes all messages but the system message, so that a new conversation begins; `adapter` stays as it is."""
         self.messages: list[dict[str, str]] = list(self._system)
 
     def ask(self, text: str, show: Callable[[str], None] = lambda piece: None) -> str:
@@ -62,8 +62,8 @@ class Conversation:
 
         Args:
           text: the question, as the user's next message.
-          show: called with each piece of the answer as soon as it is known; the pieces add up to the answer. By default
-            nothing is called.
+          show: called with each piece of the answer as soon as it is known; the pieces add up to the answer, and the
+            last one may be empty. By default nothing is called.
 
         Raises:
           ValueError: the conversation and max_new_tokens are more tokens than the model has positions; a setting that
@@ -95,5 +95,5 @@ class Conversation:
         return whole
 
     def _text(self, tokens: list[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """The text of the token ids `tokens` of an answer, without special tokens such as EOS."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -56,7 +56,7 @@ class Convertible:
 
     def within(self, room: float) -> tuple[int, int]:
         """(how many layers from the first one are decoded in `room` bytes of device memory, the bytes that they take),
-        (0, 0) if none of them has a weight to decode."""
+        (0, 0) if none of them has anything to convert. plan_slots asks it."""
         sums = [0, *itertools.accumulate(self.layers)]
         count = max((count for count, size in enumerate(sums) if size <= room), default=0)
         return (count, sums[count]) if sums[count] else (0, 0)
@@ -66,8 +66,9 @@ class Convertible:
 def convertible_of(
     structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], prefill_tokens: int, most: int | None
 ) -> Convertible:
-    """The Convertible of a model, computed once for models of one structure. shapes: of the model's arrays.
-    prefill_tokens, most: as for Convertible.of."""
+    """The Convertible of a model, computed once for models of one structure, for a sampler's plan. shapes: the shapes
+    and dtypes of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)). prefill_tokens, most: as for
+    Convertible.of."""
     return Convertible.of(structure.model(shapes), prefill_tokens, most)
 
 
@@ -126,30 +127,37 @@ def _buffer_bytes(model: Decoder, tokens: int) -> int:
 
 def head_of_step(model: Decoder, head: jax.Array) -> jax.Array:
     """The weight [vocab, hidden] of the head of `model` as a decoding step multiplies by it: cast to the dtype in which
-    the head computes, and padded where products of 16 bits need it (filled_up). head: the weight as it is stored."""
+    the head computes, and padded where products of 16 bits need it (filled_up). head: the weight as it is stored. A
+    round pads it once for all of its steps (slots._decode)."""
     return filled_up(head.astype(model.head_compute or model.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _decoded(weight: Stored, dtype: str) -> jax.Array:
-    """The weight [out, in] as an array, decoded as a product with activations of the dtype `dtype` decodes it."""
+    """The weight [out, in] as an array, decoded as a product with activations of the dtype `dtype` decodes it, so that
+    a sampler's converted weights give the same products (Converted.of)."""
     return decoded(weight, jnp.zeros((), dtype))[0]
 
 
 class _Form(NamedTuple):
-    """How the arrays of a model with converted weights follow from those of the model."""
+    """How the arrays of a model with converted weights follow from those of the model. A place is an array's index in
+    jax.tree.leaves(nnx.state(model)). Converted.of works by it, `_form` makes it."""
 
     structure: Structure  # of the model with converted weights
     dtype: str  # in which weights are decoded
-    # for each of its arrays the place among the given ones, followed by those that `weights`, `adapters` make
+    # for each array of `structure` its index in the list of the given arrays, then the decoded weights in the order of
+    # `weights`, then the cast and padded sides in the order of `adapters`
     places: list[int]
     weights: list[tuple[Any, list[int]]]  # of each weight that is decoded: (its tree structure, its arrays' places)
-    adapters: list[tuple[int, int, str]]  # of each side of an adapter: (its place, the axis of the rank, the dtype)
+    # of each side (A or B) of an experts' adapter that is cast and padded: (its place, the axis of the rank, the dtype)
+    adapters: list[tuple[int, int, str]]
 
 
 @functools.lru_cache(32)
 def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers: int) -> _Form:
-    """The form of the first `layers` layers of models of one structure. shapes: of their arrays."""
+    """Finds how the weights of the first `layers` layers are converted in models of one structure, once for all of
+    them; nothing is converted here. shapes: the shapes and dtypes of the models' arrays, in the order of
+    jax.tree.leaves(nnx.state(model))."""
     marks = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
     place_of = {id(mark): place for place, mark in enumerate(marks)}
     model, form = structure.model(marks), _Form(structure, "", [], [], [])
@@ -183,9 +191,9 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
 
 class Converted:
     """Converts the weights of the first `layers` layers of models that share them, such as one model with the adapters
-    of several training steps: each quantised weight once, and experts' adapters each time. Quantised experts, and
-    linears that multiply in FP8 or round their weights (QAT), stay as they are. A sampler has one, and calls `of` for
-    its first model and in each update."""
+    of several training steps: each quantised weight is decoded once, and experts' adapters are cast and padded each
+    time. Quantised experts, and linears that multiply in FP8 or round their weights (QAT), stay as they are. A sampler
+    has one, and calls `of` for its first model and in each update."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
@@ -216,6 +224,6 @@ class Converted:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _filled(sides: list[jax.Array], how) -> list[jax.Array]:
-    """Casts and pads the A and B of experts' adapters (filled_adapter), all in one program. sides: each [E, r, in] or
-    [E, out, r]. how: for each side (the axis of the rank r, the dtype)."""
+    """Casts and pads the A and B of experts' adapters (filled_adapter), all in one program, for Converted.of. sides:
+    each [E, r, in] or [E, out, r]. how: for each side (the axis of the rank r, the dtype)."""
     return [filled_adapter(side, axis, dtype) for side, (axis, dtype) in zip(sides, how, strict=True)]

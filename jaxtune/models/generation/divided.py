@@ -36,9 +36,9 @@ def copy_on(model: Decoder, device: Device) -> Decoder:
 
 
 class DividedSampler:
-    """Samplers of several devices with the methods of one (`Sampler.submit`, `step` and `pending`), so that the caller
-    need not know how many devices there are. The rows that are submitted first are divided into consecutive parts, one
-    for each device; a later row goes to the device with the fewest rows that are not done.
+    """Samplers of several devices with the methods of one (`Sampler.submit`, `step` and `pending`), so that training
+    from samples need not know how many devices there are. The rows that are submitted first are divided into
+    consecutive parts, one for each device; a later row goes to the device with the fewest rows that are not done.
 
     Args:
       model: its weights are whole on each device.
@@ -72,7 +72,7 @@ class DividedSampler:
 
     @property
     def pending(self) -> int:
-        """The number of requests that are not done."""
+        """The number of requests that are not done, on all devices; the caller calls `step` until it is 0."""
         return sum(sampler.pending for sampler in self._samplers)
 
     def step(self) -> list[Piece]:

@@ -12,7 +12,8 @@ from jaxtune.models.decoder import Decoder
 
 def end_token_ids(model: Decoder) -> list[int]:
     """Ids of the tokens that end a text, from the model's generation_config.json, or if that names none, from its
-    config.json; [] if neither names any, and for random weights without such files."""
+    config.json; [] if neither names any, and for random weights without such files. Generation ends rows at them unless
+    its caller names others."""
     if model.source is not None:
         for text in (model.source.generation_config, model.source.config):
             ids = json.loads(text).get("eos_token_id") if text else None
@@ -23,7 +24,8 @@ def end_token_ids(model: Decoder) -> list[int]:
 
 def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
     """Adds tokens, by their ids, at which the model's texts end, such as those that training taught it; also for the
-    folder that it is saved to (its generation_config.json). The model is changed in place, and returned.
+    folder that it is saved to (its generation_config.json). The model is changed in place, and returned. load_adapter
+    and training call it.
 
     Ids outside the vocabulary are left out, and a model with random weights, which has no such file, stays as it is.
     """

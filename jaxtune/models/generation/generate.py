@@ -143,7 +143,8 @@ def generate(
 
 
 def _bucket(size: int, smallest: int) -> int:
-    """`size` rounded up to a power of two, at least `smallest`, so that few programs are compiled."""
+    """`size`, a number of rows or tokens, rounded up to a power of two, at least `smallest`, so that few programs are
+    compiled."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
@@ -153,8 +154,9 @@ def training_logprobs(
     """The log-probabilities of answers to prompts under `model` as training computes them, for each answer a list with
     one number, in nats, for each of its tokens.
 
-    They are computed with the kernels of a run with `deterministic: true`. rows: the prompts' token ids; answers:
-    their new tokens, at most max_new_tokens each, by which rows are padded to lengths that few programs serve.
+    They are computed with the kernels of a run with `deterministic: true`; `generate` with `deterministic` returns
+    them. rows: the prompts' token ids; answers: their new tokens, at most max_new_tokens each, by which rows are padded
+    to lengths that few programs serve.
     """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)
@@ -171,7 +173,7 @@ def _token_logprobs(graph, state, tokens, lengths) -> jax.Array:
     """float32[B, T]: the log-probability of each token given those before it, as training computes it.
 
     The model is nnx.merge(graph, state); tokens are int32[B, T], of which the first lengths[i] (int32[B]) are real in
-    row i. A row's first token has 0.
+    row i. A row's first token has 0; the entries of padding have no meaning.
     """
     model = nnx.merge(graph, state)
     real = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)

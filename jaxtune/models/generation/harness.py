@@ -96,7 +96,8 @@ class JaxtuneLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The id of the token that ends a text (end of text), which lm-eval asks for."""
+        """The id of the token that ends a text, the tokenizer's EOS, which lm-eval asks for; None if the tokenizer has
+        none."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -107,12 +108,12 @@ class JaxtuneLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name, without slashes, by which lm-eval names its caches."""
+        """The tokenizer's name or folder with __ in place of slashes, by which lm-eval names its caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The tokenizer's chat template, None if it has none; "" if `chat_template` is False, that is, if lm-eval uses
-        none."""
+        """The tokenizer's chat template as lm-eval asks for it, for the fingerprint of its requests; None if the
+        tokenizer has none; "" if `chat_template` is False or "", that is, if lm-eval uses none."""
         return self.tokenizer.chat_template if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -245,8 +246,9 @@ class JaxtuneLM(TemplateLM):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(log p of each target float32[B, T], whether it is the most likely token bool[B, T]); logits are computed in
-    chunks, because those of all tokens would need much memory.
+    """(log-probability of each target in nats, float32[B, T]; whether it is the most likely token, bool[B, T]), by
+    which texts are scored (_loglikelihood_tokens). On padding they have no meaning. Logits are computed in chunks,
+    because those of all tokens would need much memory.
 
     The model is nnx.merge(graph, state). tokens, targets (the token after each), segments: int32[B, T], where segment 0
     is padding.

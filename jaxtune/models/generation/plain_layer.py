@@ -38,8 +38,9 @@ def is_plain(block: Block, spec: LayerSpec) -> bool:
     """Whether `step` can run this layer (`block`, of the kind `spec`); other layers run through Block.step, with more
     kernels. It can if the layer is attention without gates, and then a feed-forward, each after an RMS norm and added
     to the residual stream without a further norm or factor; if it exchanges nothing with other layers; if its norms
-    have no dtype of their own, and queries and keys have none or one norm a head; and if these are rotated over the
-    whole head in halves, or not at all."""
+    have no dtype of their own, queries and keys have none or one norm a head, and values are neither normed nor equal
+    to the keys; and if queries and keys are rotated over the whole head in halves, without a scale by position, or not
+    at all."""
     parts = [[(part.name, part.norm, part.post_norm) for part in stage.parts] for stage in spec.stages]
     if parts != [[("mixer", True, False)], [("mlp", True, False)]] or any(stage.post_norm for stage in spec.stages):
         return False
@@ -62,8 +63,8 @@ def is_plain(block: Block, spec: LayerSpec) -> bool:
 
 
 def norm_before(block: Block, part: str) -> RMSNorm:
-    """The norm of a layer (`block`) through which the part of that name, "mixer" or "mlp", reads the residual
-    stream."""
+    """The norm of a layer (`block`) through which `part`, "mixer" or "mlp", reads the residual stream. The kernel that
+    adds up the stream computes this norm too, so its weight is needed before the part runs."""
     return getattr(block, f"{part}_norm")
 
 
@@ -82,17 +83,17 @@ def step(
     context: Context,
     next_weight: jax.Array,
 ) -> tuple[Stream, dict[str, tuple[jax.Array, jax.Array]]]:
-    """Runs the next token of each row through one layer for which `is_plain` holds.
+    """Runs the next token of each row through one layer for which `is_plain` holds, for slots._plain_step.
 
     Args:
       block: the layer.
       stream: the layer's input [N, hidden], and that input after the layer's norm before attention (mixer_norm).
-      state: {"mixer": (keys, values)}, the attention's caches of all rows.
+      state: {"mixer": (keys, values)}, the attention's caches of all rows, each [N, kv_heads, capacity, head_dim].
       at: int32[N], the token's position in each row; -1 for a row that does not decode, whose caches stay as they are.
       context: the layer's spec, and a layout with the rotary tables of these positions.
       next_weight: [hidden], of the norm before the next layer or the head, which rounds as this layer's norms do.
     Returns:
-      (the layer's output and its norm, {"mixer": the caches with the tokens})
+      (Stream: the layer's output, and that normed with next_weight; {"mixer": (keys, values) with the new tokens})
     """
     attention, norm = block.parts["mixer"], norm_before(block, "mlp")
     options = rounding(norm)
@@ -136,7 +137,8 @@ def _is_plain(linear: Linear, dtype) -> bool:
 
 
 def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:
-    """The adapters of linears for which `_is_plain` holds, one for each or None; empty if none has one."""
+    """The adapters of `linears`, for which `_is_plain` holds, as few_rows' kernels take them: for each linear its
+    adapter's arrays or None; an empty list if no linear has an adapter."""
     loras = [None if linear.lora is None else linear.lora.weights(linear.stored_weight) for linear in linears]
     return loras if any(lora is not None for lora in loras) else []
 

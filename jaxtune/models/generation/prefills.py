@@ -120,7 +120,8 @@ class Prefills:
 
     def unwanted(self, request: Request) -> None:
         """Registers that a request no longer waits for its prompt, because it was cancelled or gets a slot. A batch is
-        freed when no request waits for any of its prompts."""
+        freed when no request waits for any of its prompts, and a prompt that is in work in chunks when none waits for
+        it."""
         self._wanted[request.key] -= 1
         if self._wanted[request.key] <= 0:
             del self._wanted[request.key]
@@ -129,7 +130,8 @@ class Prefills:
                 self._long = None
 
     def ready(self, request: Request) -> Batch | None:
-        """The batch that contains the request's prompt, or None if it is not prefilled yet."""
+        """The batch that contains the request's prompt, or None if it is not prefilled, as at first and after its batch
+        was dropped. The sampler gives a slot to a request only if there is one."""
         return next((batch for batch in reversed(self._batches) if request.key in batch.rows), None)
 
     def take(self, request: Request) -> int:
@@ -151,7 +153,7 @@ class Prefills:
         When a prompt is complete, `ready` finds its states.
 
         If a long prompt is being prefilled in chunks, the program prefills its next chunk instead. For a prompt of one
-        token, whose states are empty, no program is needed.
+        token, whose states are empty, no program is needed, and 1 is returned.
 
         Args:
           leaves: the model's arrays.
@@ -188,10 +190,12 @@ class Prefills:
         return width * len(chosen)
 
     def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
-        """The states after at most the first `count` tokens of each of `requests`, without its newest token, which the
-        first decoding step takes as its input.
+        """Dispatches one program, for `advance`, and returns the states that it computes: those after at most the first
+        `count` tokens of each of `requests`. A request's newest token is not among these tokens: the first decoding
+        step takes it as its input.
 
-        leaves: the model's arrays. capacity: tokens for which the states have room.
+        leaves: the model's arrays. capacity: the tokens for which each row of the states has room; more if the padded
+        prompts are longer.
         """
         width = min(_bucket(count), capacity_bucket(capacity))
         tokens = np.zeros((len(requests), width), np.int32)
@@ -239,12 +243,13 @@ class Prefills:
         return self._chunk
 
     def _keep(self, batch: Batch) -> None:
-        """Adds a batch of prefilled prompts. If there are more than _KEPT batches, the oldest one is dropped; those of
-        its prompts for which requests still wait are prefilled again later."""
+        """Adds a batch of prefilled prompts, which `ready` finds from then on. If there are more than _KEPT (4)
+        batches, the oldest one is dropped; those of its prompts for which requests still wait are prefilled again
+        later."""
         self._batches = [*self._batches[-(_KEPT - 1) :], batch]
 
 
 def _bucket(tokens: int) -> int:
-    """The length to which a prompt of `tokens` tokens is padded: a power of two, at least _SMALLEST, so that few
-    programs serve all prompts."""
+    """The length to which a prompt of `tokens` tokens is padded: the next power of two, at least _SMALLEST (16), so
+    that few programs serve all prompts."""
     return max(_SMALLEST, 1 << (tokens - 1).bit_length())

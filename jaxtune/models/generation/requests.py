@@ -57,7 +57,7 @@ class StopStrings:
         return next((count for count in range(looked_at + 1, len(new) + 1) if self._in(new[:count])), None)
 
     def _in(self, tokens: Sequence[int]) -> bool:
-        """Whether the text of these tokens contains a stop string."""
+        """Whether the text of `tokens`, a list of token ids, contains one of the stop strings; `end` asks it."""
         text = self._tokenizer.decode(tokens)
         return any(string in text for string in self._strings)
 
@@ -85,8 +85,8 @@ class Request:
     done: bool = False  # whether it has ended
 
     def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Adds tokens that the device made for this row, up to the one that completes a stop string; later ones are
-        left out.
+        """Adds tokens that the device made for this row to `tokens`, up to the one that completes a stop string; later
+        ones are left out. The sampler calls it for each round that it reads.
 
         tokens: their ids, the next ones after those that the row has.
 
@@ -106,7 +106,8 @@ class Request:
 
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[int]:
-    """Checks a prompt before anything is computed for it, and returns it as a list of token ids.
+    """Checks a prompt before anything is computed for it, and returns it as a list of token ids. generate and
+    Sampler.submit call it.
 
     Args:
       prompt: its token ids, as a list or an array of integers.
@@ -128,7 +129,7 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[in
 
 def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions: int, name: str, whose: str) -> int:
     """The number of tokens, the prompt's included, at which a row ends if nothing ends it earlier: the prompt's length
-    + max_new_tokens. It is checked here that the model has positions for them.
+    + max_new_tokens. It is checked here that the model has positions for them. generate and Sampler.submit call it.
 
     Args:
       prompt: the prompt's token ids.

@@ -74,7 +74,7 @@ class Row:
 class Piece:
     """The new tokens of one request that one step returns."""
 
-    request: int  # its number, from `submit`
+    request: int  # the request's number, from `submit`
     ids: list[int]  # new tokens since the last piece; may be empty in the last piece
     logprobs: list[float]  # the log-probabilities of these tokens, as Row.logprobs
     finish_reason: FinishReason | None  # why the request ended; None: it has not
@@ -118,7 +118,7 @@ class Sampler:
         least half of the slots decode, so that these rows do not stall.
       prefills_alone: True: each prompt has a prefill of its own, so that a row's bits do not depend on other prompts.
     Attributes:
-      plan: the SlotPlan in use: slots, length, and the layers whose weights are converted once for all steps.
+      plan: the SlotPlan in use: slots, length, and the layers converted once. config: the model's DecoderConfig.
     Raises:
       ValueError: a number that must be a positive integer and is not; a model that scores texts; weights that are
         divided over devices; slots and length for which there is too little memory.
@@ -206,7 +206,7 @@ class Sampler:
           scaled_logprobs: True: log-probabilities are of the logits divided by the temperature; False: of the logits.
           top_logprobs: how many of the most likely tokens are returned with each new token, from 0 to 20.
           seed, index: what the row draws depends only on these two and its step, so that equal pairs draw alike.
-          stop_strings: the row ends with the token that completes one of them in its new text; needs `tokenizer`.
+          stop_strings: the row ends with the token that completes one in its new text, as `tokenizer` decodes it.
           eos_token_ids: tokens that end the row. None: those of the model's generation_config.json or config.json; an
             empty sequence: none.
         Returns:
@@ -244,8 +244,7 @@ class Sampler:
 
     @property
     def pending(self) -> int:
-        """The number of requests that are not done. When it is 0, a step only returns pieces that were not returned
-        yet."""
+        """The number of requests that are not done; at 0, a step only returns pieces that were not returned yet."""
         return len(self._requests)
 
     def step(self) -> list[Piece]:
@@ -343,7 +342,8 @@ class Sampler:
         (self._waiting.appendleft if first else self._waiting.append)(request)
 
     def _fill(self) -> None:
-        """Gives free slots to waiting requests, and prefills their prompts as far as prefill_tokens allows a round."""
+        """Gives free slots to waiting requests, and prefills their prompts: at most about prefill_tokens tokens a call,
+        or, while more than half of the slots are free, without a limit. `step` calls it."""
         free = [slot for slot, request in enumerate(self._slots) if request is None]
         if not free or not self._waiting:
             return
@@ -369,8 +369,8 @@ class Sampler:
         return list(itertools.islice(self._waiting, count))
 
     def _place(self, request: Request, slot: int) -> None:
-        """Puts a request into a free slot: sets the slot's numbers and settings, which the next round sends to the
-        device. The states of its prompt are not set here: Batch.insert copies them."""
+        """Puts a request into a free slot: sets the slot's numbers and settings for the next round, and with a
+        repetition penalty marks its tokens as seen. Batch.insert copies the states of its prompt, not this method."""
         self._slots[slot], request.slot = request, slot
         request.placed += 1
         self._change(slot, request.tokens[-1], len(request.tokens), True)
@@ -408,7 +408,7 @@ class Sampler:
     # ---- memory
 
     def _bytes(self, slots: int, length: int) -> int:
-        """Device bytes of the states of `slots` slots of `length` tokens, and of the values around a step's logits."""
+        """For plan_slots: device bytes of the states of `slots` rows of `length` tokens, and of a step's logits."""
         return slot_bytes(self._structure, self._shapes, slots, length)
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
@@ -439,7 +439,7 @@ class Sampler:
         return any(r is not None and len(r.tokens) + r.rounds * self._steps < r.limit for r in self._slots)
 
     def _dispatch(self) -> None:
-        """Dispatches a round: `tokens_per_round` more tokens of every active slot."""
+        """Dispatches a round, `tokens_per_round` more tokens of every active slot, which `_look` reads later."""
         if self._sent_rows is None:
             self._sent_rows = jax.tree.map(jnp.asarray, self._rows)
         decode = self._programs.decode
@@ -461,7 +461,8 @@ class Sampler:
         return changed, device.Live(*(array.copy() for array in self._given))
 
     def _look(self) -> None:
-        """Waits for the oldest round, and gives its tokens to the requests as pieces for the next step to return."""
+        """Waits for the oldest round and makes pieces of its tokens, for the next step to return. Ends rows that are
+        complete; puts those that paused (their states must be computed anew) first into the queue again."""
         done = self._rounds.popleft()
         tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, done.emitted)
         for slot, (request, placed) in done.requests.items():
@@ -486,8 +487,8 @@ class Sampler:
                 self._wait(request, first=True)
 
     def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason, tops=()) -> None:
-        """Ends `request` with a last piece (ids, logprobs, reason, top_logprobs: tops), and frees its slot or its entry
-        in the queue."""
+        """Ends `request` with a last Piece of these ids, logprobs, reason and tops (its top_logprobs), which the next
+        step returns, and frees its slot or its entry in the queue."""
         request.done = True
         del self._requests[request.number]
         self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops)))

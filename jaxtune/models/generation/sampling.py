@@ -107,7 +107,7 @@ class Sampling:
 
 def penalised(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:
     """Applies the repetition penalty: returns the logits, of which those of tokens that the row contains are divided by
-    the penalty if positive, and multiplied by it if negative.
+    the penalty if positive, and multiplied by it if negative. It is the first operation of a decoding step on logits.
 
     Args:
       logits: float32[B, V], one for each token of the vocabulary.
@@ -121,7 +121,7 @@ def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
     """Applies top_k, top_p and min_p: returns the logits [B, V] with -inf for the tokens that these remove.
 
     Each filter treats the tokens that the one before left as the whole distribution. A row whose filters are off keeps
-    all tokens, and every row keeps its most likely one.
+    all tokens, and every row keeps its most likely one. A decoding step calls it between temperature and draw.
 
     Args:
       logits: [B, V], already divided by the temperature.
@@ -157,7 +157,8 @@ def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def drawn(scores: jax.Array, likeliest: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draws a token of each row with the probabilities softmax(scores), and returns its number: int32[B].
+    """Draws a token of each row with the probabilities softmax(scores), for a decoding step, and returns the tokens'
+    ids: int32[B].
 
     A uniform random number is looked up in the cumulative sums, first in those of blocks of the vocabulary and then in
     those of the tokens of the block that it falls into. So there is one random number for each row, and one pass over

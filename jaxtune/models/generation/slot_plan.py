@@ -37,7 +37,8 @@ def capacity_bucket(tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """The number of slots and the length of rows for which a sampler allocates memory."""
+    """The number of slots and the length of rows for which a sampler allocates memory, as plan_slots chooses them; as a
+    string, a line for reports."""
 
     slots: int  # the number of rows that decode in one batch
     length: int  # the most tokens that a row may have, its prompt included
@@ -182,7 +183,7 @@ def _planned(
 
 def room_bytes(share: float = 1.0) -> float | None:
     """The bytes of device memory that slots may take: the fraction `share` (0 to 1) of what is free on this process's
-    first device. None if the device does not report its memory, as a CPU."""
+    first device. None if the device does not report its memory, as a CPU. A sampler plans its slots by it."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None

@@ -72,8 +72,8 @@ class Rows(NamedTuple):
 
 
 def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
-    """The Rows, with numpy arrays, of `count` empty slots. ends: how many end tokens each row has room for (E of Rows).
-    vocab_size: the tokens of the model's vocabulary."""
+    """The Rows, with numpy arrays, of `count` empty slots, as a new Sampler has them. ends: how many end tokens each
+    row has room for (E of Rows). vocab_size: the tokens of the model's vocabulary."""
 
     def whole(dtype):
         """Zeros of a dtype, one for each slot."""
@@ -210,7 +210,7 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
 
 
 def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals) -> PackedLayout:
-    """The layout (document boundaries and rotary tables) of R rows that contain one prompt each.
+    """The layout (document boundaries and rotary tables) of R rows that contain one prompt each, for prefills.
 
     config: the decoder's, for the rotary tables. shape: (R, T). lengths: int32[R], how many tokens of a row are no
     padding. totals: int32[R], tokens of the whole rows, by which a longrope model chooses its factors."""
@@ -272,13 +272,15 @@ def _insert(states, staged, rows, slots) -> States:
 
 @functools.partial(jax.jit, static_argnums=1)
 def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`state`, one array of the slots' states, padded with zeros to `shape`, for more tokens."""
+    """`state`, one array of the slots' states, padded with zeros at the end of each axis to `shape`. The sampler grows
+    its caches by it, for longer rows."""
     return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def mark_seen(seen, slot, tokens, length) -> jax.Array:
-    """Records the tokens of a new row, which the repetition penalty reads: returns the new `seen`.
+    """Records the tokens of a row that gets a slot, which the repetition penalty reads: returns the new `seen`, whose
+    entries of that slot are replaced.
 
     seen: bool[N, V], whether the row in each slot contains a token; donated. slot: int32[], the slot's number. tokens:
     int32[T], of which the row contains the first `length`."""
@@ -331,7 +333,7 @@ def _decode(
 
 def _split(model: Decoder) -> list[tuple]:
     """Splits every layer of `model` by nnx.split into (graph, trainable tensors, frozen tensors), the arguments by
-    which `_layer_step` gets a layer. A program does this once for all of its steps."""
+    which `_layer_step` and `_plain_step` get a layer. A program does this once for all of its steps."""
     return [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
 
 
@@ -345,7 +347,7 @@ def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) ->
       tokens: int32[N, C], the next C tokens of each row.
       states: of the N rows, one pytree for each layer.
       at: int32[N], the position of each row's first token in `tokens`; -1 for a row that has none.
-      tables: the rotary tables of the positions, one for each of the decoder's rotary bases.
+      tables: the rotary tables of the positions, one for each of the decoder's rotary bases (rope.rotary_tables).
       real: bool[N], whether a row has tokens here.
     """
     x, after, shared = model.embed(tokens), [], {}
@@ -381,7 +383,7 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
       graph, trainable, frozen: the layer's Block, from nnx.split(layer, nnx.Param, ...).
       spec: the layer's kind (its parts, window and rotary base).
       layer_input: [N, C, hidden].
-      tables: the rotary tables of the tokens' positions, one for each of the decoder's rotary bases.
+      tables: the rotary tables of the tokens' positions, one for each of the decoder's rotary bases (rotary_tables).
       state: {mixer's name: its state}.
       at: int32[N], position of each row's first token; -1 for a row that has none.
       real: bool[N], whether a row has tokens here.
@@ -392,8 +394,9 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
 
 
 def _context(spec: LayerSpec, length: int, tables, real) -> Context:
-    """The Context with which a layer of kind `spec` runs `length` new tokens of each row. tables: the rotary tables of
-    the tokens' positions. real: bool[N]; a row where it is False is marked as padding."""
+    """The Context with which a layer of kind `spec` runs `length` new tokens of each row, for _layer_step and
+    _plain_step. tables: the rotary tables of the tokens' positions. real: bool[N]; a row where it is False is marked as
+    padding."""
     index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (len(real), length))
     end = jnp.where(real[:, None], length, index)
     return Context(spec, PackedLayout(jnp.where(real[:, None], 0, index), end, tables, max_documents=1))
@@ -417,16 +420,17 @@ def _plain_step(graph, spec: LayerSpec, trainable, frozen, stream, tables, state
 
 
 def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows):
-    """Chooses the next token of each row from hidden states [N, 1, hidden] after the final norm.
+    """Chooses the next token of each row from its hidden state after the final norm, for `_decode`.
 
     Args:
       model: the decoder, whose head computes the logits.
       kind: which sampling operations the program contains.
+      hidden: [N, 1, hidden].
       seen: bool[N, V], whether each row contains a token; None without repetition penalties.
       live, rows: what decoding changes of the rows, and what it does not.
     Returns:
       (the tokens int32[N], the log-probability of each under the model, float32[N]: that of the logits divided by the
-        row's logprob_temperature, without penalty and filters; Emitted.ranked of this step)
+        row's logprob_temperature, without penalty and filters; Emitted.ranked of this step, without the axis of steps)
     """
     logits = model.logits(hidden)[:, 0, : model.config.vocab_size].astype(jnp.float32)
     numbers = rows.numbers

@@ -34,9 +34,10 @@ class Structure:
 
 @functools.lru_cache(32)
 def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) -> Structure:
-    """The Structure of a model; equal models get the same object. graph is the model's nnx.GraphDef, treedef the tree
-    structure of its state, and config its DecoderConfig. Programs are looked up by the object's identity: comparing two
-    descriptions of a deep model would take the host as long as the device takes for a token."""
+    """The Structure of a model; equal arguments give the same object (of the last 32). graph is the model's
+    nnx.GraphDef, treedef the tree structure of its state, and config its DecoderConfig. Programs are looked up by the
+    object's identity: comparing two descriptions of a deep model would take the host as long as the device takes for a
+    token."""
     return Structure(graph, treedef, config)
 
 
@@ -61,8 +62,9 @@ def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
 
 @functools.lru_cache(32)
 def rounded_places(structure: Structure, shapes: tuple[tuple[int, ...], ...]) -> list[int]:
-    """The places of the arrays that a sampler casts to the compute dtype (_rounded_sides) among the model's arrays, in
-    the order of jax.tree.leaves. It is computed once for models of one structure. shapes: the arrays' shapes."""
+    """The indices of the arrays that a sampler casts to the compute dtype (_rounded_sides) among the model's arrays in
+    the order of jax.tree.leaves, for `flattened`. They are computed once for models of one structure. shapes: the
+    shapes of all arrays, in that order."""
     leaves = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     place_of = {id(leaf): place for place, leaf in enumerate(leaves)}
     return [place_of[id(side.get_value())] for side in _rounded_sides(structure.model(leaves))]
@@ -80,5 +82,5 @@ def _rounded_sides(model: Decoder) -> list[nnx.Variable]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _cast(arrays: list[jax.Array], dtype: str) -> list[jax.Array]:
-    """The arrays, cast to `dtype`, in one program."""
+    """The arrays, cast to `dtype` by one compiled program, so that `flattened` dispatches one and not one for each."""
     return [array.astype(dtype) for array in arrays]
