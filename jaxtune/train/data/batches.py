@@ -280,7 +280,7 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 def torch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """The permutation that transformers' Trainer uses for an epoch (from 0), int64[rows]: torch.randperm with seed +
-    epoch. A run in place of one of its runs thus sees the rows in the same order.
+    epoch. So a run that replaces one of transformers' sees the rows in the same order.
 
     torch.randperm swaps each index i with i + (r mod (rows - i)), where r is the next 32-bit output of the Mersenne
     Twister.

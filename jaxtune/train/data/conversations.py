@@ -55,9 +55,9 @@ class Conversations:
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation (`messages`, and `tools` or None) by the tokenizer's `apply_chat_template`, which
-        is not tokenised. Raises `RowError` if the template fails on it. add_generation_prompt: whether the text ends
-        with what the template writes before a response."""
+        """Renders a conversation (`messages`, and `tools` or None) by the tokenizer's `apply_chat_template`, and
+        returns the text, without tokenising it. Raises `RowError` if the template fails on the conversation.
+        add_generation_prompt: whether the text ends with what the template writes before a response."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages,

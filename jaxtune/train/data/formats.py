@@ -102,8 +102,8 @@ class Pair:
 
 def detect_format(columns: Iterable[str]) -> str:
     """The row format, a key of `COLUMNS` such as "alpaca", of rows that have these columns (`columns`, their names). Of
-    several formats that fit, it is the first in `COLUMNS`. Raises `RowError` if none fits, or if there are columns
-    chosen and rejected, which need a preference objective."""
+    several formats that fit, it is the first in `COLUMNS`. data.format=auto reads rows by it. Raises `RowError` if none
+    fits, or if there are columns chosen and rejected, which need a preference objective."""
     columns = list(columns)
     if {"chosen", "rejected"} <= set(columns):
         raise RowError("columns chosen and rejected are preference data: set objective=dpo, orpo or simpo")
@@ -151,8 +151,8 @@ def refuse_media(value: Mapping[str, Any]) -> None:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yields every string in `value`, which may be nested lists and mappings, keys included: to search all the text of
-    a row."""
+    """Yields every string in `value`, which may be nested lists, tuples and mappings, the keys of mappings included. By
+    it all text of a row is searched for tags of images and for special tokens."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -102,7 +102,7 @@ class _Marker:
 
     def find(self, tokens: np.ndarray) -> np.ndarray:
         """int64[n]: the indices in `tokens` (a row, int32) at which the marker's core begins, the tokens that are the
-        same whatever text is next to the marker."""
+        same whatever text is next to the marker. `Markers.spans` looks for the ends of the marker around each."""
         return _find(tokens, self.core)
 
 
@@ -115,9 +115,18 @@ def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
-    """The forms in which the marker `text` can occur in tokens: [the marker], followed by the same marker after a space
-    if its first token is then a different one ("hi ASSISTANT:"). key: its config key below `data`, for error messages.
-    Raises ValueError if the marker is empty or has no token that is the same in every context."""
+    """The forms in which the marker `text` can occur in tokens, one or two: the marker itself and, if its core (the
+    tokens that are the same in every context) differs after a space, the marker after a space ("hi ASSISTANT:"). A
+    marker that begins with white space has one form. `Markers` searches for all forms.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+        text: the marker.
+        key: its config key below `data`, for error messages.
+
+    Raises:
+        ValueError: the marker is empty or has no token that is the same in every context.
+    """
     plain = _Marker(tokenizer, text, key)
     if text[0].isspace():
         return [plain]
