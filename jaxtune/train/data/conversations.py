@@ -255,12 +255,11 @@ class Conversations:
 
     def _all_written(self, messages: list[dict], tools: list[dict] | None, parts: list[tuple[int, str]]) -> bool:
         """Whether the template writes every one of these parts of a conversation (messages; tools or None); each part
-        is (index of the message, name of the part).
+        is (index of the message, name of the part). True without parts.
 
         All parts are replaced by markers and rendered at once, which costs one rendering instead of one for each part.
-        False means that it is not known, and that the parts must be tried one by one: a marker is missing, the
-        template fails, or a part is content, which `left_out` asks about only if the text does not contain it
-        unchanged.
+        False means that it is not known, and that the parts must be tried one by one: a marker is missing, the template
+        fails, or a part is content, which `left_out` asks about only if the text does not contain it unchanged.
         """
         if not parts or any(part == "content" for _, part in parts):
             return not parts

@@ -95,7 +95,8 @@ class TokenDataset:
     def warnings(self) -> list[str]:
         """Warnings about these rows to show before training, one sentence each: those of `Summary.warnings`, and, where
         there are any, the number of documents that packing dropped, the number of rows whose text beyond data.length
-        was not tokenised, and that no response has a span that data.mask_spans masks. The rows are packed for it."""
+        was not tokenised, and that no response has a span that data.mask_spans masks. The rows are packed for it, with
+        the errors of `rows`."""
         found, report = self.summary.warnings(), self.report
         if report.dropped:
             found.append(

@@ -85,9 +85,9 @@ class _Marker:
 
     @staticmethod
     def _edge(tokenizer: Any, encoded: list[list[tuple[int, int, int]]], start: int, end: int) -> str:
-        """The raw pieces (token strings) of the characters `start:end` of the marker, its head or its tail, joined. The
-        marker was tokenised between several texts, the contexts; the pieces are those of the first context in which
-        whole tokens cover exactly these characters, or "" if there is none.
+        """The raw pieces (token strings) of the characters `start:end` of the marker, its head or its tail, joined,
+        from which `lead` and `trail` are made. The marker was tokenised between several texts, the contexts; the pieces
+        are those of the first context in which whole tokens cover exactly these characters, or "" if there is none.
 
         Args:
             tokenizer: a fast Hugging Face tokenizer.
@@ -107,7 +107,8 @@ class _Marker:
 
 
 def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64[n]: the indices at which the sequence `wanted` (not empty) begins in `tokens`; both are int32 arrays."""
+    """int64[n]: the indices at which the sequence `wanted` (not empty) begins in `tokens`; both are int32 arrays. The
+    tokens of markers are searched for by it; [] if there are none."""
     at = np.flatnonzero(tokens[: max(len(tokens) - len(wanted) + 1, 0)] == wanted[0])
     for shift in range(1, len(wanted)):
         at = at[tokens[at + shift] == wanted[shift]]

@@ -26,7 +26,8 @@ REFERENCE = "reference"  # float32[rows, P, 2]: log-probabilities of the two ans
 class PackedPairs:
     """Packed rows of preference pairs, which are built when they are written into a batch (`batches.Rows`);
     `PairDataset.rows` makes them. The attribute `kept`, int64[pairs, 2], is the number of tokens of each document after
-    truncation, 0 for a pair that is left out.
+    truncation, 0 for a pair that is left out. `report` has the counts, a PackingReport, `plan` the assignment of pairs
+    to rows, and `max_pairs` is the most pairs of a row.
 
     With overflow="truncate", a pair that is longer than `length` is cut: first its longer document, to the length of
     the shorter one, then both equally; with `width`, each document is cut by itself. A pair is left out if one of its
@@ -189,8 +190,8 @@ class PairDataset(TokenDataset):
     whole: bool = False
     """Whether pairs that would have to be cut are left out (True) or cut (False)."""
     width: int | None = None
-    """The number of tokens in a row, if `length` is the most tokens of each document; None if it is the most of a
-    pair."""
+    """The number of tokens in a row, if `length` is the most tokens of each document; None if `length` is the most
+    tokens of a pair, and of a row."""
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]

@@ -34,7 +34,7 @@ class Row:
     value: Mapping[str, Any] | None
     """Its columns by name; None if it cannot be read."""
     format: str = ""
-    """Its row format, a key of `formats.COLUMNS`; "" until it is detected."""
+    """Its row format, one of `formats.FORMATS` without "auto", such as "alpaca"; "" until it is known."""
     error: str = ""
     """Why it cannot be read, if `value` is None."""
     size: int = 0
@@ -71,8 +71,8 @@ def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
 
 
 def _without_none(value: object) -> object:
-    """A copy of `value`, a cell of a table. In its nested mappings, keys with the value None are left out; tuples
-    become lists."""
+    """A copy of `value`, a cell of a table, for `_table_row`. In a mapping, and in all mappings and lists within it,
+    keys with the value None are left out; tuples become lists. Other values are returned as they are."""
     if isinstance(value, Mapping):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value

@@ -52,7 +52,8 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class _TokenisedWindow:
-    """A window, the rows of a lane that are tokenised and packed at a time, from which a feed takes packed rows."""
+    """A window, the rows of a lane that are tokenised and packed at a time, from which a feed takes packed rows.
+    `StreamedRows.tokenised` makes it."""
 
     begin: _Place
     """The position before its first row."""
