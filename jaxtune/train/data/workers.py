@@ -91,8 +91,7 @@ class Chunk:
     ended: int
     """The number of responses whose trained tokens include one that ends the turn, or that were cut before it."""
     special: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """(place, the token or marker) of each row whose messages contain a special token, or a marker string, as
-    text."""
+    """(place, the token or marker) of each row whose messages contain a special token or a marker string as text."""
     left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """(place, what is left out, in words) of each row of whose conversation the template does not write everything."""
     masked: int = 0
@@ -179,9 +178,9 @@ def encode_rows(
         rows: from `reading.read_rows`.
         tokenizer: a fast Hugging Face tokenizer.
         options: keyword arguments of `RowEncoder`.
-        num_workers: the number of processes; with 0 or 1, a thread of this process tokenises, as also, with a line that
-            says so, if the tokenizer cannot be pickled. None: one for each CPU, at most 16, if there are over 16,384
-            rows, which are read ahead to find out, and over 3 CPUs; else 1.
+        num_workers: the number of processes. With 0 or 1, or, with a line that says so, a tokenizer that cannot be
+            pickled, a thread of this process tokenises. None: a process for each CPU (at most 16) if over 3 CPUs and
+            16,384 rows.
         poll: called several times a second; what it raises ends the work at once and passes through.
 
     Raises:

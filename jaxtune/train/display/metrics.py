@@ -294,14 +294,14 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def evaluations(path: Path, rows: str) -> dict[int, float]:
-    """{step: evaluation loss} from the metrics.jsonl at `path`, for evaluations of the rows with the identity `rows`
-    (Documents.identity) or with none recorded. Empty if there is no file."""
+    """{step: evaluation loss} from the metrics.jsonl at `path`, of evaluations of the rows `rows` (Documents.identity)
+    or of rows that are not recorded; {} without a file. A run that is started again sees by it what was evaluated."""
     lines = read_metrics(path) if path.exists() else []
     return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and line.get(ROWS, rows) == rows}
 
 
 def _drop_after(path: Path, last_step: int) -> None:
-    """Removes lines of steps after `last_step`, and unreadable ones, from the file `path`, for a run that resumes."""
+    """Removes lines of steps after `last_step`, and unreadable ones, from the file `path`, if any, for a resume."""
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]
@@ -494,7 +494,7 @@ def decorate(what: str, make: Callable[[], Any]) -> None:
 
 
 def _moving_average(values: tuple[float, ...], window: int) -> list[float]:
-    """The mean of each value and its neighbours, `window` (odd) values in all, fewer at the ends."""
+    """Means of each value and its neighbours, `window` (odd) in all, fewer at the ends, which `loss_plot` draws."""
     half = window // 2
     around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
     return [sum(part) / len(part) for part in around]

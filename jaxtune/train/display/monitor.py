@@ -325,7 +325,7 @@ class Monitor:
         rows has no token that is trained on, or guards.max_nonfinite_in_row steps in a row were not finite. A step that
         was not finite is printed with the places of its rows, and added to `bad`, which a finite step empties. An
         overflow of the scaled loss of fp16 is none of these, unless the scale is 1 already. After the first step of a
-        run, `Watched.check_first` is called.
+        run, if it is finite and trains on a token, `Watched.check_first` is called.
 
         Args:
           step: the step's number, from 0.

@@ -111,8 +111,8 @@ class Reader:
     ends: tuple[int, ...] = ()
 
     def tokenised(self, rows: object, max_rows: int | None = None) -> TokenDataset:
-        """Tokenises `rows`, all of them or the first `max_rows`, as the objective reads them, and lays them out for
-        batches.
+        """Tokenises `rows`, all of them or the first `max_rows`, as the objective reads them, and returns them as a
+        data set, from which batches are made.
 
         Raises:
           ValueError: a document has more tokens than the model was made for, or what `Objective.prepare` raises.
@@ -200,8 +200,7 @@ def source_of(
 
 def most_documents(batches: BatchSource, held_out: TokenDataset | None) -> int | None:
     """The largest number of documents in any row that is computed, for which attention's kernels are compiled; None if
-    it is not known before the run, as for streamed rows. batches: of the steps. held_out: the rows of evaluations, or
-    None."""
+    the source of the batches knows no limit. batches: of the steps. held_out: the rows of evaluations, or None."""
     if batches.max_documents is None:
         return None
     return max(batches.max_documents, 0 if held_out is None else held_out.rows.max_documents)
