@@ -45,9 +45,9 @@ SHORTHANDS = {"qat": "format", "objective": "name"}
 
 
 def _by_name(section: str) -> BeforeValidator:
-    """A pydantic validator for the section `section` of `SHORTHANDS`, which lets it be given as a single string:
-    "int4" for qat becomes {"format": "int4"}. It runs before pydantic's own checks, to which it passes everything
-    else."""
+    """A pydantic validator for the section `section` of `SHORTHANDS`, which lets it be given as a single string: "int4"
+    for qat becomes {"format": "int4"}. It runs before pydantic's own checks, to which it passes everything else (of a
+    mapping, with lists changed to tuples)."""
 
     def mapping(value: object) -> object:
         """The section's value as pydantic shall check it: a string as {its key: the string}, a mapping with lists

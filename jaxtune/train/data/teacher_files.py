@@ -46,8 +46,8 @@ class TeacherFile:
 
     def require_all(self, values: TeacherValues, what: str) -> None:
         """Raises ConfigError if a document with trained tokens is not in the file, so that a run does not find this out
-        later. values: the places for the values of the documents. what: the key of their rows, such as data.train, for
-        messages."""
+        later. values: the documents, with the places for their values. what: the key of their rows, such as data.train,
+        for messages."""
         wanted = _wanted(values)
         for row in _rows(self.sources):
             wanted.pop(_key(_tokens(row), values.limit), None)

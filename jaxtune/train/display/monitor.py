@@ -215,7 +215,8 @@ class Monitor:
         Args:
           step: the step's number, from 0.
           latest: its metrics as arrays on the device, as StepProgram.update returns them.
-          counts: {"tokens", "trained_tokens", "lengths" of its documents}, known on the host, from Engine.load_step.
+          counts: what is known on the host, from Engine.load_step: {"tokens", "trained_tokens", "lengths" of its
+            documents, and, if the source of the rows adds some, "metrics": {name: value}}.
         Raises:
           TrainingStopped: a guard ends the run because of the step before.
         """
@@ -330,7 +331,7 @@ class Monitor:
         Args:
           step: the step's number, from 0.
           loss, norm: the step's loss and gradient norm.
-          values: the step's metrics, as numpy arrays on the host.
+          values: the step's metrics by name, as StepProgram.update returns them, but as numpy arrays on the host.
         """
         done = step + 1
         if values["finite"]:

@@ -340,7 +340,7 @@ def _table_lines(parts: StepCost) -> list[str]:
 
 def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:
     """One line with the time that a run will take under its plan, and its price, without evaluations and saves. If the
-    number of steps is not known, they are those of a million tokens.
+    number of steps is not known, the line has the time and the price of a million tokens.
 
     Args:
       forecast: what is predicted for the plan.

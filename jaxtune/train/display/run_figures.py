@@ -287,7 +287,8 @@ def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
 
 
 def _in_words(seconds: float) -> str:
-    """A time of `seconds` in words: 17 s, 1 min 6 s, 13 h 53 min."""
+    """A time of `seconds`, which must be finite, in words: 17 s, 1 min 6 s; from an hour on without seconds: 13 h 53
+    min."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -342,7 +342,7 @@ def _is_key(x: Any) -> bool:
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
     """{path: leaf} of the pytree `tree`, a path joined with "/" being the leaf's name in a checkpoint. Raises
-    CheckpointError if two leaves would have the same name, or one has none."""
+    CheckpointError if two leaves would have the same name, or a part of a path is empty or has a "/"."""
     named = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
@@ -354,8 +354,8 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(arrays for Orbax by name, keys as uint32, no empty ones; {name: {"shape", "dtype", "key_impl" of a PRNG key}}
-    for meta.json) of the pytree `state`. CheckpointError: a leaf cannot be stored, or all are empty."""
+    """({name: array for Orbax}, without empty arrays, PRNG keys as uint32; {name: {"shape", "dtype", "key_impl" of a
+    PRNG key}} for meta.json) of the pytree `state`. CheckpointError: a leaf cannot be stored, or all are empty."""
     import tensorstore
 
     arrays, described = {}, {}
@@ -386,8 +386,8 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """The meta.json of the checkpoint folder `path`: {"format", "step", "meta", "arrays": {name: its entry by
-    `_describe`}}. Raises CheckpointError if it cannot be read or is not that of this step."""
+    """The meta.json of the checkpoint folder `path`: {"format", "step", "meta", "arrays": {name: {"shape", "dtype",
+    "key_impl" of a PRNG key}}}. Raises CheckpointError if it cannot be read or is not of this step."""
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
@@ -457,7 +457,7 @@ def _bytes(description: dict[str, Any]) -> int:
 
 def _empty(description: dict[str, Any], leaf: Any) -> np.ndarray | jax.Array:
     """An array of size 0, which Orbax cannot store, with the shape and dtype in `description` (its entry of meta.json)
-    and the sharding of `leaf`, its leaf of `like`."""
+    and the sharding of `leaf`, its leaf of `like`; numpy without a sharding."""
     empty = np.empty(description["shape"], jnp.dtype(description["dtype"]))
     sharding = _committed_sharding(leaf)
     return empty if sharding is None else partition.put(empty, sharding)

@@ -1,4 +1,5 @@
-"""The rows of a run as tokens: those it trains on, with the source of its batches, and those it is evaluated on."""
+"""The rows of a run as tokens: `run_rows` tokenises those that it trains on and those that it is evaluated on, by a
+`Reader`, and `source_of` makes the source of its batches."""
 
 from __future__ import annotations
 
