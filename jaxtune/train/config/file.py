@@ -391,8 +391,8 @@ def config_from_dict(values: Mapping[str, Any], origins: Mapping[str, str] | Non
 
 
 def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
-    """Returns (the dotted key, the message for the user) of `fault`, one entry of pydantic's `errors()`. origins: where
-    each dotted key was set, such as "file:line"."""
+    """Returns (the dotted key, the message for the user) of `fault`, one entry of pydantic's `errors()`;
+    `config_from_dict` raises a line for each. origins: where each dotted key was set, such as "file:line"."""
     key, hint, section = _locate(fault["loc"])
     kind, value = fault["type"], fault["input"]
     if kind == "value_error":  # from a __post_init__, whose message begins with the key

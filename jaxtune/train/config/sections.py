@@ -331,7 +331,7 @@ class MeshConfig:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(data, fsdp): the values of `axes`."""
+        """(data, fsdp): the values of `axes`, of which the mesh is made; -1 as there."""
         return tuple(self.axes.values())
 
     @property

@@ -119,12 +119,12 @@ class TrainConfig:
     @property
     def computes_in(self) -> str:
         """The word of the dtype in which the model computes, "bf16", "fp32" or "fp16": `precision`, or what it gives
-        "*" if it is a map."""
+        "*" if it is a map. Other code reads it here, so that it need not distinguish the two."""
         return self.precision if isinstance(self.precision, str) else self.precision[_REST]
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype in which the model computes, such as "bfloat16"."""
+        """The name of the dtype in which the model computes, such as "bfloat16", as jax.numpy names it."""
         return DTYPES[self.computes_in]
 
     @property

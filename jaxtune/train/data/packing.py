@@ -355,9 +355,9 @@ class PackedRows:
         return Batch.empty(rows, length or self.length)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes row number `row` of these into row `slot` of a batch, from token `at` on, and returns the index after
-        its last token. place: how many of these rows were written into the same row of the batch before; segment ids
-        count from 1 + place x `max_documents`, so that those of different rows differ."""
+        """Writes row number `row` of these, in place, into row `slot` of a batch, from token `at` on, and returns the
+        index after its last token. place: how many of these rows were written into the same row of the batch before;
+        segment ids count from 1 + place x `max_documents`, so that those of different rows differ."""
         plan, documents = self.plan, self.documents
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1 + place * self.max_documents):

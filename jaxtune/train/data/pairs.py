@@ -124,13 +124,14 @@ class PackedPairs:
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of `rows` rows of padding as new numpy arrays, into which `fill` then writes pairs; the train step is
-        compiled for its shapes. Its `extra` has the array PAIRS (1 where there is a pair), and LABELS (a number for
-        each pair) and REFERENCE (log-probabilities of the answers) if these pairs have them, all zeros.
+        compiled for its shapes. With P the most pairs of a row of the batch (`max_pairs` x `shared`), its `extra` has
+        the float32 arrays PAIRS, [rows, P] (1 where there is a pair), and, if these pairs have them, LABELS, [rows, P]
+        (a number for each pair), and REFERENCE, [rows, P, 2] (log-probabilities of the answers), all zeros.
 
         Args:
             rows: the number of rows of the batch.
             length: the number of tokens in a row of the batch; None is `self.length`.
-            shared: how many of these rows may be written into one row of the batch, which decides the arrays' sizes.
+            shared: how many of these rows may be written into one row of the batch.
         """
         most = self.max_pairs * shared
         extra: dict[str, np.ndarray] = {PAIRS: np.zeros((rows, most), np.float32)}
@@ -141,9 +142,10 @@ class PackedPairs:
         return dataclasses.replace(Batch.empty(rows, length or self.length), extra=extra)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes the pairs of row number `row` of these, with their `extra` values, into row `slot` of a batch, from
-        token `at` on, and returns the index after their last token. place: how many of these rows were written into the
-        same row of the batch before, so that segment ids and indices in `extra` do not overlap."""
+        """Writes the pairs of row number `row` of these, in place, into row `slot` of a batch, from token `at` on, and
+        returns the index after their last token: both documents of each pair, and its values in `extra` at its index in
+        the row. place: how many of these rows were written into the same row of the batch before, so that segment ids
+        and indices in `extra` do not overlap."""
         documents, before = self.documents, place * self.max_pairs
         for place, pair in enumerate(self.pairs(row), start=before):
             batch.extra[PAIRS][slot, place] = 1.0

@@ -246,7 +246,8 @@ class StreamedRows:
 
         Args:
             epoch: how many times the lane has read all its rows.
-            lane: the index of the lane, that is of the device that reads rows of its own; named if it is not 0.
+            lane: the index of the lane, that is of the device that reads rows of its own; the sentence names it if it
+                is not 0.
         """
         with self._lock:
             of = "" if lane == 0 else f" by device {lane}"

@@ -139,7 +139,8 @@ class _JsonlSink(_Sink):
         self._torn = False  # whether the last line may be incomplete, as after a full disk
 
     def log(self, line: dict[str, Any]) -> None:
-        """Appends the line to the file. OSError if only a part was written; the next call then begins a new line."""
+        """Appends `line` (see `_Sink.log`). OSError if only a part was written; the next call then begins a new
+        line."""
         data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
         self._torn = True
         if self._file.write(data) != len(data):
@@ -161,7 +162,7 @@ class _TensorBoardSink(_Sink):
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Writes the numbers of a line, at its step and time, as scalars."""
+        """Writes the numbers of `line` (see `_Sink.log`), at its step and time, as scalars."""
         for key, value in _numbers(line).items():
             self._writer.add_scalar(key, value, line["step"], walltime=line["time"])
 
@@ -186,7 +187,7 @@ class _WandbSink(_Sink):
         atomic_write(id_file, self._run.id)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Sends the numbers of a line to Weights & Biases."""
+        """Sends the numbers of `line` (see `_Sink.log`), with its step, to Weights & Biases."""
         self._run.log({"step": line["step"], **_numbers(line)})
 
     def close(self) -> None:
@@ -218,7 +219,7 @@ class _TrackioSink(_Sink):
         atomic_write(name_file, name)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Stores the numbers of a line in trackio."""
+        """Stores the numbers of `line` (see `_Sink.log`), at its step, in trackio."""
         self._run.log(_numbers(line), step=line["step"])
 
     def close(self) -> None:

@@ -183,7 +183,8 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 
 def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
     """Whether `found`, a digest that was stored with a result, is that of the run `run` (as same_run returns it),
-    computed as this version of jaxtune or an older one does."""
+    computed as this version of jaxtune or an older one does. An evaluation, and a run that is started again, recognise
+    the run's results.json by it."""
     known = (run, by_what_it_holds({}, run))
     return found in [form(values) for form in (digest, _sha256) for values in known]
 
