@@ -358,7 +358,7 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
 
 @functools.cache
 def _adapter() -> pydantic.TypeAdapter[TrainConfig]:
-    """Pydantic's validator of a TrainConfig; building it takes a while, so it is built once."""
+    """Pydantic's validator of a TrainConfig, for `config_from_dict`; building it takes a while, so it is built once."""
     return pydantic.TypeAdapter(TrainConfig)
 
 

@@ -343,8 +343,8 @@ class MeshConfig:
 
     @property
     def divides_tensors(self) -> str | None:
-        """The config key because of which weights are divided among devices, with its value, in words such as
-        "mesh.fsdp = 4"; None if every device has whole weights."""
+        """The config key because of which weights are divided among devices, with its value, such as "mesh.fsdp = 4",
+        for messages about what does not work then; None if every device has whole weights."""
         return None if self.fsdp == 1 else f"mesh.fsdp = {self.fsdp}"
 
 

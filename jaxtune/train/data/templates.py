@@ -390,8 +390,7 @@ class RowEncoder:
     def _with_eos(
         self, text: str, tokens: Tokens, spans: list[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Appends an EOS to a row of plain text and adds it to the last response, if any, so that the model learns to
-        stop.
+        """Appends an EOS to a row of plain text and to its last response (if any), so that the model learns to stop.
 
         A row that already ends with EOS is not changed. If markers are used, the text is a rendered conversation; it is
         not changed either if it ends with another token that ends a turn, such as Gemma's or Phi-3's.

@@ -139,8 +139,7 @@ class _JsonlSink(_Sink):
         self._torn = False  # whether the last line may be incomplete, as after a full disk
 
     def log(self, line: dict[str, Any]) -> None:
-        """Appends `line` (see `_Sink.log`). OSError if only a part was written; the next call then begins a new
-        line."""
+        """Appends `line` (see `_Sink.log`). OSError if only a part was written; the next call begins a new line."""
         data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
         self._torn = True
         if self._file.write(data) != len(data):
@@ -280,7 +279,7 @@ ROWS = "eval_rows"  # the key of an evaluation's line with Documents.identity of
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """The lines of the metrics.jsonl at `path`, as dicts. The strings "nan", "inf" and "-inf" become floats again (not
-    within lists). Lines that are no JSON object with an integer `step`, such as an incomplete one, are skipped."""
+    within lists). Lines that are not JSON objects with an integer `step` are skipped. OSError without a file."""
     with open(path, "rb") as file:
         return [line for text in file if (line := parsed(text)) is not None]
 

@@ -70,10 +70,11 @@ class _Work:
         return _Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def speeds(self, peak_flops: float | None) -> dict[str, Any]:
-        """{name in metrics.jsonl: value} of the metrics on speed, such as tokens_per_second and step_seconds.
-        peak_flops: the peak FLOP/s of all devices, which is needed for mfu (model FLOPs utilisation); None: unknown,
-        and mfu is left out. There must be at least one step, because some metrics are means over the steps (otherwise
-        ZeroDivisionError)."""
+        """The metrics on speed, {name in metrics.jsonl: value}: by second of the steps "tokens_per_second" (padding
+        included), "real_tokens_per_second" (without) and "trained_tokens_per_second", "steps" (their number), the means
+        "step_seconds" and "data_wait_seconds", and "mfu" (model FLOPs utilisation). There must be at least one step
+        (otherwise ZeroDivisionError). peak_flops: the peak FLOP/s of all devices, needed for mfu; None: unknown, and
+        mfu is left out."""
         seconds = max(self.seconds, 1e-9)  # the clock may not have moved
         speeds = {
             "tokens_per_second": self.slots / seconds,

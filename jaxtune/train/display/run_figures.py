@@ -86,8 +86,8 @@ class Figures:
 
     def add(self, line: JsonMapping) -> None:
         """Adds one line of metrics.jsonl, as metrics.parsed returns it: of a step, an evaluation or a pause. Numbers of
-        drawn metrics are appended to their curves, those named eval_... to `evaluations`; values that are no numbers,
-        such as texts, are left out."""
+        drawn metrics are appended to their curves, those named eval_... to `evaluations`; other values, such as texts,
+        are left out. The sums, `step` and `plan` are updated."""
         self.step = line["step"]
         self.seconds += _wall_seconds(line)
         steps = line.get("steps", 1)

@@ -191,6 +191,8 @@ def source_of(
     Returns:
       (the source of the batches; the held-out rows, which with data.packing=step are laid out as the steps' rows are;
         the number of steps of the run).
+    Raises:
+      ValueError: the rows cannot be packed, or epochs are set for a source that does not know their number of steps.
     """
     source = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
     steps = total_steps(config, source.steps_per_epoch)

@@ -20,7 +20,8 @@ from jaxtune.train.signals import StopSignal
 
 class TrainingInterrupted(RuntimeError):
     """Raised when a signal has ended the run after a finished step. The message says which step is saved: this one, or
-    an earlier one if updates were being skipped. The same command continues from it."""
+    an earlier one if updates were being skipped, or that nothing is saved yet. The same command continues from the
+    saved step."""
 
 
 @dataclasses.dataclass
