@@ -165,7 +165,7 @@ class PackedPairs:
 
     def pairs(self, row: int) -> list[int]:
         """The indices of the pairs that row number `row` has, in the order in which they are in it; pair i is documents
-        2i and 2i + 1."""
+        2i and 2i + 1. `fill` writes these pairs, and objectives/references.py computes their references."""
         pieces = slice(self.plan.row_starts[row], self.plan.row_starts[row + 1])
         return [int(pair) for pair in self.plan.document[pieces]]
 

@@ -277,7 +277,7 @@ class RowEncoder:
             special: what `_special_in` found; if it is not "", markers are not used.
 
         Raises:
-            RowError: the template fails, or the responses cannot be found.
+            RowError: the template fails, the responses are not found, or an answer is marked as not to be trained on.
         """
         messages = example.messages or []
         if self.train_on != "all":
