@@ -64,7 +64,8 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
         looked for.
     Returns:
       The recipe. Keys without a counterpart are no error; they are listed in `lacking`. Keys that have no effect here
-        (`_IDLE`), and those whose value is null, false or empty, are left out without a note.
+        (`_IDLE`, such as gradient_checkpointing), and those whose value is null, false or empty, are left out without a
+        note.
     Raises:
       ConfigError: the config is neither axolotl's nor LLaMA-Factory's.
       ValueError: dataset_info.json is not JSON.
@@ -165,12 +166,12 @@ _INSTEAD = {
 
 
 def _common(made: Translation, left: dict[str, Any]) -> None:
-    """Translates the keys that both programs have: those of `_SAME`, the batch size (rows_per_step is rows x
-    micro-batches), steps or epochs, optimizer, schedule, precision, held-out rows. Called after `_axolotl` or
-    `_llama_factory`, as it reads what they have set. made: the recipe, which is extended. left: the config's keys that
-    are not translated yet; those that this function translates are removed from it. Some are removed without effect:
-    those of LoRA if the recipe makes no new adapter, the number of epochs beside max_steps, and eval_steps if there are
-    no held-out rows."""
+    """Translates the keys that both programs have: those of `_SAME` (such as learning_rate), the batch size
+    (rows_per_step is rows x micro-batches), steps or epochs, optimizer, schedule, precision, held-out rows. Called
+    after `_axolotl` or `_llama_factory`, as it reads what they have set. made: the recipe, which is extended. left: the
+    config's keys that are not translated yet; those that this function translates are removed from it. Some are removed
+    without effect: those of LoRA if the recipe makes no new adapter, the number of epochs beside max_steps, and
+    eval_steps if there are no held-out rows."""
     adapted = "adapter" in made.values and "path" not in (made.values["adapter"] or {})
     for name, key in _SAME.items():
         if name in left and (value := left.pop(name)) is not None and (adapted or name not in _ADAPTERS):

@@ -463,8 +463,7 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """The section `metrics`: where metrics go besides metrics.jsonl, and how often. ConfigError: log_every is below
-    1."""
+    """The section `metrics`: where metrics go besides metrics.jsonl, and how often. log_every < 1: ConfigError."""
 
     __pydantic_config__ = _STRICT
 

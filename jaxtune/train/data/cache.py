@@ -169,8 +169,8 @@ class CachedDocuments(NamedTuple):
 
 
 class _Store:
-    """Collects chunks of tokenised rows, in order: `add` appends a chunk's arrays (`FIELDS`) and adds its counts to
-    `summary`.
+    """Collects chunks of tokenised rows, in order: `add` appends a chunk's arrays (tokens, mask, lengths, trained and
+    origins, as in `Documents`) and adds its counts to `summary`.
 
     With a folder, an empty one, each array is appended to a file NAME.bin in it. `finish` closes the files and writes
     meta.json (sizes, checksums, summary), without which the folder is not complete; `close` closes the files after a
@@ -233,9 +233,9 @@ class _Store:
 
 
 def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
-    """The documents of a cache: `fields` has the flat arrays of `FIELDS` by name, and `files` the names of the files
-    that rows came from, into which the array "origins" has indices. The arrays of tokens and mask may be memory-mapped
-    and are not copied."""
+    """The documents of a cache: `fields` has the flat arrays {"tokens", "mask", "lengths", "trained", "origins"}, as in
+    `Documents`, and `files` the names of the files that rows came from, into which "origins" has indices. The arrays of
+    tokens and mask may be memory-mapped and are not copied."""
     lengths = np.array(fields["lengths"])
     return Documents(
         tokens=fields["tokens"],

@@ -299,8 +299,9 @@ def _changed(message: Mapping[str, Any], other: str = SENTINEL) -> Iterator[tupl
     """Yields (name of the part, the message with `other` instead of that part) for each part of a message that is not
     empty. Rendering the changed messages shows where a template writes each part, or that it leaves it out.
 
-    The names are the key of a thought (`_THOUGHTS`), "content", "added" (content beside a call that had none), "inline"
-    (a `<think>` block within the content), "name" (of the first call) and "arguments" (of the last call).
+    The names are the key of a thought ("reasoning_content" or "thinking"), "content", "added" (content beside a call
+    that had none), "inline" (a `<think>` block within the content), "name" (of the first call) and "arguments" (of the
+    last call).
     """
     thoughts = [key for key in _THOUGHTS if isinstance(message.get(key), str) and message[key].strip()]
     if thoughts:  # a template reads one of the two keys

@@ -242,8 +242,8 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
     if the row lacks one of them, the answer is empty, or its turns do not end with one of the assistant.
 
     If both are text, the example has both as text and as a conversation. Otherwise it is a conversation only: the turns
-    of the prompt (in a column of `_PROMPT`), then the answer, which is text, a turn or a list of turns. If there is no
-    prompt column, the answer's turns begin with the prompt.
+    of the prompt (in the column prompt, question, messages or conversations), then the answer, which is text, a turn or
+    a list of turns. If there is no prompt column, the answer's turns begin with the prompt.
 
     Args:
       value: the row's columns by name.
@@ -375,8 +375,9 @@ def _not_empty(text: str, what: str) -> None:
 
 
 def _conversation(value: Mapping[str, Any], turns: Any, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Example:
-    """The example of a conversation. The text of a column of `SYSTEM` becomes its first message, unless it begins with
-    a system message. Raises `RowError` if it is empty, a turn is wrong, or a response is empty and calls no tool.
+    """The example of a conversation. The text in the row's column system or system_prompt (`SYSTEM`), if any, becomes
+    its first message, unless it begins with a system message. Raises `RowError` if it is empty, a turn is wrong, or a
+    response is empty and calls no tool.
 
     Args:
         value: the row's columns, of which the system message and the tools are read.
