@@ -30,7 +30,8 @@ class Packaged:
 
     @property
     def text(self) -> str:
-        """The template's Jinja text, read from its file, without the line break at the end."""
+        """The template's Jinja text, which `templates.resolve_template` returns: its file without the line break at the
+        end."""
         return (_FOLDER / f"{self.name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
 
 

@@ -328,8 +328,8 @@ class StreamFeed:
 
     def _make(self) -> _TokenisedWindow:
         """Reads and tokenises windows, starting after the last row that was read, until one has rows that can be
-        trained on, and returns it. It runs in the thread of `_load`. Raises ValueError if a whole epoch has none, or
-        after `close`."""
+        trained on, and returns it. It runs in the thread of `_load`. Raises ValueError if a shard cannot be read, if a
+        whole epoch has no such rows, or after `close`."""
         epoch = self._end.epoch
         while True:
             rows, begin, size = [], self._end, 0
