@@ -55,7 +55,8 @@ def program_of(values: Mapping[str, Any]) -> str | None:
 
 
 def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
-    """Translates the config of another program into the recipe that it means, without checking the recipe's values.
+    """Translates the config of another program into the recipe that it means, without checking the recipe's values, for
+    `jaxtune convert`.
 
     Args:
       values: the keys and values of the config, which stay as they are.
@@ -63,9 +64,11 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
         looked for.
     Returns:
       The recipe. Keys without a counterpart are no error; they are listed in `lacking`. Keys that have no effect here
-        (`_IDLE`), and those whose value is null, false or empty, are left out without a note.
+        (`_IDLE`, such as gradient_checkpointing), and those whose value is null, false or empty, are left out without a
+        note.
     Raises:
       ConfigError: the config is neither axolotl's nor LLaMA-Factory's.
+      ValueError: dataset_info.json is not JSON.
     """
     program = program_of(values)
     if program is None:
@@ -163,10 +166,12 @@ _INSTEAD = {
 
 
 def _common(made: Translation, left: dict[str, Any]) -> None:
-    """Translates the keys that both programs have. Called after `_axolotl` or `_llama_factory`, as it reads what they
-    have set. made: the recipe, which is extended. left: the config's keys that are not translated yet; those that this
-    function translates are removed from it. Some are removed without effect: those of LoRA if the recipe makes no new
-    adapter, the number of epochs beside max_steps, and eval_steps if there are no held-out rows."""
+    """Translates the keys that both programs have: those of `_SAME` (such as learning_rate), the batch size
+    (rows_per_step is rows x micro-batches), steps or epochs, optimizer, schedule, precision, held-out rows. Called
+    after `_axolotl` or `_llama_factory`, as it reads what they have set. made: the recipe, which is extended. left: the
+    config's keys that are not translated yet; those that this function translates are removed from it. Some are removed
+    without effect: those of LoRA if the recipe makes no new adapter, the number of epochs beside max_steps, and
+    eval_steps if there are no held-out rows."""
     adapted = "adapter" in made.values and "path" not in (made.values["adapter"] or {})
     for name, key in _SAME.items():
         if name in left and (value := left.pop(name)) is not None and (adapted or name not in _ADAPTERS):
@@ -203,8 +208,8 @@ def _common(made: Translation, left: dict[str, Any]) -> None:
 def _choose(
     made: Translation, left: dict[str, Any], names: tuple[str, str], key: str, table: Mapping[str, str]
 ) -> None:
-    """Sets the recipe's dotted key `key` from whichever of two names is in `left`, and removes that name. Nothing is
-    set if neither is there with a value of the table.
+    """Sets the recipe's dotted key `key` from whichever of two names has a value of the table in `left`, and removes
+    that name; if both do, the second decides. Nothing is set if neither does.
 
     Args:
       made: the recipe.
@@ -229,9 +234,10 @@ def _packing(made: Translation, packs: bool) -> None:
 
 
 def _columns(made: Translation, columns: Mapping[str, str], of: str) -> None:
-    """Sets data.columns of the recipe `made` to `columns` without the names that are the same in both. A recipe has one
-    such map for all rows, so if it has a different one already, `columns` is reported as lacking instead. columns:
-    {name of a column in a format of jaxtune: its name in these rows}. of: the name of the rows, for that report."""
+    """Sets data.columns of the recipe `made` to `columns` without the names that are the same in both; nothing if none
+    is left. A recipe has one such map for all rows, so if it has a different one already, `columns` is reported as
+    lacking instead. columns: {name of a column in a format of jaxtune: its name in these rows}. of: the name of the
+    rows, for that report."""
     columns = {ours: source for ours, source in columns.items() if ours != source}
     known = made.values.get("data", {}).get("columns")
     if columns and known not in (None, columns):

@@ -113,7 +113,7 @@ def _describe(hint: Any) -> str:
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """{name: file} of the recipes (YAML files of training configurations) that the package contains, sorted by name."""
+    """{name: file} of the packaged recipes, YAML files of configurations, sorted by name, to find and to list them."""
     folder = Path(__file__).parents[1] / "recipes"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
@@ -158,7 +158,7 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
 
 
 def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, Any]:
-    """The keys and values of a YAML file, as nested dicts, lists and scalars.
+    """The keys and values of a YAML file, a recipe or another program's config, as nested dicts, lists and scalars.
 
     Args:
         path: the file.
@@ -178,8 +178,8 @@ def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, 
 
 
 def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainConfig, float]:
-    """Reads a recipe whose held-out rows may be replaced by an override of data.eval. Such an override also unsets the
-    recipe's data.eval_rows, which cannot be set beside data.eval.
+    """Reads a recipe for `jaxtune evaluate`, whose held-out rows may be replaced by an override of data.eval. Such an
+    override also unsets the recipe's data.eval_rows, which cannot be set beside data.eval.
 
     Args:
         recipe: the path of a YAML file, or the name of a packaged recipe.
@@ -240,8 +240,8 @@ _LONGEST_NUMBER = 40
 
 
 def _scalar(text: str) -> Any:
-    """The value of `text`, an unquoted scalar, by the rules of YAML 1.2: None, a bool, an int, a float or the string
-    itself. A text of over 40 characters is always a string."""
+    """The value of `text`, an unquoted scalar of a recipe or an override, by the rules of YAML 1.2: None (also for ""),
+    a bool, an int, a float or the string itself. A text of over 40 characters is always a string."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if len(text) > _LONGEST_NUMBER:
@@ -256,7 +256,8 @@ def _scalar(text: str) -> Any:
 
 
 def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -> Any:
-    """Parses YAML to dicts, lists and scalars; an empty text gives None.
+    """Parses the YAML of a recipe, or of an override whose value is a list, a mapping or quoted, to dicts, lists and
+    scalars; an empty text gives None.
 
     Args:
         text: the YAML.
@@ -305,7 +306,7 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
 
 
 def _substitute(value: Any, name: str, text: str) -> Any:
-    """A copy of nested dicts and lists with `name` (such as "{package}") replaced by `text` in every string value."""
+    """`value`, nested dicts and lists of a recipe, copied with `name` ("{package}") replaced by `text` in strings."""
     if isinstance(value, dict):
         return {key: _substitute(item, name, text) for key, item in value.items()}
     if isinstance(value, list):
@@ -323,8 +324,7 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
         origins: where each dotted key was set, for messages; it is updated.
 
     Raises:
-        ConfigError: the override cannot be read, or a name before the last one in its key has a value that is not a
-            section.
+        ConfigError: the override cannot be read, or a name before the last one in its key is not that of a section.
     """
     key, equals, text = override.partition("=")
     if not equals or not key.strip(". "):
@@ -358,7 +358,7 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
 
 @functools.cache
 def _adapter() -> pydantic.TypeAdapter[TrainConfig]:
-    """Pydantic's validator of a TrainConfig; building it takes a while, so it is built once."""
+    """Pydantic's validator of a TrainConfig, for `config_from_dict`; building it takes a while, so it is built once."""
     return pydantic.TypeAdapter(TrainConfig)
 
 
@@ -391,8 +391,8 @@ def config_from_dict(values: Mapping[str, Any], origins: Mapping[str, str] | Non
 
 
 def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
-    """Returns (the dotted key, the message for the user) of `fault`, one entry of pydantic's `errors()`. origins: where
-    each dotted key was set, such as "file:line"."""
+    """Returns (the dotted key, the message for the user) of `fault`, one entry of pydantic's `errors()`;
+    `config_from_dict` raises a line for each. origins: where each dotted key was set, such as "file:line"."""
     key, hint, section = _locate(fault["loc"])
     kind, value = fault["type"], fault["input"]
     if kind == "value_error":  # from a __post_init__, whose message begins with the key

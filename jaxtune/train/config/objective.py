@@ -319,7 +319,8 @@ class ObjectiveConfig:
         """The options of this objective that are not None, as {name: value}: the keyword arguments of the objective's
         class, which has its own defaults for the others. For grpo and rloo the dict also has the options of reward
         functions and tools (their names are in the property `of_source`), and for distill `teacher_load_in`; all of
-        these are for the batch source or the loader, and must be left out when the class is constructed."""
+        these are for the batch source or the loader, and must be left out when the class is constructed. grpo's
+        loss_type is left out if it is "sigmoid", the default, which is a loss of dpo."""
         named = {name: getattr(self, name) for name in _OPTIONS[self.name]}
         if self.name == "grpo" and self.loss_type == "sigmoid":  # the default, which is dpo's
             del named["loss_type"]

@@ -1,4 +1,5 @@
-"""The section `qat` of a configuration: quantisation-aware training."""
+"""The section `qat` of a configuration: quantisation-aware training, in which weights are rounded to a low-bit
+format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Most sections of a run's configuration, as frozen dataclasses: schema, defaults and help texts in one place. The
-others are in model.py, objective.py and qat.py; train_config.py combines all, and file.py reads and writes them. The
-second argument of an `Annotated` type is the key's help text. What types cannot express is checked in `__post_init__`,
-so that a configuration built in Python is checked like one from YAML."""
+"""Most sections of a run's configuration, as frozen dataclasses with defaults and help texts (the second argument of an
+`Annotated` type). The others are in model.py, objective.py and qat.py; train_config.py combines all, and file.py reads
+and writes them. What types cannot express is checked in `__post_init__`, so that a configuration built in Python is
+checked like one from YAML."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ class MeshConfig:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(data, fsdp): the values of `axes`."""
+        """(data, fsdp): the values of `axes`, of which the mesh is made; -1 as there."""
         return tuple(self.axes.values())
 
     @property
@@ -343,16 +343,16 @@ class MeshConfig:
 
     @property
     def divides_tensors(self) -> str | None:
-        """The config key because of which weights are divided among devices, with its value, in words such as
-        "mesh.fsdp = 4"; None if every device has whole weights."""
+        """The config key because of which weights are divided among devices, with its value, such as "mesh.fsdp = 4",
+        for messages about what does not work then; None if every device has whole weights."""
         return None if self.fsdp == 1 else f"mesh.fsdp = {self.fsdp}"
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The section `checkpoint` of a configuration: when checkpoints are saved, which are kept, whether a run resumes
-    from them, and whether its result is the best of them. If neither every_steps nor every_minutes is set, a run saves
-    only after a signal, for `best`, or for a callback. A `best` that does not begin with "eval_" raises ConfigError."""
+    """The section `checkpoint` of a configuration: when checkpoints are saved, which are kept, whether a run resumes,
+    and whether its result is the best of them. Without every_steps and every_minutes a run saves only after a signal,
+    for `best`, or for a callback. ConfigError: `best` is not "eval_...", best_is without it, or a bad value."""
 
     __pydantic_config__ = _STRICT
 
@@ -463,7 +463,7 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """The section `metrics` of a configuration: where metrics are written besides metrics.jsonl, and how often."""
+    """The section `metrics`: where metrics go besides metrics.jsonl, and how often. log_every < 1: ConfigError."""
 
     __pydantic_config__ = _STRICT
 

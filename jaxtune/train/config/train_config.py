@@ -45,9 +45,9 @@ SHORTHANDS = {"qat": "format", "objective": "name"}
 
 
 def _by_name(section: str) -> BeforeValidator:
-    """A pydantic validator for the section `section` of `SHORTHANDS`, which lets it be given as a single string:
-    "int4" for qat becomes {"format": "int4"}. It runs before pydantic's own checks, to which it passes everything
-    else."""
+    """A pydantic validator for the section `section` of `SHORTHANDS`, which lets it be given as a single string: "int4"
+    for qat becomes {"format": "int4"}. It runs before pydantic's own checks, to which it passes everything else (of a
+    mapping, with lists changed to tuples)."""
 
     def mapping(value: object) -> object:
         """The section's value as pydantic shall check it: a string as {its key: the string}, a mapping with lists
@@ -119,12 +119,12 @@ class TrainConfig:
     @property
     def computes_in(self) -> str:
         """The word of the dtype in which the model computes, "bf16", "fp32" or "fp16": `precision`, or what it gives
-        "*" if it is a map."""
+        "*" if it is a map. Other code reads it here, so that it need not distinguish the two."""
         return self.precision if isinstance(self.precision, str) else self.precision[_REST]
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype in which the model computes, such as "bfloat16"."""
+        """The name of the dtype in which the model computes, such as "bfloat16", as jax.numpy names it."""
         return DTYPES[self.computes_in]
 
     @property

@@ -46,9 +46,9 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Called by Python for a name that the package does not have yet: imports what `name`, one of `__all__`, names,
-    keeps it as an attribute of the package, and returns it. So a process that only reads or tokenises rows does not
-    load JAX. Raises AttributeError for any other name."""
+    """Python calls this function for an attribute that the package does not have yet. If `name` is one of `__all__`, it
+    imports the module of that object, stores the object as an attribute of the package, and returns the object. So a
+    process that only reads or tokenises rows does not load JAX. Raises AttributeError for any other name."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

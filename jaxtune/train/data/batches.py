@@ -155,11 +155,12 @@ class BatchSource:
 
     def limit_slots(self, plan: SlotPlan) -> None:
         """Sets the most rows that a source which samples answers may sample at a time, and the most layers whose
-        weights its samplers may convert once: those of `plan`. It is called once the memory of the run is planned;
-        a source that does not sample ignores it."""
+        weights its samplers may convert once: those of `plan`. It is called once the memory of the run is planned. By
+        default, for a source that does not sample, it does nothing."""
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
-        """Tells the source how devices share the rows of a batch; called once, before the first batch.
+        """Tells the source how devices share the rows of a batch; called once, before the first batch. By default
+        nothing is done: each process makes all rows.
 
         Args:
             lanes: the number of blocks of consecutive rows into which a batch is divided, one for each device (or group
@@ -280,7 +281,7 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 def torch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """The permutation that transformers' Trainer uses for an epoch (from 0), int64[rows]: torch.randperm with seed +
-    epoch. A run in place of one of its runs thus sees the rows in the same order.
+    epoch. So a run that replaces one of transformers' sees the rows in the same order.
 
     torch.randperm swaps each index i with i + (r mod (rows - i)), where r is the next 32-bit output of the Mersenne
     Twister.

@@ -76,7 +76,7 @@ class Summary:
     unread: list[str] = dataclasses.field(default_factory=list)
     """The names of the first columns that have values and that the row format does not read."""
     cut: int = 0
-    """Rows of which only the beginning was tokenised, because they are very long and the rest is beyond data.length."""
+    """Documents of which only the beginning was tokenised, because they are long; the rest is beyond data.length."""
     tokens: int = 0
     """Tokens in all documents."""
     trained_tokens: int = 0
@@ -86,8 +86,8 @@ class Summary:
 
     def add(self, chunk: Chunk) -> None:
         """Adds `chunk`, some rows that a worker tokenised, to this summary, in place: its counts are added, and
-        `max_token` becomes the larger one. The lists that name rows, as "file:line: reason", and `unread`, the list of
-        names of columns, get new entries only until they have `OFFENDERS`."""
+        `max_token` becomes the larger one. The lists that name rows, such as `offenders`, and `unread`, the list of
+        names of columns, get new entries only until they have `OFFENDERS` (10)."""
         self.rows += chunk.rows
         self.documents += len(chunk.lengths)
         self.bad_rows += len(chunk.problems)
@@ -169,8 +169,8 @@ class CachedDocuments(NamedTuple):
 
 
 class _Store:
-    """Collects chunks of tokenised rows, in order: `add` appends a chunk's arrays (`FIELDS`) and adds its counts to
-    `summary`.
+    """Collects chunks of tokenised rows, in order: `add` appends a chunk's arrays (tokens, mask, lengths, trained and
+    origins, as in `Documents`) and adds its counts to `summary`.
 
     With a folder, an empty one, each array is appended to a file NAME.bin in it. `finish` closes the files and writes
     meta.json (sizes, checksums, summary), without which the folder is not complete; `close` closes the files after a
@@ -233,9 +233,9 @@ class _Store:
 
 
 def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
-    """The documents of a cache: `fields` has the flat arrays of `FIELDS` by name, and `files` the names of the files
-    that rows came from, into which the array "origins" has indices. The arrays of tokens and mask may be memory-mapped
-    and are not copied."""
+    """The documents of a cache: `fields` has the flat arrays {"tokens", "mask", "lengths", "trained", "origins"}, as in
+    `Documents`, and `files` the names of the files that rows came from, into which "origins" has indices. The arrays of
+    tokens and mask may be memory-mapped and are not copied."""
     lengths = np.array(fields["lengths"])
     return Documents(
         tokens=fields["tokens"],
@@ -309,8 +309,8 @@ def _own_name(folder: Path) -> Path:
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
     """Writes all chunks that `build` makes into `folder`, an existing, empty folder, and completes it with a meta.json.
-    Returns (a set without documents, since nothing is mapped yet; the counts). Raises ValueError if the disk is
-    full."""
+    Returns (a set without documents, since nothing is mapped yet; the counts). Raises ValueError if the disk is full;
+    what `build` raises passes through, and the folder stays incomplete."""
     store = _Store(folder)
     try:
         for chunk in build():
@@ -438,7 +438,8 @@ def _checksum(path: Path) -> int:
 
 def _remove_abandoned(parent: Path) -> None:
     """Deletes the temporary folders that killed runs left in the folder `parent`: those not modified for a day
-    (`ABANDONED_SECONDS`). Errors are ignored, as a folder may be another user's."""
+    (`ABANDONED_SECONDS`). `open_or_build` calls it before it builds a folder. Errors are ignored, as a folder may be
+    another user's."""
     for folder in parent.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             if folder.is_dir() and time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:

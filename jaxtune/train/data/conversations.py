@@ -55,9 +55,9 @@ class Conversations:
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation (`messages`, and `tools` or None) by the tokenizer's `apply_chat_template`, which
-        is not tokenised. Raises `RowError` if the template fails on it. add_generation_prompt: whether the text ends
-        with what the template writes before a response."""
+        """Renders a conversation (`messages`, and `tools` or None) by the tokenizer's `apply_chat_template`, and
+        returns the text, without tokenising it. Raises `RowError` if the template fails on the conversation.
+        add_generation_prompt: whether the text ends with what the template writes before a response."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -255,12 +255,11 @@ class Conversations:
 
     def _all_written(self, messages: list[dict], tools: list[dict] | None, parts: list[tuple[int, str]]) -> bool:
         """Whether the template writes every one of these parts of a conversation (messages; tools or None); each part
-        is (index of the message, name of the part).
+        is (index of the message, name of the part). True without parts.
 
         All parts are replaced by markers and rendered at once, which costs one rendering instead of one for each part.
-        False means that it is not known, and that the parts must be tried one by one: a marker is missing, the
-        template fails, or a part is content, which `left_out` asks about only if the text does not contain it
-        unchanged.
+        False means that it is not known, and that the parts must be tried one by one: a marker is missing, the template
+        fails, or a part is content, which `left_out` asks about only if the text does not contain it unchanged.
         """
         if not parts or any(part == "content" for _, part in parts):
             return not parts
@@ -300,8 +299,9 @@ def _changed(message: Mapping[str, Any], other: str = SENTINEL) -> Iterator[tupl
     """Yields (name of the part, the message with `other` instead of that part) for each part of a message that is not
     empty. Rendering the changed messages shows where a template writes each part, or that it leaves it out.
 
-    The names are the key of a thought (`_THOUGHTS`), "content", "added" (content beside a call that had none), "inline"
-    (a `<think>` block within the content), "name" (of the first call) and "arguments" (of the last call).
+    The names are the key of a thought ("reasoning_content" or "thinking"), "content", "added" (content beside a call
+    that had none), "inline" (a `<think>` block within the content), "name" (of the first call) and "arguments" (of the
+    last call).
     """
     thoughts = [key for key in _THOUGHTS if isinstance(message.get(key), str) and message[key].strip()]
     if thoughts:  # a template reads one of the two keys

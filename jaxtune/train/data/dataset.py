@@ -66,8 +66,8 @@ class TokenDataset:
 
     @functools.cached_property
     def rows(self) -> PackedRows:
-        """The packed rows, with a teacher's values (`TaughtRows`) if `teacher` is set. Packing is planned on first
-        access, and kept.
+        """The packed rows, with a teacher's values (`TaughtRows`) if `teacher` is set. With packing="step" each row is
+        one document, and `steps.pack_steps` packs them. Packing is planned on first access, and kept.
 
         Raises:
             NothingUsable: no token that is trained on is left within `length`.
@@ -95,7 +95,8 @@ class TokenDataset:
     def warnings(self) -> list[str]:
         """Warnings about these rows to show before training, one sentence each: those of `Summary.warnings`, and, where
         there are any, the number of documents that packing dropped, the number of rows whose text beyond data.length
-        was not tokenised, and that no response has a span that data.mask_spans masks. The rows are packed for it."""
+        was not tokenised, and that no response has a span that data.mask_spans masks. The rows are packed for it, with
+        the errors of `rows`."""
         found, report = self.summary.warnings(), self.report
         if report.dropped:
             found.append(
@@ -121,11 +122,13 @@ class TokenDataset:
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
         """The source of batches of `rows_per_step` packed rows (`batches.Batches`). Each epoch has an order of its own
         that depends on `seed` (the field `order` says how); with shuffle=False, as in evaluations, the rows keep the
-        order in which they were packed. A run with packing="step" uses `steps.pack_steps` instead."""
+        order in which they were packed. A run with packing="step" uses `steps.pack_steps` instead. Raises what `rows`
+        raises, and ValueError if `rows_per_step` is below 1 or `seed` is negative."""
         return Batches(self.rows, rows_per_step, seed=seed, order=self.order if shuffle else "given")
 
     def with_max_documents(self, documents: int) -> Self:
-        """A copy whose packed rows have at most `documents` documents, and whose batches have room for as many.
+        """A copy whose packed rows have at most `documents` documents, and whose batches have room for as many. The
+        copy plans its packing anew, on first access to `rows`.
 
         Sets that are mixed in one run need batches of equal shapes, so each is given the largest number that any of
         them needs.
@@ -154,8 +157,8 @@ class TokenDataset:
         return self._of(train), self._of(held_out)
 
     def _of(self, documents: np.ndarray) -> TokenDataset:
-        """A copy of this data set with only the documents at the indices `documents` (int[n]), in that order. `summary`
-        stays that of all rows."""
+        """A copy of this data set with only the documents at the indices `documents` (int[n]), in that order; `split`
+        makes both of its parts by it. `summary` stays that of all rows."""
         return dataclasses.replace(self, documents=self.documents.select(documents))
 
 
@@ -308,12 +311,13 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
-    """Yields the chunks unchanged, and shows a progress bar of rows if stderr is a terminal. Windows of a stream after
-    the first get no bar, because they are tokenised during the run, which shows a bar of its own.
+    """Yields the chunks unchanged, and shows a progress bar of rows on stderr meanwhile, if stderr is a terminal.
+    Windows of a stream after the first get no bar, because they are tokenised during the run, which shows a bar of its
+    own. `prepare` uses it.
 
     Args:
         chunks: the tokenised chunks, in order.
-        sources: the sources of the rows, whose counts are the bar's total.
+        sources: the sources of the rows. Their counts are the bar's total; if one is not known, the bar has no total.
         max_rows: the largest number of rows that are read, or None; it limits the total.
     """
     console = terminal.console(stderr=True)

@@ -80,7 +80,8 @@ class Documents:
         return f"{self.files[file]}:{line}"
 
     def select(self, indices: np.ndarray) -> Documents:
-        """The documents at `indices` (int[n]), in that order."""
+        """The documents at `indices` (int[n]), in that order. The tokens are not copied. `TokenDataset.split` makes the
+        training and the held-out documents by it."""
         return dataclasses.replace(
             self,
             starts=self.starts[indices],
@@ -91,7 +92,8 @@ class Documents:
 
     def write(self, start: int, count: int, batch: Batch, slot: int, at: int, segment: int) -> int:
         """Writes a run of the flat tokens into a row of a batch, in place, with their targets, weights, segment ids and
-        positions. The last token of the run gets no target, and positions count from 0 at its first token.
+        positions. The last token of the run gets no target, and positions count from 0 at its first token. Packed rows
+        fill batches by it (`PackedRows.fill`, `PackedPairs.fill`).
 
         Args:
             start, count: the run is `tokens[start : start + count]`, of one document.
@@ -168,9 +170,10 @@ class Documents:
 
     @classmethod
     def gather(cls, documents: Iterable[Document | Sequence[int]]) -> Documents:
-        """The set of these documents, copied into flat arrays; without any, an empty set. It has no `origins` and no
-        `files`. A plain sequence of ints is a document of which every token is trained on. Raises ValueError for tokens
-        that are not integers, or a mask of another length."""
+        """The set of these documents, copied into flat arrays, for documents that are in memory and not in the token
+        cache; without any, an empty set. It has no `origins` and no `files`. A plain sequence of ints is a document of
+        which every token is trained on. Raises ValueError for tokens that are not a one-dimensional sequence of
+        integers, or a mask of another length."""
         tokens, masks = [], []
         for index, document in enumerate(documents):
             if isinstance(document, Document):

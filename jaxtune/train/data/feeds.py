@@ -31,7 +31,7 @@ class Feed(Protocol):
 
     def next(self) -> tuple[Rows, int]:
         """Returns (rows, index): the next row is row `index` of `rows`. `rows.fill(batch, slot, index)` writes it into
-        row `slot` of a batch. It may wait until rows are read and tokenised."""
+        row `slot` of a batch. It may wait until rows are read and tokenised, and raises the errors of reading them."""
         ...
 
     def position(self) -> Json:
@@ -179,8 +179,8 @@ class FedBatches(BatchSource):
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """The batch of `step` (from 0). It has the rows of the lanes of this process, the blocks of a batch's rows that
         its devices compute on, and padding in the others. `model` is not used. Raises ValueError unless `step` is the
-        next one, or the one asked for last, because rows are read only once. It waits for rows that are not read yet,
-        and raises the errors of reading them."""
+        next one, or the one asked for last (which gives the same object again), because rows are read only once. It
+        waits for rows that are not read yet, and raises the errors of reading them."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         if step != self._next:

@@ -1,5 +1,5 @@
-"""A first look at what a config names: `require_readable` opens the rows and the model's folder before anything is
-loaded, so that a slip in a name or a format is reported at once."""
+"""A first look at what a config names, which `jaxtune train` takes before anything is loaded: `require_readable` opens
+the rows and the model's folder, so that a slip in a name or a format is reported at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def require_readable(config: TrainConfig) -> None:
 
 def _look(key: str, rows: Any, config: TrainConfig) -> None:
     """Opens one of the sources that a config key names, and reads its first row; of a folder, the first row of each
-    file (of `_MOST_FILES`, 32, at most). For the objective sft the row is also converted to an example.
+    file (of `_MOST_FILES`, 32, at most), and of a stream, that of its first shard. For the objective sft the row is
+    also converted to an example. A bad row is no error if data.on_bad_row is "skip".
 
     Args:
       key: "data.train" or "data.eval".

@@ -102,8 +102,8 @@ class Pair:
 
 def detect_format(columns: Iterable[str]) -> str:
     """The row format, a key of `COLUMNS` such as "alpaca", of rows that have these columns (`columns`, their names). Of
-    several formats that fit, it is the first in `COLUMNS`. Raises `RowError` if none fits, or if there are columns
-    chosen and rejected, which need a preference objective."""
+    several formats that fit, it is the first in `COLUMNS`. data.format=auto reads rows by it. Raises `RowError` if none
+    fits, or if there are columns chosen and rejected, which need a preference objective."""
     columns = list(columns)
     if {"chosen", "rejected"} <= set(columns):
         raise RowError("columns chosen and rejected are preference data: set objective=dpo, orpo or simpo")
@@ -133,10 +133,10 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
 def refuse_media(value: Mapping[str, Any]) -> None:
     """Raises `RowError` for a row with an image, video or audio column, which cannot be trained on: without it, the
     text would teach another task, and the tag that represents it is plain letters to the tokenizer. value: the row's
-    columns by name.
+    columns by name. The functions that normalize rows call it first.
 
-    A column that has only text is accepted if the row's text has no such tag: it is metadata, such as the address of a
-    page's image.
+    A column that is empty or null does not count. One that has only text is accepted if the other columns have no such
+    tag: it is metadata, such as the address of a page's image.
     """
     for name, cell in value.items():
         tag = _MEDIA.get(name.lower()) if isinstance(name, str) else None
@@ -151,8 +151,8 @@ def refuse_media(value: Mapping[str, Any]) -> None:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yields every string in `value`, which may be nested lists and mappings, keys included: to search all the text of
-    a row."""
+    """Yields every string in `value`, which may be nested lists, tuples and mappings, the keys of mappings included. By
+    it all text of a row is searched for tags of images and for special tokens."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -187,15 +187,21 @@ def normalize_labelled(value: Mapping[str, Any]) -> Pair:
 
 
 def normalize(value: Mapping[str, Any], format: str) -> Example:
-    """The `Example` of a row: of the format text with `text`; of messages and ShareGPT with `messages` and `tools`; of
-    Alpaca, and of a prompt and completion that are text, with `prompt`, `completion` and `messages`; of a prompt and
-    completion of which one is a list of turns, with `messages`, `tools` and `prompt_messages`, the number of the
-    prompt's turns; of a question and its answer, with `messages` only. Raises `RowError` with the reason if the row
-    cannot be used.
+    """The `Example` of a row. Which of its fields are set depends on the format:
+
+    - text: `text`.
+    - messages and sharegpt: `messages` and `tools`.
+    - alpaca, and prompt_completion if both columns are text: `prompt`, `completion` and `messages`; but only `messages`
+      if the row has a column question in place of prompt.
+    - prompt_completion if one of the columns is a list of turns: `messages`, `tools` and `prompt_messages`, the number
+      of the prompt's turns.
 
     Args:
         value: the row's columns by name.
         format: its row format, a key of `COLUMNS` such as "messages" or "alpaca", which is not checked.
+
+    Raises:
+        RowError: the row cannot be used; the message has the reason.
     """
     refuse_media(value)
     if format == "text":
@@ -236,8 +242,8 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
     if the row lacks one of them, the answer is empty, or its turns do not end with one of the assistant.
 
     If both are text, the example has both as text and as a conversation. Otherwise it is a conversation only: the turns
-    of the prompt (in a column of `_PROMPT`), then the answer, which is text, a turn or a list of turns. If there is no
-    prompt column, the answer's turns begin with the prompt.
+    of the prompt (in the column prompt, question, messages or conversations), then the answer, which is text, a turn or
+    a list of turns. If there is no prompt column, the answer's turns begin with the prompt.
 
     Args:
       value: the row's columns by name.
@@ -350,7 +356,7 @@ def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = T
 def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> str:
     """The text in the first of the columns `names` that is not null in the row `value`; data sets name the same column
     differently. If all are missing or null, it raises `RowError` (required) or returns "" (not required). It also
-    raises `RowError` if the value is not text, or is invalid Unicode."""
+    raises `RowError` if the value is not text, or is invalid Unicode. Blank text is returned as it is."""
     found = _column(value, names, required)
     if found is None:
         return ""
@@ -369,8 +375,9 @@ def _not_empty(text: str, what: str) -> None:
 
 
 def _conversation(value: Mapping[str, Any], turns: Any, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Example:
-    """The example of a conversation. The text of a column of `SYSTEM` becomes its first message, unless it begins with
-    a system message. Raises `RowError` if it is empty, a turn is wrong, or a response is empty and calls no tool.
+    """The example of a conversation. The text in the row's column system or system_prompt (`SYSTEM`), if any, becomes
+    its first message, unless it begins with a system message. Raises `RowError` if it is empty, a turn is wrong, or a
+    response is empty and calls no tool.
 
     Args:
         value: the row's columns, of which the system message and the tools are read.

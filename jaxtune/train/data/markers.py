@@ -85,9 +85,9 @@ class _Marker:
 
     @staticmethod
     def _edge(tokenizer: Any, encoded: list[list[tuple[int, int, int]]], start: int, end: int) -> str:
-        """The raw pieces (token strings) of the characters `start:end` of the marker, its head or its tail, joined. The
-        marker was tokenised between several texts, the contexts; the pieces are those of the first context in which
-        whole tokens cover exactly these characters, or "" if there is none.
+        """The raw pieces (token strings) of the characters `start:end` of the marker, its head or its tail, joined,
+        from which `lead` and `trail` are made. The marker was tokenised between several texts, the contexts; the pieces
+        are those of the first context in which whole tokens cover exactly these characters, or "" if there is none.
 
         Args:
             tokenizer: a fast Hugging Face tokenizer.
@@ -102,12 +102,13 @@ class _Marker:
 
     def find(self, tokens: np.ndarray) -> np.ndarray:
         """int64[n]: the indices in `tokens` (a row, int32) at which the marker's core begins, the tokens that are the
-        same whatever text is next to the marker."""
+        same whatever text is next to the marker. `Markers.spans` looks for the ends of the marker around each."""
         return _find(tokens, self.core)
 
 
 def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64[n]: the indices at which the sequence `wanted` (not empty) begins in `tokens`; both are int32 arrays."""
+    """int64[n]: the indices at which the sequence `wanted` (not empty) begins in `tokens`; both are int32 arrays. The
+    tokens of markers are searched for by it; [] if there are none."""
     at = np.flatnonzero(tokens[: max(len(tokens) - len(wanted) + 1, 0)] == wanted[0])
     for shift in range(1, len(wanted)):
         at = at[tokens[at + shift] == wanted[shift]]
@@ -115,9 +116,18 @@ def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
-    """The forms in which the marker `text` can occur in tokens: [the marker], followed by the same marker after a space
-    if its first token is then a different one ("hi ASSISTANT:"). key: its config key below `data`, for error messages.
-    Raises ValueError if the marker is empty or has no token that is the same in every context."""
+    """The forms in which the marker `text` can occur in tokens, one or two: the marker itself and, if its core (the
+    tokens that are the same in every context) differs after a space, the marker after a space ("hi ASSISTANT:"). A
+    marker that begins with white space has one form. `Markers` searches for all forms.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+        text: the marker.
+        key: its config key below `data`, for error messages.
+
+    Raises:
+        ValueError: the marker is empty or has no token that is the same in every context.
+    """
     plain = _Marker(tokenizer, text, key)
     if text[0].isspace():
         return [plain]

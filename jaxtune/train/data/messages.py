@@ -1,4 +1,5 @@
-"""The turns of a conversation, converted to messages in the form that chat templates expect.
+"""The turns of a conversation, converted to messages in the form that chat templates expect; `formats.py` makes the
+conversations of rows by it.
 
 Data sets write turns as OpenAI's API does (`role`, `content`, `tool_calls`) or as ShareGPT does (`from`, `value`). Both
 become dicts with a chat role and text, and with calls whose arguments are objects.
@@ -37,15 +38,18 @@ _SPEAKERS = {name: role for name, role in ROLES.items() if not name.endswith("_c
 
 
 def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a turn in OpenAI's form to a message in the form that chat templates expect: its content becomes text
-    ("" if it has only tool calls), the names of speakers become roles ("human" becomes "user"; other roles stay), and
-    each tool call {"type": "function", "function": {"name", "arguments": object}}. If the content is a list of typed
-    parts, texts are joined, parts of the type "reasoning" become `reasoning_content`, and those of the type "tool_call"
-    `tool_calls`. The older key `function_call` becomes `tool_calls` too. Other keys stay, without those that are None.
-    `turn` is not changed.
+    """Converts `turn`, a turn in OpenAI's form, to a new message in the form that chat templates expect:
+
+    - The content becomes text, "" if the turn has only tool calls. If it is a list of typed parts, their texts are
+      joined, parts of the type "reasoning" become `reasoning_content`, and those of the type "tool_call" `tool_calls`.
+    - The name of a speaker becomes a role ("human" becomes "user"); other roles stay.
+    - Each tool call becomes {"type": "function", "function": {"name", "arguments": object}}. The older key
+      `function_call` becomes `tool_calls`, unless the turn has these too; then it is dropped.
+    - Other keys stay, without those that are None.
 
     Raises `RowError` if the turn cannot be used: it has no role, or neither content nor calls; a part is of another
-    type, such as an image; a call is wrong; or the text is not valid Unicode."""
+    type, such as an image; a call is wrong; or the text is not valid Unicode.
+    """
     role = turn.get("role")
     if not isinstance(role, str) or not role:
         raise RowError(f"a message has no role; it has {', '.join(map(str, turn)) or 'nothing'}")
@@ -72,9 +76,11 @@ def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined_parts(parts: Iterable[object]) -> dict[str, Any]:
-    """The keys of a message whose content is a list of typed parts, such as {"type": "text", "text": ...}: "content" as
-    text, and "reasoning_content" and "tool_calls" if there are such parts; the texts of several parts are joined
-    without a separator. Raises `RowError` for a part of another type, such as an image, or a wrong call."""
+    """The keys of a message whose content is `parts`, a list of typed parts such as {"type": "text", "text": ...}:
+    "content" as text, and "reasoning_content" (text) and "tool_calls" (a list) if there are such parts. The text of a
+    part is under its key "text" or else "value"; that of a part "tool_call" is the JSON of a call. The texts of several
+    parts are joined without a separator. Raises `RowError` for a part of another type, such as an image, or a wrong
+    call."""
     texts, reasoning, calls = [], [], []
     targets = {"text": texts, "input_text": texts, "output_text": texts, "reasoning": reasoning, "tool_call": calls}
     for part in parts:
@@ -93,10 +99,11 @@ def _joined_parts(parts: Iterable[object]) -> dict[str, Any]:
 
 
 def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a turn in ShareGPT's form ({from, value}) or in OpenAI's to a message in the form that chat templates
-    expect ({"role", "content", ...}). The value of the speaker function_call or tool_call is the JSON of a call, which
-    becomes `tool_calls`. Of other keys only weight, train and training stay. Raises `RowError` if the speaker is not
-    one of ROLES (such as human, gpt or system), or the turn is wrong otherwise."""
+    """Converts a turn in ShareGPT's form ({from, value}) to a message in the form that chat templates expect ({"role",
+    "content", ...}); a turn with the key `role` is in OpenAI's form, and `chat_message` converts it. The value of the
+    speaker function_call or tool_call is the JSON of a call, which becomes `tool_calls`. Of the other keys of a
+    ShareGPT turn only weight, train and training stay (none for a call). Raises `RowError` if the speaker is not one of
+    ROLES (such as human, gpt or system), or the turn is wrong otherwise."""
     if "role" in turn:  # some files name the column as ShareGPT does and its parts as OpenAI does
         return chat_message(turn)
     speaker, content = turn.get("from"), turn.get("value")
@@ -137,9 +144,10 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def tool_schemas(tools: Any) -> list[dict[str, Any]] | None:
-    """The schemas of tools that chat templates expect, each {"type": "function", "function": schema}, from a row's
-    column `tools`: a list of schemas or its JSON text. A schema that has this form already stays as it is. None if
-    there are none. Raises `RowError` if it is neither."""
+    """The schemas of tools that chat templates expect, each {"type": "function", "function": schema}, from `tools`, the
+    value of a row's column of that name: a list of schemas or its JSON text. A schema that has this form already stays
+    as it is. None if there are no tools (null, an empty list or blank text). Raises `RowError` if the text is not JSON,
+    or the value is not a list of objects."""
     if isinstance(tools, str):
         if not tools.strip():
             return None

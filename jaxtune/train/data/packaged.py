@@ -30,7 +30,8 @@ class Packaged:
 
     @property
     def text(self) -> str:
-        """The template's Jinja text, read from its file, without the line break at the end."""
+        """The template's Jinja text, which `templates.resolve_template` returns: its file without the line break at the
+        end."""
         return (_FOLDER / f"{self.name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
 
 
@@ -59,7 +60,8 @@ def missing_marks(tokenizer: Any, name: str) -> list[str]:
     """Returns those of the marks (`Packaged.marks`, the special tokens that the template writes) of the packaged
     template `name` that are not special tokens of this tokenizer, a Hugging Face one: empty if the template can be
     used. For a template that needs only an EOS, it is the tokenizer's EOS text if that is no special token, or "EOS" if
-    the tokenizer has none."""
+    the tokenizer has none. `templates.resolve_template` refuses a template with missing marks, because the model would
+    not learn where a turn ends. Raises KeyError if `name` is not in `PACKAGED`."""
     special = set(tokenizer.convert_ids_to_tokens(list(special_ids(tokenizer))))
     marks = PACKAGED[name].marks
     if marks is None:

@@ -135,7 +135,8 @@ def plan_rows(
     max_documents: int | None = None,
 ) -> Plan:
     """Assigns documents, or pairs of documents, to rows by best fit decreasing: longest first, each into the fullest
-    row with enough room. It needs their lengths only.
+    row with enough room. It needs their lengths only. `PackedRows` and `pairs.PackedPairs` build their rows from the
+    plan.
 
     The plan is deterministic: equally long documents are taken in the order of their indices. Within a row, pieces are
     in the order of their documents. Documents of length 0 are left out.
@@ -176,16 +177,18 @@ def plan_rows(
 def _pieces(
     lengths: np.ndarray, length: int, overflow: Overflow, name: Callable[[int], str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Divides documents into pieces. Returns three arrays int64[pieces] in the order of the documents: for each piece
-    the index of its document, the index of its first token there, and its number of tokens. A document is one piece
-    unless it is longer than `length`; then it is cut, split or refused, as `overflow` says. An empty document has no
-    piece.
+    """Divides documents into pieces, which `plan_rows` then assigns to rows. A document is one piece unless it is
+    longer than `length`; then it is cut, split or refused, as `overflow` says. An empty document has no piece.
 
     Args:
         lengths: int64[n], the number of tokens of each document.
         length: the number of tokens in a row.
         overflow: "truncate", "split" or "error".
         name: gives the name of a document by its index, for the message.
+
+    Returns:
+        (document, offset, count), three arrays int64[pieces] in the order of the documents: the index of each piece's
+            document, the index of its first token there, and its number of tokens.
 
     Raises:
         ValueError: a document is too long and `overflow` is "error".
@@ -249,8 +252,9 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
 class PackedRows:
     """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch;
     `TokenDataset.rows` makes them. Documents that are empty, or lose all their trained tokens when they are cut, are in
-    no row. The attribute `report` has the counts, a PackingReport, and `plan` the assignment of documents to rows.
-    `empty` makes a batch, `fill` writes a row into it, and `batch` makes one of all rows.
+    no row. The attribute `report` has the counts, a PackingReport, `plan` the assignment of documents to rows, and
+    `full` says whether every row is one document without padding. `empty` makes a batch, `fill` writes a row into it,
+    and `batch` makes one of all rows.
 
     Args:
         documents: the documents.
@@ -351,9 +355,9 @@ class PackedRows:
         return Batch.empty(rows, length or self.length)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes row number `row` of these into row `slot` of a batch, from token `at` on, and returns the index after
-        its last token. place: how many of these rows were written into the same row of the batch before; segment ids
-        count from 1 + place x `max_documents`, so that those of different rows differ."""
+        """Writes row number `row` of these, in place, into row `slot` of a batch, from token `at` on, and returns the
+        index after its last token. place: how many of these rows were written into the same row of the batch before;
+        segment ids count from 1 + place x `max_documents`, so that those of different rows differ."""
         plan, documents = self.plan, self.documents
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1 + place * self.max_documents):
@@ -386,16 +390,16 @@ def pack(
     Args:
         documents: `Document`s, or plain sequences of ints, of which every token is trained on.
         length: the number of tokens in a row.
-        overflow: documents longer than a row are cut ("truncate"), divided into several pieces ("split"), or
-            refused ("error").
+        overflow: documents longer than a row are cut ("truncate"), divided into several pieces ("split"), or refused
+            ("error").
         packing: True puts several documents into a row; False gives every document a row of its own (padded mode).
 
     Returns:
         The packed rows (numpy arrays `[rows, length]`) and a report with every count.
 
     Raises:
-        ValueError: a document is longer than a row and `overflow` is "error"; tokens that are not integers; a
-            mask of another length than its tokens.
+        ValueError: a document is longer than a row and `overflow` is "error"; `length` is below 2, or `overflow` is not
+            known; tokens that are not integers; a mask of another length than its tokens.
     """
     rows = PackedRows(Documents.gather(documents), length, overflow=overflow, packing=packing)
     return rows.batch(), rows.report

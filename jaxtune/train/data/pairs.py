@@ -26,7 +26,8 @@ REFERENCE = "reference"  # float32[rows, P, 2]: log-probabilities of the two ans
 class PackedPairs:
     """Packed rows of preference pairs, which are built when they are written into a batch (`batches.Rows`);
     `PairDataset.rows` makes them. The attribute `kept`, int64[pairs, 2], is the number of tokens of each document after
-    truncation, 0 for a pair that is left out.
+    truncation, 0 for a pair that is left out. `report` has the counts, a PackingReport, `plan` the assignment of pairs
+    to rows, and `max_pairs` is the most pairs of a row.
 
     With overflow="truncate", a pair that is longer than `length` is cut: first its longer document, to the length of
     the shorter one, then both equally; with `width`, each document is cut by itself. A pair is left out if one of its
@@ -123,13 +124,14 @@ class PackedPairs:
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of `rows` rows of padding as new numpy arrays, into which `fill` then writes pairs; the train step is
-        compiled for its shapes. Its `extra` has the array PAIRS (1 where there is a pair), and LABELS (a number for
-        each pair) and REFERENCE (log-probabilities of the answers) if these pairs have them, all zeros.
+        compiled for its shapes. With P the most pairs of a row of the batch (`max_pairs` x `shared`), its `extra` has
+        the float32 arrays PAIRS, [rows, P] (1 where there is a pair), and, if these pairs have them, LABELS, [rows, P]
+        (a number for each pair), and REFERENCE, [rows, P, 2] (log-probabilities of the answers), all zeros.
 
         Args:
             rows: the number of rows of the batch.
             length: the number of tokens in a row of the batch; None is `self.length`.
-            shared: how many of these rows may be written into one row of the batch, which decides the arrays' sizes.
+            shared: how many of these rows may be written into one row of the batch.
         """
         most = self.max_pairs * shared
         extra: dict[str, np.ndarray] = {PAIRS: np.zeros((rows, most), np.float32)}
@@ -140,9 +142,10 @@ class PackedPairs:
         return dataclasses.replace(Batch.empty(rows, length or self.length), extra=extra)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes the pairs of row number `row` of these, with their `extra` values, into row `slot` of a batch, from
-        token `at` on, and returns the index after their last token. place: how many of these rows were written into the
-        same row of the batch before, so that segment ids and indices in `extra` do not overlap."""
+        """Writes the pairs of row number `row` of these, in place, into row `slot` of a batch, from token `at` on, and
+        returns the index after their last token: both documents of each pair, and its values in `extra` at its index in
+        the row. place: how many of these rows were written into the same row of the batch before, so that segment ids
+        and indices in `extra` do not overlap."""
         documents, before = self.documents, place * self.max_pairs
         for place, pair in enumerate(self.pairs(row), start=before):
             batch.extra[PAIRS][slot, place] = 1.0
@@ -162,14 +165,15 @@ class PackedPairs:
 
     def pairs(self, row: int) -> list[int]:
         """The indices of the pairs that row number `row` has, in the order in which they are in it; pair i is documents
-        2i and 2i + 1."""
+        2i and 2i + 1. `fill` writes these pairs, and objectives/references.py computes their references."""
         pieces = slice(self.plan.row_starts[row], self.plan.row_starts[row + 1])
         return [int(pair) for pair in self.plan.document[pieces]]
 
 
 def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
     """int64[pairs, 2]: the lengths of both documents of each pair after truncation, so that their sum is at most
-    `length`: the longer one loses tokens first, then both equally. lengths: int64[pairs, 2], the lengths before."""
+    `length`: the longer one loses tokens first, then both equally. lengths: int64[pairs, 2], the lengths before.
+    `PackedPairs` cuts pairs by it with overflow="truncate"."""
     shorter = np.minimum(lengths.min(1), length // 2)  # tokens of the shorter document that are always kept
     room = np.where(lengths.sum(1) > length, length - shorter, lengths.max(1))
     return np.minimum(lengths, room[:, None])
@@ -188,8 +192,8 @@ class PairDataset(TokenDataset):
     whole: bool = False
     """Whether pairs that would have to be cut are left out (True) or cut (False)."""
     width: int | None = None
-    """The number of tokens in a row, if `length` is the most tokens of each document; None if it is the most of a
-    pair."""
+    """The number of tokens in a row, if `length` is the most tokens of each document; None if `length` is the most
+    tokens of a pair, and of a row."""
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]

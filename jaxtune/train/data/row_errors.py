@@ -16,7 +16,8 @@ class SetupError(ValueError):
 
 
 def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `work(*arguments)`, which handles one row, or the `RowError` that it raised.
+    """The result of `work(*arguments)`, which handles one row, or the `RowError` that it raised, returned and not
+    raised. The code that reads and tokenises rows calls its functions by it.
 
     Any other exception is returned as a `RowError` that names its type, so that a row with unforeseen content affects
     that row only. A `SetupError` is raised, since it concerns all rows.
@@ -34,7 +35,7 @@ def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def check_unicode(text: str) -> None:
-    r"""Raises `RowError` if a text has half of a surrogate pair, which JSON can write ("\ud83d") and no tokenizer can
-    encode."""
+    """Raises `RowError` if `text`, which comes from a row, has half of a surrogate pair. JSON can write one as an
+    escape (backslash, u, d83d), and no tokenizer can encode it."""
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise RowError("not valid Unicode: half of a surrogate pair")

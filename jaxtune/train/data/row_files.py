@@ -34,7 +34,7 @@ class Row:
     value: Mapping[str, Any] | None
     """Its columns by name; None if it cannot be read."""
     format: str = ""
-    """Its row format, a key of `formats.COLUMNS`; "" until it is detected."""
+    """Its row format, one of `formats.FORMATS` without "auto", such as "alpaca"; "" until it is known."""
     error: str = ""
     """Why it cannot be read, if `value` is None."""
     size: int = 0
@@ -49,7 +49,7 @@ class Row:
 
 def _object(file: str, number: int, value: object) -> Row:
     """The `Row` of a decoded value, as row `number` of `file`: a bad one (without the value, with the reason) if the
-    value is not a mapping, is too large, or is nested too deeply."""
+    value is not a mapping, is too large, or is nested too deeply. All readers make their rows by it."""
     if not isinstance(value, Mapping):
         return Row(file, number, None, error=f"not an object with columns but {type(value).__name__}")
     size, error = _measure(value)
@@ -71,8 +71,8 @@ def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
 
 
 def _without_none(value: object) -> object:
-    """A copy of `value`, a cell of a table. In its nested mappings, keys with the value None are left out; tuples
-    become lists."""
+    """A copy of `value`, a cell of a table, for `_table_row`. In a mapping, and in all mappings and lists within it,
+    keys with the value None are left out; tuples become lists. Other values are returned as they are."""
     if isinstance(value, Mapping):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value
@@ -123,8 +123,9 @@ _JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
 def read_jsonl(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a file with one JSON object a line whose line number is above `after`. Empty lines are
-    skipped; a line that cannot be read, or is longer than `MAX_ROW_SIZE` bytes, gives a bad row."""
+    """Yields the rows of a file with one JSON object a line (.jsonl) whose line number is above `after`; 0 yields all.
+    Empty lines are skipped; a line that cannot be read, or is longer than `MAX_ROW_SIZE` bytes, gives a bad row. Raises
+    OSError if the file cannot be opened."""
     with open(file, "rb") as stream:
         for number, line in enumerate(_lines(stream), start=1):
             if number <= after:
@@ -146,8 +147,9 @@ def read_jsonl(file: Path, after: int) -> Iterator[Row]:
 
 
 def _lines[AnyStr: (bytes, str)](stream: IO[AnyStr]) -> Iterator[AnyStr | None]:
-    """Yields the lines of an open file (`stream`, of bytes or text), or None for a line of more than `MAX_ROW_SIZE`
-    (32 Mi) bytes or characters, which is never in memory as a whole."""
+    """Yields the lines of an open file (`stream`, of bytes or text), each with its line break, or None for a line of
+    more than `MAX_ROW_SIZE` (32 Mi) bytes or characters, which is never in memory as a whole. The readers of JSONL and
+    CSV make a bad row of None."""
     while line := stream.readline(MAX_ROW_SIZE + 1):
         if len(line) <= MAX_ROW_SIZE:
             yield line

@@ -15,9 +15,9 @@ from jaxtune.train.data.tokenizing import Tokens
 
 
 def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Pattern[str] | None:
-    """A pattern that matches the texts that only a template should write, because they open or end turns, to search a
-    row's own text for them: the special tokens of `tokenizer`, and the strings in `markers` without white space around
-    them (None is no marker). Returns None if there are no such texts."""
+    """A pattern that matches the texts that only a template should write, because they open or end turns: the special
+    tokens of `tokenizer`, a Hugging Face one, and the strings in `markers` without white space around them (None is no
+    marker). `RowEncoder` searches the text of a row's messages for them. Returns None if there are no such texts."""
     found = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
     found |= {marker.strip() for marker in markers if marker is not None}
     longest_first = sorted(filter(None, found), key=lambda text: (-len(text), text))
@@ -26,11 +26,12 @@ def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Patt
 
 def refuse_left_out(turns: Sequence[Mapping[str, Any]], last_only: bool) -> None:
     """Raises `RowError` if an answer that would be trained on has a false `weight`, `train` or `training` key, with
-    which data sets of OpenAI's and Axolotl's form exclude single answers. Answers cannot be excluded one by one here.
+    which data sets of OpenAI's and Axolotl's form exclude single answers. Here single answers cannot be excluded, so
+    `RowEncoder` refuses the row instead of training on them.
 
     Args:
-        turns: the messages whose answers are trained on.
-        last_only: whether only the last answer is trained on.
+        turns: the messages whose answers (those with the role "assistant") are trained on.
+        last_only: whether only the last answer is trained on, so that only this one is looked at.
     """
     answers = [turn for turn in turns if turn["role"] == "assistant"]
     for answer in answers[-1 if last_only else 0 :]:
@@ -77,7 +78,8 @@ def masked_spans(
 def _spans(text: str, low: int, high: int, opening: str, closing: str) -> Iterator[tuple[int, int]]:
     """Yields the (start, end) character ranges, as indices of `text`, of the spans that are not trained on in the
     response `text[low:high]`: from each `opening` to the next `closing`, both included, or to the end of the response
-    if there is no `closing`. A response whose prompt ends with `opening` begins within a span."""
+    if there is no `closing`. A response begins within a span if the prompt before it ends with `opening`, white space
+    after that not counted."""
     # White space at the end of the prompt is not part of the opening: "<think>\n" comes before a thought.
     before = text[max(low - len(opening) - 16, 0) : low].rstrip()
     at = low if before.endswith(opening) else text.find(opening, low, high)

@@ -97,8 +97,8 @@ class StepBatches(Batches):
 
     def batch_at(self, step: int, model: object = None) -> Batch:
         """The batch of `step` (from 0), as new numpy arrays, whose documents are packed here, those of each micro-batch
-        into the rows of that micro-batch; empty documents are left out. Steps may be asked for in any order. `model` is
-        not used."""
+        into the rows of that micro-batch; empty documents are left out. Steps may be asked for in any order, up to the
+        number of steps of the run. `model` is not used. Raises ValueError if `step` is negative."""
         epoch, index = divmod(int(step), self.steps_per_epoch)
         numbers, of_row = self.rows_at(step), self._epoch_plan(epoch)[index]
         batch = self.empty(self.rows_per_step)

@@ -52,7 +52,8 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class _TokenisedWindow:
-    """A window, the rows of a lane that are tokenised and packed at a time, from which a feed takes packed rows."""
+    """A window, the rows of a lane that are tokenised and packed at a time, from which a feed takes packed rows.
+    `StreamedRows.tokenised` makes it."""
 
     begin: _Place
     """The position before its first row."""
@@ -245,7 +246,8 @@ class StreamedRows:
 
         Args:
             epoch: how many times the lane has read all its rows.
-            lane: the index of the lane, that is of the device that reads rows of its own; named if it is not 0.
+            lane: the index of the lane, that is of the device that reads rows of its own; the sentence names it if it
+                is not 0.
         """
         with self._lock:
             of = "" if lane == 0 else f" by device {lane}"
@@ -326,8 +328,8 @@ class StreamFeed:
 
     def _make(self) -> _TokenisedWindow:
         """Reads and tokenises windows, starting after the last row that was read, until one has rows that can be
-        trained on, and returns it. It runs in the thread of `_load`. Raises ValueError if a whole epoch has none, or
-        after `close`."""
+        trained on, and returns it. It runs in the thread of `_load`. Raises ValueError if a shard cannot be read, if a
+        whole epoch has no such rows, or after `close`."""
         epoch = self._end.epoch
         while True:
             rows, begin, size = [], self._end, 0

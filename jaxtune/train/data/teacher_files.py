@@ -46,8 +46,8 @@ class TeacherFile:
 
     def require_all(self, values: TeacherValues, what: str) -> None:
         """Raises ConfigError if a document with trained tokens is not in the file, so that a run does not find this out
-        later. values: the places for the values of the documents. what: the key of their rows, such as data.train, for
-        messages."""
+        later. values: the documents, with the places for their values. what: the key of their rows, such as data.train,
+        for messages."""
         wanted = _wanted(values)
         for row in _rows(self.sources):
             wanted.pop(_key(_tokens(row), values.limit), None)
@@ -187,12 +187,14 @@ def _distributions(row: Row, places: list[int], k: int) -> tuple[np.ndarray, np.
 def _require_distributions(
     row: Row, places: list[int], ids: np.ndarray, log_probs: np.ndarray, vocab_size: int
 ) -> None:
-    """Raises ConfigError if one of a row's distributions is none, as `TeacherFile.read` says.
+    """Raises ConfigError, with the index of the token, if a stored distribution is none: it has no token, a token id
+    twice or not from 0 to vocab_size - 1, a log-probability above 0 or not finite, or probabilities that add up to more
+    than 1 (rounding allowed, `_SLACK`). `TeacherFile.read` calls it for each row.
 
     Args:
       row: the row, for the message.
       places: the indices of its tokens that have these distributions, for the message.
-      ids, log_probs: the distributions, as `_distributions` returns them.
+      ids, log_probs: the distributions, `[len(places), k]`, as `_distributions` returns them.
       vocab_size: the number of the model's token ids.
     """
     used, given = ids != -1, (ids != -1).sum(1)

@@ -88,9 +88,10 @@ class TaughtRows(PackedRows):
         )
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes row number `row` of these, with the teacher's values, into row `slot` of a batch from token `at` on,
-        and returns the index after its last token. place: how many of these rows were written into the same row of the
-        batch before. Before the run has the values, as when rows are only shown, the places in `extra` stay unused."""
+        """Writes row number `row` of these, with the teacher's values, in place into row `slot` of a batch from token
+        `at` on, and returns the index after its last token. place: how many of these rows were written into the same
+        row of the batch before. Before the run has the values, as when rows are only shown, the places in `extra` stay
+        unused."""
         end, plan, stored = super().fill(batch, slot, row, at, place), self.plan, self.values.stored
         if stored is None:
             return end

@@ -71,12 +71,12 @@ class Rendered:
 
 
 def resolve_template(tokenizer: Any, template: str | None) -> str:
-    """The Jinja text of a chat template.
+    """The Jinja text of a chat template, by which conversations are rendered.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        template: None or "tokenizer" (the tokenizer's own), a packaged name, the path of a `.jinja` file, or Jinja
-            text.
+        template: None or "tokenizer" (the tokenizer's own; of several, the "default"), a packaged name, the path of a
+            `.jinja` file, or Jinja text.
 
     Raises:
         SetupError: there is no such template, or a packaged template needs special tokens that the tokenizer lacks.
@@ -208,11 +208,11 @@ class RowEncoder:
         return results
 
     def encode_prompt(self, example: Example) -> np.ndarray:
-        """int32[n]: the tokens of an example up to the begin of its last response, as the prompt to generate it from;
-        of an example of text alone, all of it. They are the same text, BOS and tokens that training has there. A text,
-        and a prompt that is text if data.template is null, need no template. A conversation that ends with another turn
-        is kept whole; in any case the begin of a response follows a conversation, as the template writes it. Raises
-        `RowError` if the template fails, and `SetupError` if a conversation has none."""
+        """int32[n]: the prompt from which the last response of an example is generated: the tokens before that
+        response, the same text, BOS and tokens as in training. For an example of text alone, it is all of the text; for
+        a plain prompt (data.template is null), the prompt; neither needs a template. For a conversation, it is the
+        turns without the last one if that is the assistant's, rendered by the template with its generation prompt.
+        Raises `RowError` if the template fails, and `SetupError` if a conversation has none."""
         if example.text is not None:
             text = example.text
         elif self._is_raw(example):
@@ -277,7 +277,7 @@ class RowEncoder:
             special: what `_special_in` found; if it is not "", markers are not used.
 
         Raises:
-            RowError: the template fails, or the responses cannot be found.
+            RowError: the template fails, the responses are not found, or an answer is marked as not to be trained on.
         """
         messages = example.messages or []
         if self.train_on != "all":
@@ -373,7 +373,7 @@ class RowEncoder:
 
     def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int | None = None) -> int:
         """The index after the last token of a response, without white space that the template writes after the token
-        that ends the turn.
+        that ends the turn; `last` if no token ends the turn, or other text follows that token.
 
         Args:
             text, tokens: the text of the row and its tokens.
@@ -390,7 +390,7 @@ class RowEncoder:
     def _with_eos(
         self, text: str, tokens: Tokens, spans: list[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Appends an EOS to a row of plain text and adds it to the last response, so that the model learns to stop.
+        """Appends an EOS to a row of plain text and to its last response (if any), so that the model learns to stop.
 
         A row that already ends with EOS is not changed. If markers are used, the text is a rendered conversation; it is
         not changed either if it ends with another token that ends a turn, such as Gemma's or Phi-3's.
@@ -416,8 +416,8 @@ class RowEncoder:
         return ids, [*spans[:-1], *((first, len(ids)) for first, _ in spans[-1:])]
 
     def _one_bos(self, tokens: np.ndarray) -> np.ndarray:
-        """`tokens` (int32[n] token ids) with exactly one BOS at the beginning if the tokenizer adds one or the
-        template wrote one, else with none."""
+        """`tokens` (int32[n] token ids) with exactly one BOS at the beginning if the tokenizer adds one or the template
+        wrote one (several become one), else with none."""
         if self.bos_id is None:
             return tokens
         leading = 0
@@ -491,8 +491,8 @@ def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, st
 
 
 def _without_turn_end(gap: str, special: list[str]) -> str:
-    """The text that opens the next turn: the text between two messages (`gap`) without the special token at its
-    beginning that ends the turn before, if more than white space follows it. special: the tokens that end turns."""
+    """The text that opens the next turn: `gap`, the text between two messages, without the token of `special` that ends
+    the turn before and white space after it; all of `gap` if it does not begin so, or no text follows."""
     for token in sorted(special, key=len, reverse=True):
         rest = gap.removeprefix(token)
         if rest != gap and rest.strip():

@@ -90,8 +90,8 @@ def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], max_tokens: int 
 
 
 def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
-    """The tokens of each of `texts`, with their positions, by one call of `tokenizer` and without windows or special
-    tokens around a text; [] without texts."""
+    """The tokens of each of `texts`, with their positions, by one call of `tokenizer`, a fast Hugging Face one, without
+    windows and without the special tokens (such as BOS) that it adds around a text; [] without texts."""
     if not texts:
         return []
     output = tokenizer(

@@ -4,9 +4,8 @@ The processes are started as separate commands and receive their work through pi
 already be running here. The caller's main module is not imported again, as multiprocessing's spawn would do, so a
 training script need not guard its main code.
 
-The caller can interrupt the work at any time: tokenising runs in other threads or processes, and the caller's wait
-wakes several times a second. On an interrupt, or when a chunk takes far too long (a template is a program, and may
-loop), the processes are killed and the thread is abandoned.
+The caller can interrupt the work at any time, because its wait wakes several times a second. On an interrupt, or when a
+chunk takes far too long (a template is a program, and may loop), processes are killed and the thread is abandoned.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ class Chunk:
     ended: int
     """The number of responses whose trained tokens include one that ends the turn, or that were cut before it."""
     special: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """(place, the token or marker) of each row whose messages contain a special token, or a marker of the template, as
-    text."""
+    """(place, the token or marker) of each row whose messages contain a special token or a marker string as text."""
     left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """(place, what is left out, in words) of each row of whose conversation the template does not write everything."""
     masked: int = 0
@@ -111,7 +109,7 @@ _NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     """Renders and tokenises rows with `encoder`, and returns the chunk of their documents. A row that cannot be used,
     or has no trained token, gives none and is listed with its place. A row of a preference format gives two, chosen and
-    rejected; a labelled row's missing answer is an empty one. Raises `SetupError` if the encoder can use no row."""
+    rejected (an empty one for the answer that a labelled row lacks). SetupError: the encoder can use no row."""
     outcome = [attempt(_examples, row) for row in rows]
     encoded = iter(
         encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found if one])
@@ -180,8 +178,9 @@ def encode_rows(
         rows: from `reading.read_rows`.
         tokenizer: a fast Hugging Face tokenizer.
         options: keyword arguments of `RowEncoder`.
-        num_workers: the number of processes. None chooses it by the number of rows and of CPUs; with 0 or 1, a thread
-            of this process tokenises, as also, with a line that says so, if the tokenizer cannot be pickled.
+        num_workers: the number of processes. With 0 or 1, or, with a line that says so, a tokenizer that cannot be
+            pickled, a thread of this process tokenises. None: a process for each CPU (at most 16) if over 3 CPUs and
+            16,384 rows.
         poll: called several times a second; what it raises ends the work at once and passes through.
 
     Raises:
@@ -348,7 +347,7 @@ def _wait_for(
 
 def _span(rows: list[Row]) -> str:
     """The places (`file:line`) of the first and the last of `rows`, at least one, for messages: "rows.jsonl:1 to
-    rows.jsonl:512"."""
+    rows.jsonl:512"; of a single row, its place."""
     first, last = (printable(row.place) for row in (rows[0], rows[-1]))
     return first if len(rows) == 1 else f"{first} to {last}"
 
@@ -377,7 +376,8 @@ class _InProcess:
         """Does nothing: there is no process to end."""
 
     def kill(self) -> None:
-        """Raises SystemExit in the encoding thread at its next Python instruction, which ends a template that loops."""
+        """Raises SystemExit in the encoding thread, if any, at its next Python instruction, to end a looping
+        template."""
         if (thread := self.thread) is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
 

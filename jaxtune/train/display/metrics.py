@@ -139,7 +139,7 @@ class _JsonlSink(_Sink):
         self._torn = False  # whether the last line may be incomplete, as after a full disk
 
     def log(self, line: dict[str, Any]) -> None:
-        """Appends the line to the file. OSError if only a part was written; the next call then begins a new line."""
+        """Appends `line` (see `_Sink.log`). OSError if only a part was written; the next call begins a new line."""
         data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
         self._torn = True
         if self._file.write(data) != len(data):
@@ -161,7 +161,7 @@ class _TensorBoardSink(_Sink):
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Writes the numbers of a line, at its step and time, as scalars."""
+        """Writes the numbers of `line` (see `_Sink.log`), at its step and time, as scalars."""
         for key, value in _numbers(line).items():
             self._writer.add_scalar(key, value, line["step"], walltime=line["time"])
 
@@ -186,7 +186,7 @@ class _WandbSink(_Sink):
         atomic_write(id_file, self._run.id)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Sends the numbers of a line to Weights & Biases."""
+        """Sends the numbers of `line` (see `_Sink.log`), with its step, to Weights & Biases."""
         self._run.log({"step": line["step"], **_numbers(line)})
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class _TrackioSink(_Sink):
         atomic_write(name_file, name)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Stores the numbers of a line in trackio."""
+        """Stores the numbers of `line` (see `_Sink.log`), at its step, in trackio."""
         self._run.log(_numbers(line), step=line["step"])
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ ROWS = "eval_rows"  # the key of an evaluation's line with Documents.identity of
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """The lines of the metrics.jsonl at `path`, as dicts. The strings "nan", "inf" and "-inf" become floats again (not
-    within lists). Lines that are no JSON object with an integer `step`, such as an incomplete one, are skipped."""
+    within lists). Lines that are not JSON objects with an integer `step` are skipped. OSError without a file."""
     with open(path, "rb") as file:
         return [line for text in file if (line := parsed(text)) is not None]
 
@@ -294,14 +294,14 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def evaluations(path: Path, rows: str) -> dict[int, float]:
-    """{step: evaluation loss} from the metrics.jsonl at `path`, for evaluations of the rows with the identity `rows`
-    (Documents.identity) or with none recorded. Empty if there is no file."""
+    """{step: evaluation loss} from the metrics.jsonl at `path`, of evaluations of the rows `rows` (Documents.identity)
+    or of rows that are not recorded; {} without a file. A run that is started again sees by it what was evaluated."""
     lines = read_metrics(path) if path.exists() else []
     return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and line.get(ROWS, rows) == rows}
 
 
 def _drop_after(path: Path, last_step: int) -> None:
-    """Removes lines of steps after `last_step`, and unreadable ones, from the file `path`, for a run that resumes."""
+    """Removes lines of steps after `last_step`, and unreadable ones, from the file `path`, if any, for a resume."""
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]
@@ -494,7 +494,7 @@ def decorate(what: str, make: Callable[[], Any]) -> None:
 
 
 def _moving_average(values: tuple[float, ...], window: int) -> list[float]:
-    """The mean of each value and its neighbours, `window` (odd) values in all, fewer at the ends."""
+    """Means of each value and its neighbours, `window` (odd) in all, fewer at the ends, which `loss_plot` draws."""
     half = window // 2
     around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
     return [sum(part) / len(part) for part in around]

@@ -70,10 +70,11 @@ class _Work:
         return _Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def speeds(self, peak_flops: float | None) -> dict[str, Any]:
-        """{name in metrics.jsonl: value} of the metrics on speed, such as tokens_per_second and step_seconds.
-        peak_flops: the peak FLOP/s of all devices, which is needed for mfu (model FLOPs utilisation); None: unknown,
-        and mfu is left out. There must be at least one step, because some metrics are means over the steps (otherwise
-        ZeroDivisionError)."""
+        """The metrics on speed, {name in metrics.jsonl: value}: by second of the steps "tokens_per_second" (padding
+        included), "real_tokens_per_second" (without) and "trained_tokens_per_second", "steps" (their number), the means
+        "step_seconds" and "data_wait_seconds", and "mfu" (model FLOPs utilisation). There must be at least one step
+        (otherwise ZeroDivisionError). peak_flops: the peak FLOP/s of all devices, needed for mfu; None: unknown, and
+        mfu is left out."""
         seconds = max(self.seconds, 1e-9)  # the clock may not have moved
         speeds = {
             "tokens_per_second": self.slots / seconds,
@@ -215,7 +216,8 @@ class Monitor:
         Args:
           step: the step's number, from 0.
           latest: its metrics as arrays on the device, as StepProgram.update returns them.
-          counts: {"tokens", "trained_tokens", "lengths" of its documents}, known on the host, from Engine.load_step.
+          counts: what is known on the host, from Engine.load_step: {"tokens", "trained_tokens", "lengths" of its
+            documents, and, if the source of the rows adds some, "metrics": {name: value}}.
         Raises:
           TrainingStopped: a guard ends the run because of the step before.
         """
@@ -325,12 +327,12 @@ class Monitor:
         rows has no token that is trained on, or guards.max_nonfinite_in_row steps in a row were not finite. A step that
         was not finite is printed with the places of its rows, and added to `bad`, which a finite step empties. An
         overflow of the scaled loss of fp16 is none of these, unless the scale is 1 already. After the first step of a
-        run, `Watched.check_first` is called.
+        run, if it is finite and trains on a token, `Watched.check_first` is called.
 
         Args:
           step: the step's number, from 0.
           loss, norm: the step's loss and gradient norm.
-          values: the step's metrics, as numpy arrays on the host.
+          values: the step's metrics by name, as StepProgram.update returns them, but as numpy arrays on the host.
         """
         done = step + 1
         if values["finite"]:

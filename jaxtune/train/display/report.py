@@ -39,8 +39,8 @@ from jaxtune.train.program.tensors import trainable_names
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
-    """(trainable, all): the two numbers of parameters of `model`. Both include adapters, and the second counts each
-    element of a quantised weight as one, however it is packed."""
+    """(trainable, all): the two numbers of parameters of `model`, which tables and messages show. Both include
+    adapters, and the second counts each element of a quantised weight as one, however it is packed."""
     return parameters(nnx.state(model, nnx.Param)), parameters(nnx.state(model))
 
 
@@ -86,7 +86,8 @@ def trained_table(model: Decoder) -> Table:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """The indices `numbers` of layers as text, in ascending order, with consecutive ones as a range: "0-3, 5, 7-8"."""
+    """The indices `numbers` of layers as text, in ascending order, with consecutive ones as a range: "0-3, 5, 7-8".
+    `trained_table` shows by it in which layers a tensor is trained."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:
@@ -339,7 +340,7 @@ def _table_lines(parts: StepCost) -> list[str]:
 
 def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:
     """One line with the time that a run will take under its plan, and its price, without evaluations and saves. If the
-    number of steps is not known, they are those of a million tokens.
+    number of steps is not known, the line has the time and the price of a million tokens.
 
     Args:
       forecast: what is predicted for the plan.

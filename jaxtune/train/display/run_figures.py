@@ -61,30 +61,33 @@ class Figures:
     sums such as the wall time. It is made empty, and `add` adds one line of the file.
 
     Only curves and sums are kept, because all lines of a long run would fill the memory.
+
+    Attributes:
+      curves: {key of a drawn metric: its Curve}, apart from those of evaluations.
+      evaluations: (step, identity of the rows, numbers by their keys without the prefix "eval_") of each evaluation.
+      plan: the plan in force, in words, a list of lines: of a run that was resumed, or ran out of memory, the last of
+        several.
+      step: the number of steps done, by the last line.
+      seconds: the wall time of the run's steps and pauses, without the time between a kill and its resume.
+      step_seconds: the wall time of its steps alone.
+      steps_timed: the number of steps that `step_seconds` counts.
+      skipped: the number of updates that were skipped because they were not finite.
     """
 
     def __init__(self):
         self.curves: dict[str, Curve] = {}
-        """The curve of every drawn key, apart from evaluations."""
         self.evaluations: list[tuple[int, str, dict[str, float]]] = []
-        """(step, identity of the rows, numbers by their keys without the prefix) of each evaluation."""
         self.plan: list[str] = []
-        """The plan in force, in words: of a run that was resumed, or ran out of memory, the last of several."""
         self.step = 0
-        """The number of steps done, by the last line."""
         self.seconds = 0.0
-        """Wall time of the run's steps and pauses, without the time between a kill and its resume."""
         self.step_seconds = 0.0
-        """Wall time of its steps alone."""
         self.steps_timed = 0
-        """The number of steps that `step_seconds` counts."""
         self.skipped = 0.0
-        """The number of updates that were skipped because they were not finite."""
 
     def add(self, line: JsonMapping) -> None:
         """Adds one line of metrics.jsonl, as metrics.parsed returns it: of a step, an evaluation or a pause. Numbers of
-        drawn metrics are appended to their curves, those named eval_... to `evaluations`; values that are no numbers,
-        such as texts, are left out."""
+        drawn metrics are appended to their curves, those named eval_... to `evaluations`; other values, such as texts,
+        are left out. The sums, `step` and `plan` are updated."""
         self.step = line["step"]
         self.seconds += _wall_seconds(line)
         steps = line.get("steps", 1)
@@ -123,9 +126,9 @@ class RunFiles:
         self._page: JsonObject = {}
 
     def page(self) -> JsonObject:
-        """What the page shows of the run, as JSON values: its name, state, steps done, main results ("facts"), plan,
-        charts, samples of answers and settings. While no file of the run has changed, it is the same object as at the
-        last call.
+        """What the page shows of the run, as the JSON object that `_page` makes: its name, state, steps done, main
+        results ("facts"), plan, charts, samples of answers and settings. While no file of the run has changed, it is
+        the same object as at the last call.
 
         Raises:
           ValueError: the folder has no run.
@@ -168,8 +171,9 @@ def _identity(path: Path) -> Any:
 
 
 def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
-    """The JSON object of one run that page.js draws: its name, folder, state, step, time left, results ("facts"), plan,
-    charts, samples of answers, and settings, also as the text of the config.
+    """The JSON object of one run that page.js draws: {"name", "folder", "state", "why" (see RunState), "step": steps
+    done, "total": steps of the run or None, "left": time left in words, "facts": main results, "plan": lines, "charts",
+    "samples" of answers, "settings": {key: value}, "config": the text of config.yaml}.
 
     Args:
       folder: the run's folder.
@@ -224,9 +228,9 @@ def _charts(figures: Figures) -> list[JsonObject]:
 
 
 def thinned(curve: Curve, factor: float = 1.0) -> dict[str, list[float]]:
-    """The finite points of a curve: {"x": steps, "y": values}. Of more than MOST_POINTS points, which a browser would
-    draw slowly, it makes at most that many intervals: "x" has the last step of each, "y" its mean, and two more lists,
-    "low" and "high", its smallest and largest value.
+    """The finite points of a curve, as a chart draws them: {"x": steps, "y": values}. Of more than MOST_POINTS (600)
+    points, which a browser would draw slowly, it makes at most that many intervals: "x" has the last step of each, "y"
+    its mean, and two more lists, "low" and "high", its smallest and largest value.
 
     Args:
       curve: the curve.
@@ -283,7 +287,8 @@ def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
 
 
 def _in_words(seconds: float) -> str:
-    """A time of `seconds` in words: 17 s, 1 min 6 s, 13 h 53 min."""
+    """A time of `seconds`, which must be finite, in words: 17 s, 1 min 6 s; from an hour on without seconds: 13 h 53
+    min."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -121,10 +121,14 @@ class BestCheckpoint:
                 self.checkpointer.best = known
 
     def weights[T](self, last: T, say: Callable[[str], None]) -> tuple[T, dict[str, BestEvaluation]]:
-        """Returns the trained weights of the best evaluation, read from its checkpoint into the shardings of `last`,
-        the weights after the last step, and that evaluation as an entry of results.json, {"best_checkpoint": ...}. If
-        no evaluation was taken, or its checkpoint is damaged, they are `last` itself and {}. say: shows a line about
-        which weights they are."""
+        """Returns (the trained weights of the best evaluation, read from its checkpoint into the shardings of `last`;
+        that evaluation as an entry of results.json, {"best_checkpoint": ...}). If no evaluation was taken, or its
+        checkpoint is damaged, it returns (`last`, {}).
+
+        Args:
+          last: the trained weights after the last step, a pytree of arrays.
+          say: shows a line about which weights they are.
+        """
         if self.config.best is None:
             return last, {}
         if self.step is None:

@@ -66,7 +66,7 @@ class Checkpointer:
     Attributes:
       best: the steps of evaluations each better than the one before; the last one's checkpoint is kept as well.
     Raises:
-      ValueError: the folder cannot be written, or another run uses it.
+      ValueError: the folder cannot be written, another run uses it, or `keep` is below 1.
     """
 
     def __init__(self, folder: str | os.PathLike, keep: int = 2):
@@ -227,8 +227,8 @@ class Checkpointer:
         self._error.__cause__ = error
 
     def _purge(self, newest: int) -> None:
-        """Removes checkpoints older than the kept ones, damaged ones, and those of steps after `newest`, the newest
-        valid one, which a run abandoned when it was resumed from an earlier step."""
+        """Keeps, of the undamaged checkpoints up to step `newest` (the newest valid one), the last `keep` proven, the
+        best and an unproven one, and removes all others. Later steps were abandoned by a resume from before them."""
         self._damaged.discard(newest)
         steps = self.steps()
         usable = [step for step in steps if step <= newest and step not in self._damaged]
@@ -244,7 +244,7 @@ class Checkpointer:
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Removes the checkpoint folder `path`, in the first process; an error is logged."""
+        """Removes the checkpoint folder `path`, in the first process only; an error is logged and not raised."""
         if not processes.first():
             return
         trash = self.folder / f".tmp_{path.name}"
@@ -342,7 +342,7 @@ def _is_key(x: Any) -> bool:
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
     """{path: leaf} of the pytree `tree`, a path joined with "/" being the leaf's name in a checkpoint. Raises
-    CheckpointError if two leaves would have the same name, or one has none."""
+    CheckpointError if two leaves would have the same name, or a part of a path is empty or has a "/"."""
     named = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
@@ -354,8 +354,8 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(the arrays that Orbax stores, by name; the entry of meta.json for each array) of `state`, a pytree. PRNG keys
-    are stored as their uint32 data. Raises CheckpointError for a leaf that cannot be stored."""
+    """({name: array for Orbax}, without empty arrays, PRNG keys as uint32; {name: {"shape", "dtype", "key_impl" of a
+    PRNG key}} for meta.json) of the pytree `state`. CheckpointError: a leaf cannot be stored, or all are empty."""
     import tensorstore
 
     arrays, described = {}, {}
@@ -386,8 +386,8 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """The meta.json of the checkpoint folder `path`, {"format", "step", "meta", "arrays": {name: {"shape", "dtype"}}}.
-    Raises CheckpointError if it cannot be read or is not that of this step."""
+    """The meta.json of the checkpoint folder `path`: {"format", "step", "meta", "arrays": {name: {"shape", "dtype",
+    "key_impl" of a PRNG key}}}. Raises CheckpointError if it cannot be read or is not of this step."""
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
@@ -457,7 +457,7 @@ def _bytes(description: dict[str, Any]) -> int:
 
 def _empty(description: dict[str, Any], leaf: Any) -> np.ndarray | jax.Array:
     """An array of size 0, which Orbax cannot store, with the shape and dtype in `description` (its entry of meta.json)
-    and the sharding of `leaf`, its leaf of `like`."""
+    and the sharding of `leaf`, its leaf of `like`; numpy without a sharding."""
     empty = np.empty(description["shape"], jnp.dtype(description["dtype"]))
     sharding = _committed_sharding(leaf)
     return empty if sharding is None else partition.put(empty, sharding)
@@ -485,8 +485,8 @@ def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -
 
 def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[str, Any], partial: bool) -> None:
     """Raises CheckpointError with the differences if the checkpoint `path` does not have the arrays of a run.
-    described: {name: shape and dtype} from its record. wanted: {name: array or jax.ShapeDtypeStruct} of the run.
-    partial: the checkpoint may have arrays that are not wanted."""
+    described: {name: its entry in meta.json, with "shape" and "dtype"}. wanted: {name: array or jax.ShapeDtypeStruct}
+    of the run. partial: the checkpoint may have arrays that are not wanted."""
     problems = [f"{name}: not in the checkpoint" for name in wanted if name not in described]
     if not partial:
         problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in wanted]

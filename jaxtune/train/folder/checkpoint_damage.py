@@ -15,7 +15,8 @@ FORMAT = 1
 
 def find_damage(path: Path) -> str | None:
     """What is wrong with the checkpoint folder `path`, in words; None if every file that its manifest lists has the
-    size and checksum with which it was written. Every byte is read. `Checkpointer.restore` calls it before it uses a
+    size and checksum with which it was written. Every byte is read; files that are not listed are ignored. A missing
+    folder or manifest, or one that cannot be read, is damage too. `Checkpointer.restore` calls it before it uses a
     checkpoint."""
     if not path.is_dir():
         return "there is no such checkpoint"

@@ -22,8 +22,9 @@ class FolderLock:
     taken when the object is made, without waiting; `release` releases it and removes the file. A Checkpointer has one
     on its folder.
 
-    The file says which run has the lock (pid, host, start time). The folder is created if it is missing. On a file
-    system without locks, only a warning is logged.
+    The file says which run has the lock (pid, host, start time). The folder is created if it is missing, and a file
+    that a dead process left is taken over, with a warning in the log. On a file system without locks, only a warning is
+    logged.
 
     Raises:
       ValueError: another run has the lock, the folder cannot be written, or the file is a link.

@@ -168,9 +168,9 @@ def _of_any_length(record: dict[str, Any]) -> bool:
 
 
 def same_run(record: dict[str, Any]) -> dict[str, Any]:
-    """The values of a record by which a run's results are recognised as its own, {dotted key: value}; everything else,
-    such as how often it saves, may change within a run, and so may steps and epochs if its learning rate is constant
-    (`_of_any_length`)."""
+    """The values of a record by which a run's results are recognised as its own, {dotted key: value}, such as its seed,
+    its optimizer and the digest of the base; everything else, such as how often it saves, may change within a run, and
+    so may steps and epochs if its learning rate is constant (`_of_any_length`)."""
     keys = {
         key: value
         for key, value in flat_keys(json.loads(json.dumps(record))).items()
@@ -183,7 +183,8 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 
 def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
     """Whether `found`, a digest that was stored with a result, is that of the run `run` (as same_run returns it),
-    computed as this version of jaxtune or an older one does."""
+    computed as this version of jaxtune or an older one does. An evaluation, and a run that is started again, recognise
+    the run's results.json by it."""
     known = (run, by_what_it_holds({}, run))
     return found in [form(values) for form in (digest, _sha256) for values in known]
 
@@ -312,8 +313,8 @@ def compare_meta(
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    """{"config." + key: its default} for config keys. A record without such a key was written by a version that did not
-    have it, and is read as having the default."""
+    """{"config." + key: its default} for all config keys; of a key without one, the text "required". A record without
+    such a key was written by a version that did not have it, and is read as having the default."""
     found: dict[str, Any] = {}
     for key in config_keys():
         try:

@@ -1,4 +1,5 @@
-"""The rows of a run as tokens: those it trains on, with the source of its batches, and those it is evaluated on."""
+"""The rows of a run as tokens: `run_rows` tokenises those that it trains on and those that it is evaluated on, by a
+`Reader`, and `source_of` makes the source of its batches."""
 
 from __future__ import annotations
 
@@ -111,8 +112,8 @@ class Reader:
     ends: tuple[int, ...] = ()
 
     def tokenised(self, rows: object, max_rows: int | None = None) -> TokenDataset:
-        """Tokenises `rows`, all of them or the first `max_rows`, as the objective reads them, and lays them out for
-        batches.
+        """Tokenises `rows`, all of them or the first `max_rows`, as the objective reads them, and returns them as a
+        data set, from which batches are made.
 
         Raises:
           ValueError: a document has more tokens than the model was made for, or what `Objective.prepare` raises.
@@ -190,6 +191,8 @@ def source_of(
     Returns:
       (the source of the batches; the held-out rows, which with data.packing=step are laid out as the steps' rows are;
         the number of steps of the run).
+    Raises:
+      ValueError: the rows cannot be packed, or epochs are set for a source that does not know their number of steps.
     """
     source = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
     steps = total_steps(config, source.steps_per_epoch)
@@ -200,8 +203,7 @@ def source_of(
 
 def most_documents(batches: BatchSource, held_out: TokenDataset | None) -> int | None:
     """The largest number of documents in any row that is computed, for which attention's kernels are compiled; None if
-    it is not known before the run, as for streamed rows. batches: of the steps. held_out: the rows of evaluations, or
-    None."""
+    the source of the batches knows no limit. batches: of the steps. held_out: the rows of evaluations, or None."""
     if batches.max_documents is None:
         return None
     return max(batches.max_documents, 0 if held_out is None else held_out.rows.max_documents)

@@ -20,7 +20,8 @@ from jaxtune.train.signals import StopSignal
 
 class TrainingInterrupted(RuntimeError):
     """Raised when a signal has ended the run after a finished step. The message says which step is saved: this one, or
-    an earlier one if updates were being skipped. The same command continues from it."""
+    an earlier one if updates were being skipped, or that nothing is saved yet. The same command continues from the
+    saved step."""
 
 
 @dataclasses.dataclass
@@ -113,6 +114,7 @@ class Saver:
           last: whether this was the last step of the run.
         Raises:
           TrainingInterrupted: a signal came before the last step; the state was saved if possible.
+          TrainingStopped, CheckpointError: as `save` raises them.
         """
         if self.monitor.applied > self.saved:
             self.checkpointer.confirm()
@@ -130,6 +132,7 @@ class Saver:
           state: the TrainState after them.
         Raises:
           TrainingInterrupted: a signal came; the state was saved, unless updates are being skipped.
+          TrainingStopped, CheckpointError: as `save` raises them.
         """
         stop = self.stop
         due = self._due or self.policy.time_is_up(time.monotonic())
