@@ -33,7 +33,8 @@ def generalized_jsd(
 
     With m = beta teacher + (1 - beta) student it is beta KL(teacher || m) + (1 - beta) KL(student || m). At beta = 0 it
     is defined as the forward divergence KL(teacher || student), at beta = 1 as the reverse one, KL(student || teacher).
-    A run computes the same with linear_divergence (jaxtune.pallas.linear_cross_entropy), which needs no whole logits.
+    It is for training loops of a user's own. A run computes the same with linear_divergence
+    (jaxtune.pallas.linear_cross_entropy), which needs no whole logits.
 
     ```python
     losses = generalized_jsd(student_logits, teacher_logits, beta=0.5)  # [rows, length]

@@ -457,8 +457,9 @@ def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax
 
 
 def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The policy's clipped losses, and which ratios were clipped: (losses, {metric: True where clipped}), each
-    [answers, tokens or 1]; with "sapo" there are no metrics. Padding is not masked here.
+    """The policy's clipped losses, and which ratios were clipped: (losses, {metric: True where clipping takes effect,
+    which depends on the advantage's sign}), each [answers, tokens or 1]; with "sapo" there are no metrics. Padding is
+    not masked here. `grpo_sums` and `rloo_sums` call it.
 
     Args:
       logps: float32[answers, tokens], log-probabilities under the model that is trained.

@@ -274,8 +274,9 @@ def own_samples(
       ends: the token ids that end an answer.
       positions: the most tokens of a prompt and its answer that the model allows.
     Raises:
-      ConfigError: a row cannot be used (unless data.on_bad_row is "skip"), data.length is too short, or the rows are
-        tokenised already, so that their prompts are not known.
+      ConfigError: a row cannot be used (unless data.on_bad_row is "skip"), no row can, data.length is too short, or the
+        rows are tokenised already, so that their prompts are not known.
+      ValueError: there is no such file or data set.
     """
     if isinstance(rows, TokenDataset):
         raise ConfigError(
@@ -296,7 +297,8 @@ def own_samples(
 
 
 class _Reading:
-    """A function that makes an Asked (tokenised prompt and answer) of a data row.
+    """A function that makes an Asked (tokenised prompt and answer) of a data row, given as {column: value}, and raises
+    RowError if the row cannot be used; `own_samples` reads the rows with it.
 
     Args:
       tokenizer: a fast Hugging Face tokenizer.

@@ -224,8 +224,8 @@ class GRPO:
             return loss, count, jax.lax.stop_gradient(sums)
 
     def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(sum of the losses, the count that divides it, {metric: sum}) of a batch of answers: float32 scalars, here by
-        GRPO's loss; RLOO overrides it."""
+        """(sum of the losses, the count that divides it, {metric: sum} for each name in `_measured`) of a batch of
+        answers: float32 scalars, here by GRPO's loss; RLOO overrides it. `loss` calls it."""
         return grpo.grpo_sums(answers, self.losses)
 
     def _ratio(self, logps: jax.Array, sampled: jax.Array, mask: jax.Array) -> jax.Array | None:
@@ -332,7 +332,8 @@ class RLOO(GRPO):
         )
 
     def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(sum of RLOO's losses, number of answers, {metric: sum}) of a batch of answers: float32 scalars."""
+        """(sum of RLOO's losses, number of answers, {metric: sum} for each name in `_measured`) of a batch of answers:
+        float32 scalars. `loss` calls it."""
         return grpo.rloo_sums(answers, self.losses)
 
 

@@ -46,8 +46,8 @@ def load_from_file(name: str, key: str) -> Callable:
 
 
 def called(function: Callable) -> Callable:
-    """What a call of `function` runs: the function itself, or the method __call__ of a callable object. Only this shows
-    whether a callable object is async."""
+    """Returns what a call of `function` runs: the function itself, or the method __call__ of a callable object. Only
+    the method shows whether a callable object is async. Nothing is called here."""
     return function if inspect.isroutine(function) else function.__call__
 
 
@@ -87,7 +87,8 @@ class EventLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def run(self, coroutine: Coroutine) -> Future:
-        """Runs a coroutine in the event loop, and returns at once the future of its result or exception."""
+        """Runs a coroutine in the event loop, and returns at once the future of its result or exception. It may be
+        called from any thread, while the context is open."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start(self, function: Callable, given: Mapping[str, object]) -> Future:

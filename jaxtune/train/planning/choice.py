@@ -108,9 +108,17 @@ def _candidates(
     resident: int,
     unlike: Sequence[StepPlan],
 ) -> list[Forecast]:
-    """The forecasts of the plans among which `choose` chooses, whose arguments these are; some may not fit. parts: the
-    costs with the table of per-layer embeddings in one place. device: has the host memory that residuals may take.
-    budget: bytes of its memory, infinite if nothing limits them."""
+    """The forecasts of the plans among which `choose` chooses; some may not fit.
+
+    Args:
+      parts: the step's costs, with the table of per-layer embeddings in one place.
+      config: the run's; what its memory.plan and micro_batches set is not changed.
+      device: the device, with the host memory that residuals may take.
+      budget: bytes of its memory, infinite if nothing limits them.
+      chunk_logits: the candidates for the most logits (tokens times vocabulary size) that exist at a time.
+      resident: the least number of layers whose frozen weights are whole on each device.
+      unlike: plans that failed; plans that resemble them are left out, unless config.memory.plan is set.
+    """
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
     found: list[Forecast] = []
     for micro in splits(parts.rows, parts.devices, config.micro_batches):
@@ -168,7 +176,8 @@ def _residents(parts: StepCost, least: int) -> list[int]:
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
     """The forecast of the plan of `found` with as many more whole layers, each taken to be as large as the largest, as
     the budget has room for; `found` itself if there is no room or weights are not divided over devices. The weights of
-    a whole layer stay gathered on each device. parts: the step's costs. budget: bytes of memory of `device`.
+    a whole layer stay gathered on each device, which saves exchanges. parts: the step's costs. budget: bytes of memory
+    of `device`, or infinite.
 
     If all weights of the layers are trained, a whole layer keeps its gathered weights from its forward to its backward
     (ResidualPlan.whole_weights). If some are frozen, each device has a whole layer's frozen weights whole for the whole
@@ -237,8 +246,9 @@ def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> boo
 
 
 class _Relatives:
-    """A test of which pairs of layer plans resemble plans that failed and have the same micro-batches and tile. A
-    layer plan places the residuals of a layer; a pair is one for the first layers and one for the rest.
+    """A test of which pairs of layer plans resemble plans that failed and have the same micro-batches and tile, by
+    which `_best_pair` leaves such pairs out. A layer plan places the residuals of a layer; a pair is one for the first
+    layers and one for the rest.
 
     Args:
       parts: the step's costs.
@@ -290,9 +300,10 @@ def _best_pairs(
     relatives: _Relatives | None = None,
 ) -> list[Forecast]:
     """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time. The
-    other arguments are passed to _best_pair: the step's costs (`parts`), the layer plans (`table`), the number of
-    micro-batches, the device and its memory (`budget`), tokens of a tile, whole layers (`resident`), and pairs to leave
-    out (`relatives`).
+    other arguments are passed to _best_pair: the step's costs (`parts`), the layer plans and their forecasts that
+    _best_layers returned (`table`), the number of micro-batches, the device and its memory in bytes (`budget`), tokens
+    of a tile or None, the number of layers whose frozen weights are whole on each device (`resident`), and pairs to
+    leave out (`relatives`, or None).
 
     More tokens only take more memory. So the best pair for fewer tokens stays the best as long as it fits, and if no
     pair fits, none fits with more tokens.
@@ -438,7 +449,7 @@ def _unbeaten(figures: np.ndarray) -> list[int]:
 
 class PlanError(ValueError):
     """No plan fits the device. `choose` and the planner raise it; its message has the largest parts of the smallest
-    plan, and `fixes`. The other arguments are its attributes.
+    plan, and `fixes`. The other four arguments become its attributes of the same names.
 
     Args:
       smallest: the forecast with the lowest peak.

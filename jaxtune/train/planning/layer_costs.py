@@ -99,7 +99,7 @@ class LayerKind:
     def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
         """For each segment that is differentiated as soon as it is recomputed: (the names of its outputs, a function
         from Sizes, the residuals' sizes in the whole layer, to the bytes that it then keeps until the gradient of its
-        outputs arrives). Other segments have no entry."""
+        outputs arrives). Other segments have no entry. The forecast of a layer's backward adds these bytes."""
         block = self.block
 
         def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:

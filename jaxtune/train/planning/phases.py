@@ -126,9 +126,9 @@ def prefill_bytes(parts: StepCost, device: Device) -> float:
 
 
 def loading_bytes(model: Decoder, itemsize: int, quantized: bool) -> tuple[float, float]:
-    """(device bytes, host bytes) that loading a model takes in addition to its weights. model: its arrays may be
-    abstract. itemsize: bytes of a number in the dtype of weights that are not quantised. quantized: whether weights are
-    quantised on loading."""
+    """(device bytes, host bytes) that loading a model takes at its peak in addition to its weights, by which the phases
+    "load" and "teacher" are forecast. model: its arrays may be abstract. itemsize: bytes of a number in the dtype of
+    weights that are not quantised. quantized: whether weights are quantised on loading."""
     largest = max(
         (m.stored_weight.size for _, m in matrices(model) if isinstance(m.stored_weight, Stored) or m.lora is None),
         default=0,

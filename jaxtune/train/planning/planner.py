@@ -116,7 +116,8 @@ class Planner:
 
     def adopt(self, record: dict[str, Any]) -> None:
         """Takes the plan in `record` (StepPlan.to_record and the mesh's sizes), that of the checkpoint from which the
-        run resumes, because a plan chosen anew might differ and would then change results in the last bits.
+        run resumes, because a plan chosen anew might differ and would then change results in the last bits. Raises
+        ValueError if it is a plan for another model.
 
         The plan is not taken if the config asks for another one, if its micro-batches do not divide the rows of a step,
         or if the mesh is another. Results on another mesh differ in any case, and its devices may have less memory,
@@ -135,7 +136,7 @@ class Planner:
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
         """The StepPlan for this model in a `record` that StepPlan.to_record made, in a checkpoint or in the first
-        process of the run."""
+        process of the run. Raises ValueError if it is a plan for another model."""
         return StepPlan.from_record(record, self._cost.num_layers, self._cost.known)
 
     def skip_known_failures(self, known: KnownFailures) -> None:

@@ -294,8 +294,9 @@ class Engine:
 
     def compile_of_rows(self, function, trainable, frozen, rows: Rows):
         """Compiles a program that computes a value for each row of a batch, such as the log-probabilities of a
-        reference (StepProgram.of_rows). function: gets (model, batch, Forward) and returns [rows, ...]. trainable,
-        frozen: the weights that train and the others, or their shapes. rows: have the shape of the batches."""
+        reference (StepProgram.of_rows), to a jax.stages.Compiled of (trainable, frozen, batch). function: gets (model,
+        batch, Forward) and returns [rows, ...]. trainable, frozen: the weights that train and the others, or their
+        shapes. rows: have the shape of the batches."""
         program = functools.partial(self.program.of_rows, function)
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
@@ -305,18 +306,18 @@ class Engine:
         return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
 
     def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
-        """Lowers function(trainable, frozen, batch) for weights like these and batches with the shape of these rows.
-        out: the sharding of its result."""
+        """Lowers function(trainable, frozen, batch) to a jax.stages.Lowered, for weights like these and batches with
+        the shape of these rows. out: the sharding of its result."""
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
-        """Lowers a function for the mesh, without Shardy (partition.compiling). out: the shardings of its results.
-        arguments: its arguments, arrays or jax.ShapeDtypeStructs. options: further arguments of jax.jit."""
+        """Lowers a function for the mesh to a jax.stages.Lowered, without Shardy (partition.compiling). out: the
+        shardings of its results. arguments: its arguments, or their shapes. options: further arguments of jax.jit."""
         with partition.compiling(self.mesh):
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
     def _compiled(self, lowered):
-        """Compiles `lowered`, a program that `_lowered` returned; any thread may call it."""
+        """Compiles `lowered`, a program that `_lowered` returned, to a jax.stages.Compiled; any thread may call it."""
         with partition.compiling(self.mesh):
             return self._compile(lowered)
 
