@@ -152,8 +152,8 @@ class OwnSamples(BatchSource):
         return {"prompts": len(self.asked), "tokens_crc32": digest}
 
     def described(self, total_steps: int) -> list[str]:
-        """The lines that a run of `total_steps` steps prints about its rows before it begins: how many there are and
-        how answers are sampled, and the steps."""
+        """Two lines that a run of `total_steps` steps prints about its rows before it begins: the number of data rows
+        and how answers to them are sampled; and the number of steps and of data rows in each."""
         share, longest = self.objective.on_policy, max(len(row.prompt) for row in self.asked)
         which = "all answers are sampled from the student" if share == 1 else f"{share:.0%} of answers are sampled"
         most = f"with at most {self.objective.drawing.max_completion_length:,} tokens"

@@ -131,7 +131,8 @@ class Answer:
         return int(self.mask.sum())
 
     def to_json(self) -> dict[str, Json]:
-        """The fields by name as JSON values, for a checkpoint, from which `from_json` makes the same answer."""
+        """{name of a field of this class: its value as JSON}, with lists in place of tuples, for a checkpoint, from
+        which `from_json` makes the same answer."""
         lists: dict[str, Json] = {
             "prompt_ids": [*self.prompt_ids],
             "ids": [*self.ids],
@@ -188,8 +189,8 @@ class AnswerRows:
         return dataclasses.replace(batch, extra=extra)
 
     def counted(self, answer: Answer) -> int:
-        """The number of tokens of an answer that count in the loss: all that were sampled; but 0 if the answer reached
-        the most tokens and `masks_truncated` is True."""
+        """The number of tokens of an answer that count in the loss: all that are trained on (`Answer.length`); but 0 if
+        the answer reached the most tokens and `masks_truncated` is True."""
         return 0 if self.masks_truncated and answer.finish_reason == "length" else answer.length
 
     def packed(self, answers: Sequence[Answer], tokens: float) -> Batch:

@@ -88,9 +88,9 @@ class GRPO:
     @classmethod
     def of(cls, **options: Any) -> GRPO:
         """Makes the objective from options with TRL's names, in one flat set: each is put into `settings`, `losses` or
-        this class, whichever has a field of that name (max_completion_length into both of the first two). Options that
-        are not given have the defaults of this class. Raises ValueError for an option out of its range, and TypeError
-        for an unknown name."""
+        this class, whichever has a field of that name (max_completion_length into both of the first two). A run makes
+        the objective of its config so. Options that are not given have the defaults of this class. Raises ValueError
+        for an option out of its range, and TypeError for an unknown name."""
         parts: dict[str, Any] = {}
         defaults = cls()
         for name, default in (("settings", defaults.settings), ("losses", defaults.losses)):
@@ -178,7 +178,8 @@ class GRPO:
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError if the model has no head that predicts tokens; or if beta is not 0 and the model with its
-        adapter off cannot be the reference, because it has no adapter or its base is trained too."""
+        adapter off cannot be the reference, because it has no adapter or its base is trained too. The Trainer calls it
+        before anything is compiled."""
         if self.losses.beta:
             require_fixed_base(self.name, model)
         if not model.config.head.is_text:

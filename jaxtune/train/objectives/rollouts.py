@@ -275,9 +275,9 @@ class SampledAnswers(BatchSource):
 
     def metrics_at(self, step: int) -> dict[str, float]:
         """The metrics of the generation (round of sampling) that was made for the step, {name: value}, which are given
-        out once: those of `answer_report.measured` and of tools, the seconds of sampling, rewarding and updating, and
-        "kl" if divergences are subtracted from rewards; {} if the step uses a generation that was sampled for an
-        earlier one."""
+        out once: those of `answer_report.measured` and of tools ("tools/..."), "sampling_seconds", "reward_seconds",
+        "update_seconds" (from the first step of the generation before to this sampling), and "kl" if divergences are
+        subtracted from rewards; {} if the step uses a generation that was sampled for an earlier one."""
         return self._metrics.pop(step, {})
 
     # ---- a generation

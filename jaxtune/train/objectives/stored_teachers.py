@@ -158,9 +158,9 @@ class StoredTeacher:
     def attach(
         self, train: TokenDataset | BatchSource, held_out: TokenDataset | None
     ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
-        """(train, held_out), the run's rows, as copies with places for the teacher's log-probabilities in their
-        batches, which `fill` fills; the arguments themselves if nothing is stored. held_out: None, as its result is
-        then, if there are none.
+        """(train, held_out), the run's rows of training and of evaluation, as copies with places for the teacher's
+        log-probabilities in their batches, which `fill` fills; the arguments themselves if nothing is stored. held_out:
+        None if there are no such rows, and then the second result is None.
 
         Raises:
           ConfigError: the rows are made during the run, or the file lacks some of them.
@@ -206,8 +206,9 @@ class StoredTeacher:
 
     def fill(self, sets: Sequence[TokenDataset | None], engine: Engine, say: Callable[[str], None] = say) -> None:
         """Fills in, in place, the log-probabilities of those data sets that lack them: from files beside the token
-        cache, or by a pass of the teacher, which is loaded for it and freed. In a run of several processes all must
-        call this, and all take part in the pass unless each has the same file.
+        cache; or from the file objective.teacher_logprobs; or by a pass of the teacher, which is loaded for it and
+        freed. What was not in the cache is then stored there. It does nothing if no set has places for them. In a run
+        of several processes all must call this, and all take part in the pass unless each has the same file.
 
         Args:
           sets: the run's rows, as `attach` returned them, or None for one that is missing.
@@ -348,10 +349,10 @@ class StoredTeacher:
 def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | None]:
     """A context that gives an array to fill with the teacher's values of some rows, one entry for each of
     `values.total` tokens, and on leaving sets `values.stored` to it: mapped from the file `path`, which appears
-    complete or not at all; or in memory, if `path` is None. In a run of several processes
-    the first one writes the file, and one of each host that does not see it; the others get None, and map the file that
-    was written for them. Collective: every process must enter it. Raises ConfigError if the file cannot be written, or
-    not be read where it was written by another process."""
+    complete or not at all; or in memory, if `path` is None. In a run of several processes the first one writes the
+    file, and one of each host that does not see it; the others get None, and map the file that was written for them.
+    Collective: every process must enter it. Raises ConfigError if the file cannot be written, or not be read where it
+    was written by another process."""
     if path is None:
         array = np.zeros(values.total, TeacherValues.entry(values.k))
         yield array

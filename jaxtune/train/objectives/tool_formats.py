@@ -107,7 +107,8 @@ def parse_xml(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
 
 
 def _json_or_text(value: str) -> object:
-    """The value of a text that is JSON (such as a number or a list), or the text itself if it is no JSON."""
+    """The value of a text that is JSON (such as a number or a list), or the text itself if it is no JSON: `parse_xml`
+    reads so an argument whose schema does not say that it is text."""
     try:
         return json.loads(value)
     except ValueError:

@@ -192,5 +192,6 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
 
 
 def _members(groups: list[list[int]], group: int | None) -> list[int]:
-    """The indices of the tensors in one of the `groups`, that with the index `group`; [] if `group` is None."""
+    """The indices of the tensors in one of the `groups`, that with the index `group`; [] if `group` is None, as where a
+    stage of update_by_tensor has nothing to update or to copy."""
     return [] if group is None else groups[group]

@@ -39,8 +39,9 @@ CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
     """The numbers of micro-batches into which the `rows` rows of a step can be divided, ascending, so that each of
-    `devices` devices has equally many rows of each micro-batch; [] if they cannot share the rows equally. wanted: the
-    number that the config sets, which is then the only one and is not checked here; None: it sets none."""
+    `devices` devices has equally many rows of each micro-batch; [] if they cannot share the rows equally. The planners
+    try plans with each of them. wanted: the number that the config sets, which is then the only one and is not checked
+    here; None: it sets none."""
     if wanted is not None:
         return [wanted]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
@@ -70,7 +71,7 @@ def choose(
       resident: the least number of layers whose frozen weights are whole on each device, because they already are.
       unlike: plans that failed; plans that resemble them (`_related`) are left out.
     Raises:
-      PlanError: nothing fits.
+      PlanError: nothing fits, or all that fits resembles `unlike`.
       ValueError: the host's memory is too small for the optimizer's states.
     """
     if device.link and parts.hosted_bytes > device.host_bytes:
@@ -90,9 +91,10 @@ def choose(
 
 
 def table_places(parts: StepCost, device: Device) -> list[StepCost]:
-    """The costs with the table of per-layer embeddings in each place where a plan may have it: `parts`, and, if these
-    have it on the device and it may be on the host, those with it there. It may not on a device that shares its memory
-    with the host, or if the host's memory is too small for it beside what a checkpoint copies there."""
+    """The costs with the table of per-layer embeddings in each place where a plan may have it, among which `choose`
+    tries all: `parts`, the step's costs, and, if these have the table on the device and it may be on the host, the
+    costs with it there. It may not be on the host if `device` shares its memory with the host, or if the host's memory
+    is too small for it beside what a checkpoint copies there."""
     room = device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES
     if parts.table_on_host or not device.link or not 0.0 < parts.table.bytes <= room:
         return [parts]
@@ -434,7 +436,8 @@ def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast
 
 def _unbeaten(figures: np.ndarray) -> list[int]:
     """Indices, ascending, of the rows of `figures` [rows, figures] that no other row beats: the Pareto front. A row
-    beats another if it is smaller in at least one figure and larger in none; the smaller a figure, the better."""
+    beats another if it is smaller in at least one figure and larger in none; the smaller a figure, the better. By it
+    `_best_layers` leaves out layer plans that are worse in everything; equal rows all stay."""
     left = np.lexsort(figures.T)  # a row comes after every row that beats it, and equal rows are neighbours
     columns, found = figures.T[:, left], []
     while left.size:

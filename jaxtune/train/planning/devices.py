@@ -154,7 +154,7 @@ def devices_here(count: int) -> tuple[int, int]:
 
 def card_bytes(size_gb: float) -> float:
     """Bytes that JAX's allocator may give out on a card that is sold with `size_gb` GiB of memory: all of it, less the
-    memory of the CUDA context (0.6 GB)."""
+    memory of the CUDA context (0.6 GB). Cards of other machines, and memory.budget_gb, have their limit from it."""
     return size_gb * _CARD_GB - CONTEXT_BYTES
 
 
@@ -267,8 +267,8 @@ def with_fragments(needed: float) -> float:
 
 
 def memory_peak_bytes(device: int = 0) -> int:
-    """The largest memory use so far, in bytes: of this process's device with index `device`, or of the process on the
-    host if the device does not record it (CPU)."""
+    """The largest memory use so far, in bytes, for the log: of this process's device with index `device`, or of the
+    process on the host if the device does not record it (CPU)."""
     import jax
 
     stats = jax.local_devices()[device].memory_stats()

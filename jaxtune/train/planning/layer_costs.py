@@ -87,12 +87,14 @@ class LayerKind:
     @functools.cached_property
     def outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
         """{part: the names of the outputs of each of its segments}, in the order in which the parts run. A part is a
-        mixer (such as attention) or a feed-forward of the layer."""
+        mixer (such as attention) or a feed-forward of the layer. The forecast of a layer's backward goes through the
+        parts from the last to the first."""
         return {part: tuple(s.outputs for s in self.block.part_segments(part)) for part in self.block.parts}
 
     @functools.cached_property
     def mixer_outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """{part: the names of the outputs of each of its segments} of the parts that are mixers, such as attention."""
+        """{part: the names of the outputs of each of its segments} of the parts that are mixers, such as attention, in
+        the order in which they run. Forecasts tell mixers from feed-forwards by it."""
         return {part: self.outputs[part] for part in self.block.mixers}
 
     @functools.cached_property

@@ -151,8 +151,8 @@ def phases_of(
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[Phase]:
     """The phases of a run under a plan, in their order, without those that the config does not ask for: "load",
-    "resume", "reference" (dpo and kto), "step", "evaluate" (with held-out rows), those of `slots`, "save" (with
-    checkpoint.every_steps or every_minutes), "sample" (with `sampled`) and "export".
+    "resume", "reference" (dpo and kto), "step", "evaluate" (with held-out rows), those of `slots` ("answers" and
+    "generate"), "save" (with checkpoint.every_steps or every_minutes), "sample" (with `sampled`) and "export".
 
     Args:
       model: what trains; its arrays may be abstract.

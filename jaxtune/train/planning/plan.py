@@ -48,8 +48,8 @@ class StepPlan:
 
     def to_record(self) -> dict[str, object]:
         """The plan as JSON values, which a checkpoint stores and `from_record` reads: {"residuals": its text,
-        "micro_batches", "chunk_tokens": the two numbers}, with "per_layer_embeddings": "host" if their table is on the
-        host."""
+        "micro_batches", "chunk_tokens": the two numbers}, and "per_layer_embeddings": "host" if the table of per-layer
+        embeddings is on the host, else without that entry."""
         text = residuals_text(self.residuals)
         table = {"per_layer_embeddings": "host"} if self.table_on_host else {}
         return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **table}

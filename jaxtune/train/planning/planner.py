@@ -26,7 +26,8 @@ from jaxtune.train.planning.search import Failed, Room, goal, next_plan
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error of XLA (JaxRuntimeError) says that device or host memory ran out. Only its message is searched,
-    for RESOURCE_EXHAUSTED or "out of memory"; the caller must have tested the type."""
+    for RESOURCE_EXHAUSTED or "out of memory"; the caller must have tested the type. If so, another plan is tried, or
+    the error is raised with a remedy."""
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
@@ -117,7 +118,7 @@ class Planner:
     def adopt(self, record: dict[str, Any]) -> None:
         """Takes the plan in `record` (StepPlan.to_record and the mesh's sizes), that of the checkpoint from which the
         run resumes, because a plan chosen anew might differ and would then change results in the last bits. Raises
-        ValueError if it is a plan for another model.
+        ValueError if it is a plan for another model on the same mesh.
 
         The plan is not taken if the config asks for another one, if its micro-batches do not divide the rows of a step,
         or if the mesh is another. Results on another mesh differ in any case, and its devices may have less memory,

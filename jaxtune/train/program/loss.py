@@ -74,8 +74,8 @@ class AuxLosses:
         return functools.reduce(operator.add, terms)
 
     def weighted(self, coefficients: Mapping[str, float | None]) -> AuxLosses:
-        """Returns the same losses with other coefficients, given as {loss's name: coefficient}; a loss that is not
-        named, or whose entry is None, keeps its coefficient."""
+        """Returns the same losses with other coefficients, given as {loss's name: coefficient}, such as those of a
+        run's config; a loss that is not named, or whose entry is None, keeps its coefficient."""
 
         def one(loss: AuxLoss, old: float) -> float:
             """The new coefficient of `loss`: the one that is given under its name, or `old` if none is."""
@@ -94,7 +94,7 @@ NO_AUX_LOSSES = AuxLosses()
 
 def declared_losses(model: Decoder) -> AuxLosses:
     """The losses that the layers of `model` declare, each once, with the coefficients that the model's config.json
-    sets."""
+    sets; no losses if the layers declare none."""
     found: dict[str, tuple[str, AuxLoss, float]] = {}
     for layer in model.layers:
         for name, segment in layer.aux.items():
@@ -108,7 +108,7 @@ def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
     the key is unset, as in transformers.
 
     Raises:
-      ValueError: the config has a coefficient for a loss that no layer of the model declares.
+      ValueError: the config has a coefficient other than 0 for a loss that no layer of the model declares.
     """
     declared = declared_losses(model)
     keys = [field.name for field in dataclasses.fields(config) if field.name.endswith("_loss_coef")]

@@ -62,8 +62,8 @@ def abstract(tree):
 
 @contextlib.contextmanager
 def _uncollected():
-    """A context without garbage collection, which takes a fifth of the time of tracing and lowering. Tracing leaves few
-    unreachable objects (20 MB in a step of 48 layers) and keeps many that each collection visits."""
+    """A context without Python's garbage collection, which takes a fifth of the time of tracing and lowering. Tracing
+    leaves few unreachable objects (20 MB in a step of 48 layers) and keeps many that each collection visits."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -213,7 +213,7 @@ class Engine:
     def _filled(self, batch: Batch, parts: int) -> int:
         """The number of the `parts` micro-batches of a step's `batch`, at least one, that have any tokens: a source
         that samples its answers during the run may leave the last rows of a step empty, and empty micro-batches need
-        not be computed."""
+        not be computed. It is `parts` for other sources, and in a run of several processes or with rows in lanes."""
         if not self.batches.sees_model or processes.count() > 1 or self.batches.lanes > 1:
             return parts
         used = np.flatnonzero((batch.segment_ids > 0).any(1))
@@ -347,7 +347,8 @@ class Engine:
         print_line: Callable[[str], None],
         placed: bool = False,
     ) -> Programs:
-        """Compiles the plan in force and, if the compiler's figure exceeds the budget, further plans until one fits.
+        """Compiles the plan in force and, if the compiler's figure exceeds the budget or compiling runs out of memory,
+        further plans until one fits, which is then the plan in force of the planner.
 
         Args:
           shapes: returns the shapes and dtypes, under the plan in force, of (state, sums, frozen): the train state, the
@@ -355,8 +356,8 @@ class Engine:
           first_step: the step with which the run starts. The programs of the steps before QAT begins are compiled only
             if it is one of these.
           print_line: prints a line.
-          placed: True: the weights are already on the devices, so further plans must keep as many layers whole. False:
-            they are not, and further plans are free.
+          placed: True: the weights are already on the devices, so further plans must keep the frozen weights of as many
+            layers whole on each device. False: they are not, and further plans are free.
         Returns:
           the programs of the plan that fits.
         Raises:

@@ -122,8 +122,9 @@ class TrainedModel:
         self.scales, self._unobserved = nnx.state(model, InputScale), False
 
     def _observe(self, engine: Engine) -> None:
-        """Observes the scales of activations, by a forward pass of the model as it was given over the rows of the run's
-        first step. Nothing is rounded in it."""
+        """Observes the scales under which QAT rounds the inputs of linears, by a forward pass of the model as it was
+        given over the rows of the run's first step (from `engine`), and sets them (`scales`). Nothing is rounded in
+        that pass. `placed_frozen` calls it if the scales are not known yet."""
         model = nnx.merge(self.plain_graph, self.trainable, self.frozen, self.scales)
         rows = engine.batches.batch_at(0)
         assert self.qat is not None
@@ -277,8 +278,8 @@ class TrainedModel:
 
     @property
     def teacher_digest(self) -> str | None:
-        """A digest of the teacher's weights, by which a run is not resumed with another teacher; None without a teacher
-        or while weights are being loaded."""
+        """A digest of the teacher's weights, by which a run is not resumed with another teacher; None without a
+        teacher, while weights are being loaded, or if the teacher's digest is not known."""
         teacher = self.prepared.teacher
         return None if teacher is None else teacher.base_digest
 
