@@ -34,8 +34,8 @@ from jaxtune.train.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Which weights an evaluation scores: those that the config names, those of a run's best or newest checkpoint, or
-    those that a run exported."""
+    """Which weights the evaluate command scores, as `weights_to_score` finds them: those that the config names, those
+    of a run's best or newest checkpoint, or those that a run exported."""
 
     text: str
     """The weights in words, for the screen and the results."""

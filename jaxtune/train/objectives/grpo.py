@@ -211,8 +211,8 @@ def importance_ratio(
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-    """The options of `grpo_loss`, with TRL's names and defaults. `bound_above` is epsilon_high, or epsilon if that is
-    None.
+    """The options of `grpo_loss` and `grpo_sums` (and, of these, epsilon and epsilon_high of `rloo_sums`), with TRL's
+    names and defaults. `bound_above` is epsilon_high, or epsilon if that is None.
 
     Raises:
       ValueError: an option is out of its range; the message names it. entropy_coef may have any value.

@@ -54,8 +54,8 @@ class Asked:
 class OwnSamples(BatchSource):
     """The batch source (`BatchSource`) of on-policy distillation. A step has `documents` data rows, packed into rows of
     `length` tokens. Each has an answer that is sampled from the student or, with probability 1 - objective.on_policy,
-    the answer that the data set has. `rows_per_step` is the number of packed rows in which the longest ones fit, and
-    `own_samples` makes it for a run.
+    the answer that the data set has. `rows_per_step` is the number of packed rows of a step, in which `documents` of
+    the longest data rows with their answers fit. `own_samples` makes the source for a run.
 
     Args:
       rows: the data rows; an epoch uses each once, in an order drawn for the epoch.

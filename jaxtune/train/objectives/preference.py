@@ -96,8 +96,8 @@ def sum_log_probs(
 @dataclasses.dataclass(frozen=True)
 class Pairs:
     """The base class of objectives (`objective.Objective`) over pairs of documents, such as DPO and reward models. A
-    pair is one prompt with a chosen and with a rejected answer. It has `prepare` and `metrics`; a subclass defines
-    `check`, `loss` and the names in `sums`."""
+    pair is one prompt with a chosen and with a rejected answer. This class defines `prepare`, `metrics` and
+    `reference_runs`; a subclass defines `name`, `check`, `loss` and the names in `sums`."""
 
     name: ClassVar[str]
     """The name by which objective.name selects it."""

@@ -2,7 +2,7 @@
 
 They are computed by one pass of the teacher over the run's rows (objective.teacher_top_k) or read from a file that
 another program wrote (objective.teacher_logprobs), and kept in a file beside the token cache, which a run maps into
-memory. The name of that file is a hash of the rows and of the teacher or the other file, and it ends with a checksum.
+memory. The name of that file is a hash of the rows and of the teacher or the other file; the file ends with a checksum.
 `StoredTeacher` does this for a Trainer.
 """
 
@@ -207,8 +207,9 @@ class StoredTeacher:
     def fill(self, sets: Sequence[TokenDataset | None], engine: Engine, say: Callable[[str], None] = say) -> None:
         """Fills in, in place, the log-probabilities of those data sets that lack them: from files beside the token
         cache; or from the file objective.teacher_logprobs; or by a pass of the teacher, which is loaded for it and
-        freed. What was not in the cache is then stored there. It does nothing if no set has places for them. In a run
-        of several processes all must call this, and all take part in the pass unless each has the same file.
+        freed. What was not in the cache is then stored there, if the teacher can be recognised later (`digest`).
+        Nothing is done if no set lacks them. In a run of several processes all must call this, and all take part in the
+        pass unless each has the same file.
 
         Args:
           sets: the run's rows, as `attach` returned them, or None for one that is missing.

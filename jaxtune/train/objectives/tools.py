@@ -61,8 +61,8 @@ class Answered:
     messages: list[Message]
     """A message of role "tool" for each call, in their order."""
     failures: int
-    """How many calls failed: an unknown tool, an exception, or a timeout. The message of such a call is {'error':
-    ...}."""
+    """How many calls failed: an unknown tool, an exception, or a timeout. The content of such a call's message is the
+    text "{'error': ...}"."""
 
 
 class Tools:

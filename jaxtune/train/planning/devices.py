@@ -1,4 +1,6 @@
-"""Devices as the planner knows them: their rates, and the memory that a run may use of them."""
+"""Devices as the planner knows them: their rates, and the memory that a run may use of them. `find_device` makes a
+`Device` by its name; `limit` and `budget` say how much of its memory a run and its steps may take, and `card_gb` on
+which card they would fit; `host_memory_bytes` and `allow_pinned_memory` are about the memory of the host."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """The phases of a run, from loading to exporting, and the memory that each of them needs.
 
 A run is more than its steps: it loads, may resume, scores rows with a reference, evaluates, samples answers, saves and
-exports. Each phase keeps some of the arrays that the step keeps, and needs some memory of its own. The table is made
-before step 0, so that a phase that will not fit is reported then and not after the last step. The context `phase` turns
-the allocator's error in a phase into OutOfDeviceMemory, which names a fix."""
+exports. Each phase keeps some of the arrays that the step keeps, and needs some memory of its own. A run prints a table
+of its phases (`phases_of`, `phase_lines`) before step 0, so that a phase that will not fit is reported then and not
+after the last step. The context `phase` turns the allocator's error in a phase into OutOfDeviceMemory, which names a
+fix."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class OutOfDeviceMemory(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """How a run that asks its model held-out questions answers them: how many at a time, and how long they are."""
+    """How a run that asks its model held-out questions (exact match) answers them: how many at a time, and how long
+    they are. `questions_at_a_time` makes it before the run, so that the memory of the phase is known."""
 
     # Number of questions that are answered at a time.
     rows: int

@@ -38,7 +38,7 @@ from jaxtune.models.residual_plan import (
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """How a step is run. A plan is static: a program is compiled for one plan."""
+    """How a step is run, as the planner chooses it. A plan is static: a program is compiled for one plan."""
 
     residuals: ResidualPlan  # the placements, by layer
     micro_batches: int  # number of micro-batches into which the rows of a step are divided

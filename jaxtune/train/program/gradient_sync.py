@@ -45,8 +45,9 @@ _UPDATE_BYTES = {"bf16": 4.0, "int8": 4.0, "int4": 6.0}
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """Gradients that are added in one sum: tensor after tensor, each with zeros up to a whole number of blocks, so that
-    no block has numbers of two tensors; then zeros."""
+    """Gradients that are added over devices in one sum: tensor after tensor, each with zeros up to a whole number of
+    blocks, so that no block has numbers of two tensors; then zeros. A block is a run of numbers that are encoded with
+    one scale (low_format.BLOCK). `GradientSync.buffers` makes them."""
 
     tensors: tuple[int, ...]
     """The positions of the tensors among the leaves of the trained tensors."""

@@ -1,5 +1,5 @@
 """The compiled programs of a run (`Programs`), and what compiles and runs them (`Engine`): once for all data, and again
-with other plans until one fits the memory. `compiler_options` are XLA's."""
+with other plans until one fits the memory. XLA's options for them are in xla_options.py."""
 
 from __future__ import annotations
 
