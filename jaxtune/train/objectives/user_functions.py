@@ -94,7 +94,7 @@ class EventLoop:
     def start(self, function: Callable, given: Mapping[str, object]) -> Future:
         """Calls a function with the keyword arguments `given`, and returns at once the future of what it returns or
         raises: an async function runs in the event loop, any other in a new daemon thread, so that the run can stop
-        waiting for it."""
+        waiting for it. Raises TypeError itself if an async function does not take these arguments."""
         return self.run(called(function)(**given)) if is_async(function) else in_thread(function, given)
 
 

@@ -122,7 +122,8 @@ class Planner:
 
         The plan is not taken if the config asks for another one, if its micro-batches do not divide the rows of a step,
         or if the mesh is another. Results on another mesh differ in any case, and its devices may have less memory,
-        more memory, or too few rows for the micro-batches."""
+        more memory, or too few rows for the micro-batches. If this run cannot have the table of per-layer embeddings on
+        the host, the plan is taken with it on the device, which changes no result."""
         mesh = self.config.mesh or MeshConfig()
         if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):
             return

@@ -46,8 +46,8 @@ _UPDATE_BYTES = {"bf16": 4.0, "int8": 4.0, "int4": 6.0}
 @dataclasses.dataclass(frozen=True)
 class Buffer:
     """Gradients that are added over devices in one sum: tensor after tensor, each with zeros up to a whole number of
-    blocks, so that no block has numbers of two tensors; then zeros. A block is a run of numbers that are encoded with
-    one scale (low_format.BLOCK). `GradientSync.buffers` makes them."""
+    blocks, so that no block has numbers of two tensors; then zeros. A block is low_format.BLOCK (64) numbers, the least
+    that are encoded alone. `GradientSync.buffers` makes them."""
 
     tensors: tuple[int, ...]
     """The positions of the tensors among the leaves of the trained tensors."""
@@ -61,7 +61,7 @@ class Buffer:
     @property
     def part(self) -> int:
         """How many numbers each of the devices adds up, for itself and the others: its equal part of the buffer, a
-        multiple of a block, because each block is encoded with a scale of its own."""
+        multiple of a block (low_format.BLOCK numbers), because each block is encoded with scales of its own."""
         return -(-self.numbers // (self.devices * low_format.BLOCK)) * low_format.BLOCK
 
     @property

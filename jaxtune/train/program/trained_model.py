@@ -227,9 +227,9 @@ class TrainedModel:
         return partition.declared_resident(frozen, plan.residuals.resident, len(plan.residuals.layers))
 
     def _move_table(self, engine: Engine) -> None:
-        """Moves the table of per-layer embeddings, if it is frozen, to where the plan in force has it: to the host as a
-        numpy array, or from there to the devices. The given model then has it in the same place, so that it is in
-        memory once."""
+        """Moves the table of per-layer embeddings, if it is frozen, to where the plan in force (of `engine`) has it: to
+        the host as a numpy array, or from there to the devices; it does nothing if the model has no such table, or the
+        table is there already. The given model then has it in the same place, so that it is in memory once."""
         table, on_host = host_table.table_of(self.frozen), engine.planner.plan.table_on_host
         if table is None or isinstance(table, np.ndarray) == on_host:
             return
