@@ -35,7 +35,8 @@ def is_hosted(leaf: Any) -> bool:
 
 def hosted_bytes(opt_state: Any) -> int:
     """The bytes of those arrays of the optimizer's state `opt_state`, which may be abstract, that are stored on the
-    host: those of 64 KiB or more (`is_hosted`)."""
+    host with optim.offload: those of 64 KiB or more (`is_hosted`). The planner counts them, and groups are made by
+    them."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state) if is_hosted(leaf))
 
 

@@ -436,8 +436,8 @@ def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast
 
 def _unbeaten(figures: np.ndarray) -> list[int]:
     """Indices, ascending, of the rows of `figures` [rows, figures] that no other row beats: the Pareto front. A row
-    beats another if it is smaller in at least one figure and larger in none; the smaller a figure, the better. By it
-    `_best_layers` leaves out layer plans that are worse in everything; equal rows all stay."""
+    beats another if it is smaller in at least one figure and larger in none; the smaller a figure, the better. Equal
+    rows all stay. `_best_layers` leaves out by it the layer plans that another one beats."""
     left = np.lexsort(figures.T)  # a row comes after every row that beats it, and equal rows are neighbours
     columns, found = figures.T[:, left], []
     while left.size:

@@ -190,7 +190,7 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """The costs of a step of `model`, from shapes, by which plans are forecast. config: the run's, with its mesh. length:
+    """The costs of a step of `model`, from shapes, for forecasts of plans. config: the run's, with its mesh. length:
     tokens of a row; None: data.length. keeps_model: whether `model` stays beside the copies that train. optimizer: only
     its states count; None: config.optim's. reference_runs: forward passes of a frozen model in each micro-batch."""
     length, shape, dtype = length or config.data.length, model.config, jnp.dtype(config.dtype)

@@ -137,8 +137,9 @@ class GradientSync:
 
     def bytes_on_device(self, trainable, shape: MeshShape) -> tuple[float, float]:
         """(bytes of the errors that a device keeps, bytes that the update takes on a GPU for the new errors and for
-        buffers while they are encoded, exchanged and decoded), for the planner. The sums are in the memory of what is
-        added. trainable: the trained tensors, which may be abstract. shape: the mesh's."""
+        buffers while they are encoded, exchanged and decoded), for the planner. The sums take no memory of their own,
+        because they replace the gradients that are added. trainable: the trained tensors, which may be abstract. shape:
+        the mesh's."""
         sizes = self.error_sizes(trainable, shape)
         kept = sum(map(sum, sizes.values())) * float(jnp.dtype(ERRORS).itemsize)
         every = dataclasses.replace(self, feedback=True).error_sizes(trainable, shape).get("sent", [])

@@ -58,8 +58,8 @@ class AuxLosses:
     @property
     def made_of(self) -> tuple[str, ...]:
         """Names of the sums that the layers have to return for these losses, each once; a forward pass is asked for
-        them. A loss is computed from the sums over all layers, rows and devices, because it is not the mean of the
-        losses of these."""
+        them. A loss is computed from the sums over all layers, rows and devices, because it is not the mean of what
+        single layers, rows or devices would give."""
         return tuple(dict.fromkeys(name for name, *_ in self.losses))
 
     def values(self, sums: Mapping[str, object]) -> jax.Array:
