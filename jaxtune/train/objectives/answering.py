@@ -143,9 +143,10 @@ class Sampling:
 class Answering(Protocol):
     """The interface of what samples the answers of a generation (all the answers of one round of sampling). The classes
     `OneTurn`, `ToolTurns` and `RolloutFunction` have it, and the run calls whichever its config asks for in the same
-    way. A call returns one `Given` (a sampled answer to one prompt, with its tokens and log-probabilities) for each
-    prompt, and {metric's name: value} for the log. The three properties say how it samples, which tools the model may
-    call, and whether a prompt may become longer than it is in its data row."""
+    way. A call gets the model, the prompts (each once for each of its answers) and the sampling seed of each answer. It
+    returns one `Given` (a sampled answer to one prompt, with its tokens and log-probabilities) for each prompt, and
+    {metric's name: value} for the log. The three properties say how it samples, which tools the model may call, and
+    whether a prompt may become longer than it is in its data row."""
 
     @property
     def sampling(self) -> Sampling:
@@ -182,8 +183,8 @@ class Answering(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OneTurn:
-    """Samples each answer in one turn: the model writes until a token ends the answer or it is max_completion_length
-    long. A run without tools and without a rollout function does so."""
+    """Samples each answer in one turn, with the interface of `Answering`: the model writes until a token ends the
+    answer or it is max_completion_length long. A run without tools and without a rollout function does so."""
 
     sampling: Sampling
     """The options of sampling."""

@@ -45,7 +45,8 @@ _PRINT_EVERY = 10  # generations between two samples and warnings on the screen
 class Advantages(Protocol):
     """A function that computes the advantages of a generation's answers (those of one round of sampling) from their
     rewards: how much better each answer is than the others, by which the loss weights its log-probabilities. GRPO and
-    RLOO each give SampledAnswers one."""
+    RLOO each give SampledAnswers one. It is called with rewards [answers, reward functions] (NaN where a function does
+    not apply) and perhaps kl [answers], the answers' divergences from a reference, and returns float32[answers]."""
 
     def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray:
         """Returns the advantages, float32[answers]. rewards: [answers, reward functions], NaN where a function does not

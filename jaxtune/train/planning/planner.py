@@ -106,7 +106,7 @@ class Planner:
     @property
     def compilations(self) -> int:
         """The number of plans that this run compiled, or skipped because an earlier run failed with them, with the one
-        in force; 1 if the first plan fitted."""
+        in force; 1 if the first plan fitted. Benchmarks record it."""
         return len(self._failed) + 1
 
     def lines(self) -> list[str]:

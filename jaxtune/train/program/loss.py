@@ -120,8 +120,8 @@ def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
 
 
 class Forward:
-    """Runs the model over a micro-batch for an objective: a call returns the hidden states, and the methods compute
-    losses from them.
+    """Runs the model over a micro-batch for an objective: a call with (model, batch) returns the hidden states [rows,
+    length, hidden], and the methods compute losses from them.
 
     It applies the step's plan and dropout, and collects what the step sums in addition to the objective's sums: the
     layers' gradients and the layers' own losses. One Forward is made for each micro-batch while the step is traced.
