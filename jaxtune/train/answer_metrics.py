@@ -105,7 +105,8 @@ class AnswerMetrics:
     """Whether the functions are the rewards that the run learns from; if so, their weighted sum is measured too."""
 
     most_converted: int | None = None
-    """The most layers whose weights are converted once to generate answers; None if there is no plan."""
+    """The most layers whose weights a sampler converts once for all tokens (models/generation/converted.py); None: as
+    many as fit into the free memory."""
 
     @property
     def identity(self) -> str:

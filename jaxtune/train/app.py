@@ -263,8 +263,9 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
 
 
 class RunIsComplete(Exception):
-    """Raised by `_Delivery.begin` before the first step if every result that the config asks for exists already and is
-    verified to be this run's. `_train` catches it, and prints the results instead of training."""
+    """Raised by `_Delivery.begin` before the first step if every export that the config asks for exists already, is
+    verified to be this run's, and has the weights of its last step. `_train` catches it, and prints the results instead
+    of training."""
 
 
 class _Delivery:

@@ -34,8 +34,8 @@ from jaxtune.train.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Which weights an evaluation scores: those that the config names, those of a run's best or newest checkpoint, or
-    those that a run exported."""
+    """Which weights the evaluate command scores, as `weights_to_score` finds them: those that the config names, those
+    of a run's best or newest checkpoint, or those that a run exported."""
 
     text: str
     """The weights in words, for the screen and the results."""
@@ -52,7 +52,7 @@ class Scored:
 
 def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> Scored:
     """Finds the weights that `jaxtune evaluate` scores: the result of a run if `recipe` is the config.yaml of its
-    folder, otherwise the model that the recipe names.
+    folder, which has metrics or checkpoints, otherwise the model that the recipe names.
 
     A run's result is its exported adapter or model, or a checkpoint if there is one of a later step: with
     checkpoint.best that of the best evaluation, as in what the run exports, otherwise the newest one. If an override
@@ -128,7 +128,9 @@ def _exported(run: Path, result: Result) -> BestEvaluation | None:
 
 
 def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()) -> Scored:
-    """Returns `scored` with a config that loads the layers' frozen weights in another format.
+    """Returns `scored` with a config that loads the layers' frozen weights in another format, for the evaluate command;
+    `scored` itself if there is nothing to change. If the format is a quantised one and the weights have no adapter, the
+    config gets a new adapter of rank 1, which changes nothing, because such weights need one.
 
     Args:
       scored: the weights to score, from `weights_to_score`.

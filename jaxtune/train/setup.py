@@ -207,9 +207,9 @@ def require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
 def with_slots(
     planner: Planner | ForwardPlanner, model: Decoder, batches: BatchSource, answers: AnswerMetrics | None
 ) -> tuple[dict[str, SlotPlan], AnswerMetrics | None]:
-    """Plans in how many slots a run samples answers, and how many layers' weights are converted meanwhile, by
-    the memory that its weights and its optimizer leave between two steps, and limits `batches` to them. A slot is a row
-    of the sampler's batch, with its caches.
+    """Plans in how many slots a run samples answers, and in how many layers the weights are converted once for all
+    tokens (models/generation/converted.py), by the memory that its weights and its optimizer leave between two steps,
+    and limits `batches` to these numbers. A slot is a row of the sampler's batch, with its caches.
 
     Args:
       planner: of the run's steps.

@@ -338,7 +338,7 @@ class Trainer:
     # ---- descriptions of the run
 
     def data_summary(self):
-        """The teacher, the counts of rows, documents, tokens and steps, and warnings, as lines of text (str)."""
+        """A str of several lines to print: the teacher, counts of rows, documents, tokens and steps, and warnings."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
         return "\n".join([*self.stored.described(self.model.prepared, self.objective), about])

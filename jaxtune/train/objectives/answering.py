@@ -62,8 +62,9 @@ class Sampling:
     decode: Callable[[Sequence[int]], str]
     """Decodes token ids to text, without special tokens."""
     plan: SlotPlan | None = None
-    """The plan of a device's memory, which limits how many answers are sampled at a time and how many layers are
-    decoded; None if there is none. `SampledAnswers.limit_slots` sets it once the run is planned."""
+    """The plan of a device's memory, which limits how many answers are sampled at a time, and in how many layers the
+    weights are converted once for all tokens (models/generation/converted.py). None: the memory that is free decides.
+    `SampledAnswers.limit_slots` sets it once the run is planned."""
 
     @property
     def slots(self) -> int:
@@ -73,9 +74,9 @@ class Sampling:
 
     @property
     def most_converted(self) -> int | None:
-        """The most layers whose weights a sampler converts once (models/generation/converted.py), those of the plan of
-        memory, so that each generation, and each process that continues the run, converts the same; None if there is no
-        plan."""
+        """The most layers whose weights a sampler converts once for all tokens (models/generation/converted.py): the
+        number in the plan of memory, so that each generation, and each process that continues the run, converts the
+        same layers. None if there is no plan: the sampler then converts as many as fit into the free memory."""
         return None if self.plan is None else self.plan.converted_layers
 
     def sampler(
@@ -142,9 +143,10 @@ class Sampling:
 class Answering(Protocol):
     """The interface of what samples the answers of a generation (all the answers of one round of sampling). The classes
     `OneTurn`, `ToolTurns` and `RolloutFunction` have it, and the run calls whichever its config asks for in the same
-    way. A call returns one `Given` (a sampled answer to one prompt, with its tokens and log-probabilities) for each
-    prompt, and {metric's name: value} for the log. The three properties say how it samples, which tools the model may
-    call, and whether a prompt may become longer than it is in its data row."""
+    way. A call gets the model, the prompts (each once for each of its answers) and the sampling seed of each answer. It
+    returns one `Given` (a sampled answer to one prompt, with its tokens and log-probabilities) for each prompt, and
+    {metric's name: value} for the log. The three properties say how it samples, which tools the model may call, and
+    whether a prompt may become longer than it is in its data row."""
 
     @property
     def sampling(self) -> Sampling:
@@ -181,8 +183,8 @@ class Answering(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OneTurn:
-    """Samples each answer in one turn: the model writes until a token ends the answer or it is max_completion_length
-    long. A run without tools and without a rollout function does so."""
+    """Samples each answer in one turn, with the interface of `Answering`: the model writes until a token ends the
+    answer or it is max_completion_length long. A run without tools and without a rollout function does so."""
 
     sampling: Sampling
     """The options of sampling."""
@@ -336,9 +338,9 @@ class ToolTurns:
         }
 
     def _new_dialogues(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[_Dialogue]:
-        """The answers before their first turn, one for each prompt. If the run has environments, each answer gets one
-        that was reset for it, and the text that `reset` returned is added to its prompt. Raises ConfigError if that
-        makes a prompt too long.
+        """The answers before their first turn, one for each prompt. If the run has environments, each answer gets an
+        environment, whose `reset` is called here, and the text that `reset` returned is added to its prompt. Raises
+        ConfigError if that makes a prompt too long, or as `Tools.reset` does.
 
         Args:
           prompts: the prompts, each once for each of its answers.
@@ -367,9 +369,10 @@ class ToolTurns:
         return found
 
     def _submitted(self, sampler: Sampler | DividedSampler, one: _Dialogue) -> int:
-        """Submits the next turn of the answer `one` to `sampler`, and returns the number of the request. `one.began` is
-        set to where the turn begins. The request's prompt is the prompt with all tokens of the answer so far, and its
-        most tokens are those that max_completion_length leaves."""
+        """Submits the next turn of the answer `one` to `sampler`, and returns the number of the request, with which the
+        sampler labels the turn's tokens. `one.began` is set to where the turn begins. The request's prompt is the
+        answer's prompt with all tokens of the answer so far, and its most tokens are those that max_completion_length
+        leaves. The turn draws with the answer's seed and the number of its turns so far."""
         given, most = one.given, self.sampling.settings.max_completion_length
         one.began = len(given.ids)
         ids = [*given.prompt_ids, *given.ids]
@@ -377,9 +380,9 @@ class ToolTurns:
 
     def _called(self, loop: EventLoop, one: _Dialogue) -> Future[Answered] | None:
         """Ends a turn of the answer `one`: parses it, adds its message, and starts the calls of tools in it in the
-        event loop `loop`, which it counts in `one.turns` and `one.calls`. Returns the future of what the tools return.
-        It returns None if the answer is complete, in which case calls in the turn are not made: the turn calls no tool,
-        the answer has had most_iterations turns with calls, or it has reached the most tokens."""
+        event loop `loop`, which it counts in `one.turns` and `one.calls`. Returns at once the future of what the tools
+        return. It returns None if the answer is complete, in which case calls in the turn are not made: the turn calls
+        no tool, the answer has had most_iterations turns with calls, or it has reached the most tokens."""
         turn = self.sampling.without_end(one.given.ids[one.began :])
         message, calls = self.format.parsed(turn, self.tools.parameters(one.columns))
         one.messages.append(message)
@@ -391,9 +394,10 @@ class ToolTurns:
         return loop.run(self.tools.answer(calls, self.tools.of(one.environment)))
 
     def _add_results(self, one: _Dialogue, answered: Answered) -> bool:
-        """Adds what tools returned (`answered`) to the answer `one`, as tokens that were not sampled and as messages,
-        and counts the failed calls. Returns True if the next turn is to be sampled. Returns False if the answer would
-        have no room for another token of the model: it is then complete, and what the tools returned is not added."""
+        """Adds what tools returned (`answered`) to the answer `one`, in place: to `one.given` as tokens that were not
+        sampled, and to `one.messages`; and adds the failed calls to `one.failures`. Returns True if the next turn is to
+        be sampled. Returns False if the answer would have no room for another token of the model: it is then complete,
+        and only the failed calls were added."""
         one.failures += answered.failures
         suffix = self.format.suffix(answered.messages)
         given = one.given

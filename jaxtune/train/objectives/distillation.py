@@ -33,7 +33,8 @@ def generalized_jsd(
 
     With m = beta teacher + (1 - beta) student it is beta KL(teacher || m) + (1 - beta) KL(student || m). At beta = 0 it
     is defined as the forward divergence KL(teacher || student), at beta = 1 as the reverse one, KL(student || teacher).
-    A run computes the same with linear_divergence (jaxtune.pallas.linear_cross_entropy), which needs no whole logits.
+    It is for training loops of a user's own. A run computes the same with linear_divergence
+    (jaxtune.pallas.linear_cross_entropy), which needs no whole logits.
 
     ```python
     losses = generalized_jsd(student_logits, teacher_logits, beta=0.5)  # [rows, length]
@@ -158,9 +159,9 @@ class Distill(SFT):
     @classmethod
     def of(cls, sampling_temperature: float | None = None, **options: object) -> Distill:
         """Makes the objective from options with the names that a config's section `objective` has: those of sampling
-        are put into `drawing`, the others into this class. sampling_temperature: `drawing.temperature`; None is the
-        temperature of the loss. Options that are not given have the defaults. Raises ValueError for an option out of
-        its range, and TypeError for an unknown name."""
+        are put into `drawing`, the others into this class. A run makes the objective of its config so.
+        sampling_temperature: `drawing.temperature`; None is the temperature of the loss. Options that are not given
+        have the defaults. Raises ValueError for an option out of its range, and TypeError for an unknown name."""
         own = {field.name for field in dataclasses.fields(Drawing)} - {"temperature"}
         drawn = {key: value for key, value in options.items() if key in own}
         others = {key: value for key, value in options.items() if key not in own}
@@ -187,7 +188,8 @@ class Distill(SFT):
     def check(self, model: Decoder) -> None:
         """Raises ValueError if the model has no teacher attached, and the model with its adapter off cannot be the
         teacher: because `teacher` names another one, the model has no adapter, or its base is trained too. With an
-        attached teacher or stored log-probabilities, any model is accepted."""
+        attached teacher or stored log-probabilities, any model is accepted. The Trainer calls it before anything is
+        compiled."""
         if model.teacher is not None or self.offline:
             return
         if self.teacher not in (None, BASE):

@@ -30,8 +30,8 @@ _SMALL = 1e-4  # added to a standard deviation before a division by it
 
 
 def total_rewards(rewards: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """The weighted sum of each answer's rewards, float32[answers]; NaN for an answer to which no function gave a
-    reward.
+    """The weighted sum of each answer's rewards, float32[answers], by which answers are compared and reported; NaN for
+    an answer to which no function gave a reward.
 
     Args:
       rewards: float[answers, functions], the reward of each answer by each function; NaN, which adds nothing, where a
@@ -211,8 +211,8 @@ def importance_ratio(
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-    """The options of `grpo_loss`, with TRL's names and defaults. `bound_above` is epsilon_high, or epsilon if that is
-    None.
+    """The options of `grpo_loss` and `grpo_sums` (and, of these, epsilon and epsilon_high of `rloo_sums`), with TRL's
+    names and defaults. `bound_above` is epsilon_high, or epsilon if that is None.
 
     Raises:
       ValueError: an option is out of its range; the message names it. entropy_coef may have any value.
@@ -320,9 +320,10 @@ class Answers:
 
 
 def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a batch of answers by GRPO or the variant that `options` choose, and its metrics {name: mean}:
-    float32 scalars. The loss is differentiable with respect to `answers.logps` and, if options.entropy_coef is not 0,
-    `answers.entropies`. Raises ValueError if beta is not 0 and the answers have no ref_logps.
+    """(the loss of a batch of answers by GRPO or the variant that `options` choose, its metrics {name: mean}), float32
+    scalars, for training loops of a user's own; a run adds up `grpo_sums`. The loss is differentiable with respect to
+    `answers.logps` and, if options.entropy_coef is not 0, `answers.entropies`. Raises ValueError if beta is not 0 and
+    the answers have no ref_logps.
 
     ```python
     answers = Answers(logps, mask, jnp.asarray(group_advantages(rewards, num_generations=8)), entropies)
@@ -450,15 +451,16 @@ def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
 
 def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
     """RLOO's loss of a batch of answers, and its metrics: (the mean of the answers' losses, {name: mean}), float32
-    scalars. Of `options` only epsilon and epsilon_high are used. The advantages in `answers` should come from
-    `rloo_advantages`."""
+    scalars, for training loops of a user's own; a run adds up `rloo_sums`. Of `options` only epsilon and epsilon_high
+    are used. The advantages in `answers` should come from `rloo_advantages`."""
     loss, count, sums = rloo_sums(answers, options)
     return loss / jnp.maximum(count, 1.0), means_of(sums)
 
 
 def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The policy's clipped losses, and which ratios were clipped: (losses, {metric: True where clipped}), each
-    [answers, tokens or 1]; with "sapo" there are no metrics. Padding is not masked here.
+    """The policy's clipped losses, and which ratios were clipped: (losses, {metric: True where clipping takes effect,
+    which depends on the advantage's sign}), each [answers, tokens or 1]; with "sapo" there are no metrics. Padding is
+    not masked here. `grpo_sums` and `rloo_sums` call it.
 
     Args:
       logps: float32[answers, tokens], log-probabilities under the model that is trained.

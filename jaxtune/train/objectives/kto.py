@@ -58,11 +58,11 @@ class KTO(Referenced):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises labelled rows into pairs of documents: each row's own answer, and after the same prompt
-        the answer of the row before, which is mismatched. The labels are 1 for desirable answers, 0 for others. With
-        precompute_ref_log_probs the data set has an array for the reference's log-probabilities, NaN until the Trainer
-        fills it. Raises ValueError if the rows cannot be trained on, and ConfigError for options of `data` that pairs
-        cannot have.
+        """Reads and tokenises labelled rows into pairs of documents: each row's prompt with its own answer, and the
+        same prompt with the answer of the row before (the first row gets that of the last one), which is mismatched.
+        The labels are 1 for desirable answers, 0 for others. With precompute_ref_log_probs the data set has an array
+        for the reference's log-probabilities, NaN until the Trainer fills it. Raises ValueError if the rows cannot be
+        trained on, and ConfigError for options of `data` that pairs cannot have (`Pairs.prepare`).
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset, which has mismatched answers already, is
@@ -122,8 +122,9 @@ class KTO(Referenced):
 
 
 def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray]:
-    """Makes the pairs of KTO: adds to the document of each labelled row, in place of its empty one, its prompt with the
-    answer of the row before (for the first row, that of the last one; for a single row, its own).
+    """Makes the pairs of KTO for `KTO.prepare`: adds to the document of each labelled row, in place of its empty one,
+    its prompt with the answer of the row before (for the first row, that of the last one; for a single row, its own).
+    An answer begins with the first trained token of its document; what comes before is the prompt.
 
     Args:
       documents: two documents for each row, of which one is empty: the second if the answer is desirable, the first if
@@ -144,7 +145,7 @@ def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
     Rows are taken in groups of `size` consecutive rows. A row gets the answer of the row before it in its group, and
     the first row of a group that of the last one; the last group may be smaller. Rows of which truncation to
     `rows.length` tokens leaves no token of the answer are left out first. The result is a new data set, whose reference
-    log-probabilities are not computed yet (NaN).
+    log-probabilities are not computed yet (NaN), or None if those of `rows` are.
 
     Args:
       rows: a data set that KTO.prepare made.
@@ -161,7 +162,8 @@ def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
 
 def _mismatched(own: list[Document], size: int, source: Documents, places: np.ndarray) -> Documents:
     """Makes the pairs by which KTO estimates the KL divergence: for each document of `own` that document, and its
-    prompt with the answer of the document before it in its group.
+    prompt with the answer of the document before it in its group. An answer begins with a document's first trained
+    token. `with_mismatched_answers` and `mismatched_in_groups` call it.
 
     Args:
       own: n documents, each a prompt and its answer.
@@ -170,7 +172,8 @@ def _mismatched(own: list[Document], size: int, source: Documents, places: np.nd
       source: the set that the documents `own` come from.
       places: int[2 n], for each document of the result the index in `source` of the one whose file and line it gets.
     Returns:
-      2 n documents: each of `own`, followed by its prompt with the other answer. The masks go with the tokens.
+      2 n documents: each of `own`, followed by its prompt with the other answer. Each token keeps its entry of the mask
+        that says what is trained on.
     """
     begins = [int(np.argmax(document.mask)) for document in own]
     made = []

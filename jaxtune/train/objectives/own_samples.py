@@ -54,8 +54,8 @@ class Asked:
 class OwnSamples(BatchSource):
     """The batch source (`BatchSource`) of on-policy distillation. A step has `documents` data rows, packed into rows of
     `length` tokens. Each has an answer that is sampled from the student or, with probability 1 - objective.on_policy,
-    the answer that the data set has. `rows_per_step` is the number of packed rows in which the longest ones fit, and
-    `own_samples` makes it for a run.
+    the answer that the data set has. `rows_per_step` is the number of packed rows of a step, in which `documents` of
+    the longest data rows with their answers fit. `own_samples` makes the source for a run.
 
     Args:
       rows: the data rows; an epoch uses each once, in an order drawn for the epoch.
@@ -152,8 +152,8 @@ class OwnSamples(BatchSource):
         return {"prompts": len(self.asked), "tokens_crc32": digest}
 
     def described(self, total_steps: int) -> list[str]:
-        """The lines that a run of `total_steps` steps prints about its rows before it begins: how many there are and
-        how answers are sampled, and the steps."""
+        """Two lines that a run of `total_steps` steps prints about its rows before it begins: the number of data rows
+        and how answers to them are sampled; and the number of steps and of data rows in each."""
         share, longest = self.objective.on_policy, max(len(row.prompt) for row in self.asked)
         which = "all answers are sampled from the student" if share == 1 else f"{share:.0%} of answers are sampled"
         most = f"with at most {self.objective.drawing.max_completion_length:,} tokens"
@@ -274,8 +274,9 @@ def own_samples(
       ends: the token ids that end an answer.
       positions: the most tokens of a prompt and its answer that the model allows.
     Raises:
-      ConfigError: a row cannot be used (unless data.on_bad_row is "skip"), data.length is too short, or the rows are
-        tokenised already, so that their prompts are not known.
+      ConfigError: a row cannot be used (unless data.on_bad_row is "skip"), no row can, data.length is too short, or the
+        rows are tokenised already, so that their prompts are not known.
+      ValueError: there is no such file or data set.
     """
     if isinstance(rows, TokenDataset):
         raise ConfigError(
@@ -296,7 +297,8 @@ def own_samples(
 
 
 class _Reading:
-    """A function that makes an Asked (tokenised prompt and answer) of a data row.
+    """A function that makes an Asked (tokenised prompt and answer) of a data row, given as {column: value}, and raises
+    RowError if the row cannot be used; `own_samples` reads the rows with it.
 
     Args:
       tokenizer: a fast Hugging Face tokenizer.

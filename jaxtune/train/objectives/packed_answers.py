@@ -131,7 +131,8 @@ class Answer:
         return int(self.mask.sum())
 
     def to_json(self) -> dict[str, Json]:
-        """The fields by name as JSON values, for a checkpoint, from which `from_json` makes the same answer."""
+        """{name of a field of this class: its value as JSON}, with lists in place of tuples, for a checkpoint, from
+        which `from_json` makes the same answer."""
         lists: dict[str, Json] = {
             "prompt_ids": [*self.prompt_ids],
             "ids": [*self.ids],
@@ -149,8 +150,9 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerRows:
-    """Packs answers, each after its prompt, into the rows of a batch. `packed` makes a batch, and `empty` one of the
-    same form without answers, with which the train step is compiled."""
+    """Packs answers, each after its prompt, into the rows of a batch, for the batch sources of sampled answers
+    (`SampledAnswers`, `OwnSamples`). `packed` makes a batch, and `empty` one of the same form without answers, with
+    which the train step is compiled."""
 
     rows: int
     """The number of rows of a batch."""
@@ -187,14 +189,14 @@ class AnswerRows:
         return dataclasses.replace(batch, extra=extra)
 
     def counted(self, answer: Answer) -> int:
-        """The number of tokens of an answer that count in the loss: all that were sampled; but 0 if the answer reached
-        the most tokens and `masks_truncated` is True."""
+        """The number of tokens of an answer that count in the loss: all that are trained on (`Answer.length`); but 0 if
+        the answer reached the most tokens and `masks_truncated` is True."""
         return 0 if self.masks_truncated and answer.finish_reason == "length" else answer.length
 
     def packed(self, answers: Sequence[Answer], tokens: float) -> Batch:
-        """Packs `answers`, those of one step, into a batch. The places for log-probabilities under other models, if
-        batches have them, are zeros that the caller fills. tokens: a number by which the loss of the step may be
-        divided, that of the counted tokens of the whole generation (round of sampling) divided by steps_per_generation.
+        """Packs `answers`, those of one step, into a new batch of numpy arrays. The arrays of log-probabilities under
+        other models, if batches have them, are zeros that the caller fills. tokens: a number by which the loss of the
+        step may be divided: the counted tokens of the whole generation (round of sampling) / steps_per_generation.
         The array SHARE divides it equally over the rows, so that devices that have some of the rows can add it up.
         Raises ConfigError if an answer fits into no row (`places_of`)."""
         batch = self.empty(self.rows)
@@ -204,9 +206,9 @@ class AnswerRows:
         return batch
 
     def places_of(self, answers: Sequence[Answer]) -> list[tuple[int, int, int]]:
-        """Where each of `answers` is written: a list of (row, index in the row of the prompt's first token, number of
-        the answer within the row, from 0). The longest answer is placed first, each in the first row with room. Answers
-        that are no longer than those by which the number of rows was planned always fit.
+        """Where each of `answers` is written, in their order: a list of (row, index in the row of the prompt's first
+        token, number of the answer within the row, from 0). The longest answer with its prompt is placed first, each in
+        the first row with room. Answers no longer than those by which the number of rows was planned always fit.
 
         Raises:
           ConfigError: one fits into no row, because a rollout function or an environment made prompts longer.
@@ -231,8 +233,8 @@ class AnswerRows:
         return found
 
     def _write(self, batch: Batch, row: int, at: int, place: int, answer: Answer) -> None:
-        """Writes a prompt and its answer into the arrays of `batch`, in place. Only tokens of the answer that count in
-        the loss get the weight 1.
+        """Writes a prompt and its answer into the arrays of `batch`, in place, at a place from `places_of`. The weight
+        of a position is 1 if its target (the next token) is a token of the answer that counts in the loss, else 0.
 
         Args:
           batch: the batch.

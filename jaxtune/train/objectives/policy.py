@@ -88,9 +88,9 @@ class GRPO:
     @classmethod
     def of(cls, **options: Any) -> GRPO:
         """Makes the objective from options with TRL's names, in one flat set: each is put into `settings`, `losses` or
-        this class, whichever has a field of that name (max_completion_length into both of the first two). Options that
-        are not given have the defaults of this class. Raises ValueError for an option out of its range, and TypeError
-        for an unknown name."""
+        this class, whichever has a field of that name (max_completion_length into both of the first two). A run makes
+        the objective of its config so. Options that are not given have the defaults of this class. Raises ValueError
+        for an option out of its range, and TypeError for an unknown name."""
         parts: dict[str, Any] = {}
         defaults = cls()
         for name, default in (("settings", defaults.settings), ("losses", defaults.losses)):
@@ -178,7 +178,8 @@ class GRPO:
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError if the model has no head that predicts tokens; or if beta is not 0 and the model with its
-        adapter off cannot be the reference, because it has no adapter or its base is trained too."""
+        adapter off cannot be the reference, because it has no adapter or its base is trained too. The Trainer calls it
+        before anything is compiled."""
         if self.losses.beta:
             require_fixed_base(self.name, model)
         if not model.config.head.is_text:
@@ -224,8 +225,8 @@ class GRPO:
             return loss, count, jax.lax.stop_gradient(sums)
 
     def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(sum of the losses, the count that divides it, {metric: sum}) of a batch of answers: float32 scalars, here by
-        GRPO's loss; RLOO overrides it."""
+        """(sum of the losses, the count that divides it, {metric: sum} for each name in `_measured`) of a batch of
+        answers: float32 scalars, here by GRPO's loss; RLOO overrides it. `loss` calls it."""
         return grpo.grpo_sums(answers, self.losses)
 
     def _ratio(self, logps: jax.Array, sampled: jax.Array, mask: jax.Array) -> jax.Array | None:
@@ -332,7 +333,8 @@ class RLOO(GRPO):
         )
 
     def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(sum of RLOO's losses, number of answers, {metric: sum}) of a batch of answers: float32 scalars."""
+        """(sum of RLOO's losses, number of answers, {metric: sum} for each name in `_measured`) of a batch of answers:
+        float32 scalars. `loss` calls it."""
         return grpo.rloo_sums(answers, self.losses)
 
 

@@ -96,8 +96,8 @@ def sum_log_probs(
 @dataclasses.dataclass(frozen=True)
 class Pairs:
     """The base class of objectives (`objective.Objective`) over pairs of documents, such as DPO and reward models. A
-    pair is one prompt with a chosen and with a rejected answer. It has `prepare` and `metrics`; a subclass defines
-    `check`, `loss` and the names in `sums`."""
+    pair is one prompt with a chosen and with a rejected answer. This class defines `prepare`, `metrics` and
+    `reference_runs`; a subclass defines `name`, `check`, `loss` and the names in `sums`."""
 
     name: ClassVar[str]
     """The name by which objective.name selects it."""
@@ -409,7 +409,8 @@ class SimPO(Preference):
 
 
 def _smoothed(logits: jax.Array, label_smoothing: float) -> jax.Array:
-    """The logistic loss of each of `logits`, with label smoothing: (1 - s) times -log sigmoid(logit) plus s times -log
-    sigmoid(-logit). label_smoothing: s, the probability that a pair's answers are labelled the wrong way."""
+    """The logistic loss of each of `logits` (float32, of any shape), with label smoothing: (1 - s) times -log
+    sigmoid(logit) plus s times -log sigmoid(-logit). DPO and SimPO call it with a logit for each pair. label_smoothing:
+    s, the probability that a pair's answers are labelled the wrong way."""
     right, wrong = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
     return -(1.0 - label_smoothing) * right - label_smoothing * wrong

@@ -222,7 +222,8 @@ def _answering(
       settings: how answers are sampled.
       tokenizer: a fast Hugging Face tokenizer.
       config: the config of the run, for its chat template.
-      ends: the token ids that end an answer; with tools, the token that ends a turn in the chat template is added.
+      ends: the token ids that end an answer; with tools, the token that ends a turn in the chat template is added, if
+        the template has one.
       length: the most tokens of a prompt with its answer.
     Raises:
       ConfigError: there are tools, and the chat template cannot write their calls or answers.
@@ -319,7 +320,8 @@ def _answered(value: Mapping[str, object]) -> bool:
 
 def end_tokens(model: Decoder, tokenizer: Any) -> list[int]:
     """The token ids at which the generation of an answer ends, in ascending order: those of the model's generation
-    config, and the tokenizer's EOS. model: its arrays may be jax.ShapeDtypeStruct."""
+    config, and the EOS of `tokenizer`, if it has one. Runs and evaluations that sample answers end them there. model:
+    its arrays may be jax.ShapeDtypeStruct."""
     ends = set(end_token_ids(model))
     if tokenizer.eos_token_id is not None:
         ends.add(int(tokenizer.eos_token_id))

@@ -43,10 +43,11 @@ def fill_reference(
     frozen: nnx.State,
     say: Callable[[str], None],
 ) -> None:
-    """Fills `rows.reference` in place if it is an array that is not computed yet (NaN): from a file beside the token
-    cache, or by a pass of the reference over the rows, whose result is then stored in such a file. If it cannot be
-    stored, a line says so and the run continues. In a run of several processes all of them call this; unless each can
-    read the file, all take part in the pass, and the first process stores the result.
+    """Fills `rows.reference`, float32[documents], in place if any value is not computed yet (NaN): from a file beside
+    the token cache, or by a pass of the reference over the rows, whose result is then stored in such a file. Nothing is
+    done if it is None or complete. If the file cannot be written, a line says so and the run continues. In a run of
+    several processes all of them call this; unless each can read the file, all take part in the pass, and the first
+    process stores the result.
 
     Args:
       rows: the packed pairs.
@@ -170,12 +171,13 @@ def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.
 def first_check(
     objective: Any, config: TrainConfig, rows: Any, fresh: Callable[[], bool]
 ) -> Callable[[Mapping[str, float]], None]:
-    """Makes a function to call with the metrics of a run's first step. It raises TrainingStopped if they show that the
-    reference's log-probabilities are not those of the model before training, as those of other weights or rows.
+    """Makes a function that a run calls with the metrics of its first step, {name: value}. The function raises
+    TrainingStopped if they show that the reference's log-probabilities are not those of the model before training, but
+    those of other weights or rows.
 
-    The function checks nothing where model and reference may rightly differ: if the data set brought log-probabilities
-    of its own, if the adapter has trained before, with noise on the embeddings (NEFTune), and with QAT's rounding from
-    the first step on.
+    The function does nothing for an objective without a reference, nor where model and reference may rightly differ: if
+    the data set brought log-probabilities of its own, if the adapter has trained before, with noise on the embeddings
+    (NEFTune), and with QAT's rounding from the first step on.
 
     Args:
       objective: the objective of the run; only `preference.Referenced` ones have a reference to check.

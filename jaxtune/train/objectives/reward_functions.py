@@ -110,8 +110,8 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class RewardFunctions:
-    """The reward functions of a run, with their weights and what happens if one fails. Called with a Sampled, it
-    returns the rewards of all answers by all functions.
+    """The reward functions of a run, with their weights and what happens if one fails. Called with a Sampled, it calls
+    them all and returns the rewards, float32[answers, functions], NaN where a function does not apply.
 
     Example:
       rewards = RewardFunctions.named(["rewards.py:is_right", "brevity"], weights=(1.0, 0.1))
@@ -273,8 +273,8 @@ class RewardFunctions:
 
 
 def unique(names: Sequence[str]) -> tuple[str, ...]:
-    """`names` with a number behind each that stood before, ("f", "f_2"), so that metrics have a name for each function;
-    it is the smallest with which the name is no other function's."""
+    """Makes `names` different from each other, in their order, so that metrics have a name for each function: a name
+    that stood before gets a number behind it, ("f", "f_2"), the smallest from 2 on that makes a new name."""
     found: list[str] = []
     for name in names:
         numbered = (f"{name}_{number}" for number in itertools.count(2))
@@ -283,14 +283,14 @@ def unique(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def load_function(name: str, key: str = _KEY) -> RewardFunction:
-    """The reward function that a recipe names. `file.py:function` is loaded by running the file; a name without a colon
-    is that of a ready function of this module, such as exact_match.
+    """Returns the reward function that a recipe names. `file.py:function` is loaded by running the file; a name without
+    a colon is that of a ready function of this module, such as exact_match.
 
     Args:
       name: the name.
       key: the config key that has the name, for errors.
     Raises:
-      ConfigError: there is no such function.
+      ConfigError: there is no such function, or its file cannot be run.
     """
     if ":" not in name:
         if name not in READY:
@@ -303,7 +303,8 @@ def load_function(name: str, key: str = _KEY) -> RewardFunction:
 
 def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
     """The keyword arguments with which `function` is called: of the prompts, completions, completion_ids, columns and
-    further arguments in `sampled`, those that its parameters name, or all if it has **parameters."""
+    further arguments in `sampled`, those that its parameters name, or all if it has **parameters. Of equal names, a
+    further argument hides a column, and prompts, completions and completion_ids hide both."""
     given = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
     return arguments(function, {**sampled.columns, **sampled.also, **given})
 

@@ -66,10 +66,10 @@ class RolloutModel:
         return self._sampling.decode(ids)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int | None = None) -> list[Row]:
-        """Samples a continuation of each prompt with the run's sampling options, several at a time. Returns a Row for
-        each, in their order, with `ids` (the new tokens), `logprobs` (of these, at the sampling temperature) and
-        `finish_reason` ("stop" or "length"). Each call draws other tokens, which depend on the generation's seed and
-        the number of the call.
+        """Samples a continuation of each prompt with the run's sampling options, several at a time, and waits for all.
+        Returns a Row for each, in their order, with `ids` (the new tokens), `logprobs` (of these, at the sampling
+        temperature) and `finish_reason` ("stop" or "length"). Each call draws other tokens, which depend on the
+        generation's seed and the number of the call.
 
         Args:
           prompt_ids: the token ids of each prompt; for several answers to one, repeat it in consecutive places.
@@ -163,7 +163,8 @@ class RolloutFunction:
         ], {}
 
     def _given(self, index: int, prompt: Turns, prompt_ids, ids, logps, mask, columns: Mapping[str, object]) -> Given:
-        """Checks one of the answers that the function returned, and returns it as a `Given`.
+        """Checks one of the answers that the function returned, and returns it as a `Given`. Its finish_reason is
+        "stop" if its last token is one that ends an answer, else "length".
 
         Args:
           index: the number of the answer, for errors.

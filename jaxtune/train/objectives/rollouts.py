@@ -45,7 +45,8 @@ _PRINT_EVERY = 10  # generations between two samples and warnings on the screen
 class Advantages(Protocol):
     """A function that computes the advantages of a generation's answers (those of one round of sampling) from their
     rewards: how much better each answer is than the others, by which the loss weights its log-probabilities. GRPO and
-    RLOO each give SampledAnswers one."""
+    RLOO each give SampledAnswers one. It is called with rewards [answers, reward functions] (NaN where a function does
+    not apply) and perhaps kl [answers], the answers' divergences from a reference, and returns float32[answers]."""
 
     def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray:
         """Returns the advantages, float32[answers]. rewards: [answers, reward functions], NaN where a function does not
@@ -169,9 +170,9 @@ class SampledAnswers(BatchSource):
         return self.answers_per_step * self.settings.steps_per_generation // self.settings.num_generations
 
     def limit_slots(self, plan: SlotPlan) -> None:
-        """Sets the most answers that a device samples at a time, and the most layers whose quantised weights its
-        samplers decode, to those of `plan`, so that sampling has room beside the weights and the optimizer. A run calls
-        it once, after it has planned its memory and before the first batch."""
+        """Sets the most answers that a device samples at a time, and the most layers whose weights its samplers convert
+        once for all tokens, to those of `plan`, so that sampling has room beside the weights and the optimizer. A run
+        calls it once, after it has planned its memory and before the first batch."""
         self.answering.sampling.plan = plan
 
     def empty(self, rows: int) -> Batch:
@@ -183,8 +184,9 @@ class SampledAnswers(BatchSource):
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """Returns the batch of `step` (from 0). The first step of a generation (the steps that use the answers of one
         round of sampling) samples its answers and calls the reward functions; the other steps use answers that were
-        sampled then. model: returns the model as it is before the step; it samples the answers, and computes OLD_LOGPS
-        and REFERENCE_LOGPS if batches have them. None is enough if nothing must be sampled or computed."""
+        sampled then. A second call for the step returns the same batch. model: returns the model as it is before the
+        step; it samples the answers, and computes OLD_LOGPS and REFERENCE_LOGPS (packed_answers.py) if batches have
+        them. None is enough if nothing must be sampled or computed. Raises RewardError if a reward function fails."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         number, within = divmod(step, self.settings.steps)
@@ -216,8 +218,9 @@ class SampledAnswers(BatchSource):
 
     def position(self, step: int) -> Json:
         """The answers of the current generation (round of sampling) if `step` uses them too, with their
-        log-probabilities, as JSON for a checkpoint, so that a resumed run need not sample them again; None if `step`
-        samples a new generation."""
+        log-probabilities, as JSON for a checkpoint, so that a resumed run need not sample them again: {"generation":
+        its number, "answers": each as `Answer.to_json`, "old": the OLD_LOGPS computed so far, by the number of the step
+        within the generation}. None if `step` samples a new generation."""
         if step % self.settings.steps == 0 or self._generation is None:
             return None
         number, answers = self._generation
@@ -273,9 +276,9 @@ class SampledAnswers(BatchSource):
 
     def metrics_at(self, step: int) -> dict[str, float]:
         """The metrics of the generation (round of sampling) that was made for the step, {name: value}, which are given
-        out once: those of `answer_report.measured` and of tools, the seconds of sampling, rewarding and updating, and
-        "kl" if divergences are subtracted from rewards; {} if the step uses a generation that was sampled for an
-        earlier one."""
+        out once: those of `answer_report.measured` and of tools ("tools/..."), "sampling_seconds", "reward_seconds",
+        "update_seconds" (from the first step of the generation before to this sampling), and "kl" if divergences are
+        subtracted from rewards; {} if the step uses a generation that was sampled for an earlier one."""
         return self._metrics.pop(step, {})
 
     # ---- a generation
@@ -291,7 +294,8 @@ class SampledAnswers(BatchSource):
     def _sampled(self, number: int, step: int, model: Decoder) -> list[Answer]:
         """Makes generation `number` (a round of sampling) before `step`: samples answers from `model`, calls the reward
         functions, stores the metrics for `metrics_at(step)`, in every tenth generation also lines for the screen, and
-        returns the answers with their advantages; all answers to one prompt are consecutive."""
+        returns the answers with their advantages; all answers to one prompt are consecutive. It waits for the step
+        before. Raises RewardError if a reward function fails."""
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         settings, started = self.settings, time.monotonic()

@@ -35,7 +35,8 @@ class SFT:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
-        """Reads and tokenises rows into a data set that gives packed batches.
+        """Reads and tokenises rows into a data set that gives packed batches, or opens the token cache that an earlier
+        call wrote for the same rows. A run calls it for its rows of training and of evaluation.
 
         Args:
           rows: a path, a data set's name, a list of dicts, or a TokenDataset, which is returned after its token ids are

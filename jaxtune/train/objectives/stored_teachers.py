@@ -2,7 +2,7 @@
 
 They are computed by one pass of the teacher over the run's rows (objective.teacher_top_k) or read from a file that
 another program wrote (objective.teacher_logprobs), and kept in a file beside the token cache, which a run maps into
-memory. The name of that file is a hash of the rows and of the teacher or the other file, and it ends with a checksum.
+memory. The name of that file is a hash of the rows and of the teacher or the other file; the file ends with a checksum.
 `StoredTeacher` does this for a Trainer.
 """
 
@@ -158,9 +158,9 @@ class StoredTeacher:
     def attach(
         self, train: TokenDataset | BatchSource, held_out: TokenDataset | None
     ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
-        """(train, held_out), the run's rows, as copies with places for the teacher's log-probabilities in their
-        batches, which `fill` fills; the arguments themselves if nothing is stored. held_out: None, as its result is
-        then, if there are none.
+        """(train, held_out), the run's rows of training and of evaluation, as copies with places for the teacher's
+        log-probabilities in their batches, which `fill` fills; the arguments themselves if nothing is stored. held_out:
+        None if there are no such rows, and then the second result is None.
 
         Raises:
           ConfigError: the rows are made during the run, or the file lacks some of them.
@@ -206,8 +206,10 @@ class StoredTeacher:
 
     def fill(self, sets: Sequence[TokenDataset | None], engine: Engine, say: Callable[[str], None] = say) -> None:
         """Fills in, in place, the log-probabilities of those data sets that lack them: from files beside the token
-        cache, or by a pass of the teacher, which is loaded for it and freed. In a run of several processes all must
-        call this, and all take part in the pass unless each has the same file.
+        cache; or from the file objective.teacher_logprobs; or by a pass of the teacher, which is loaded for it and
+        freed. What was not in the cache is then stored there, if the teacher can be recognised later (`digest`).
+        Nothing is done if no set lacks them. In a run of several processes all must call this, and all take part in the
+        pass unless each has the same file.
 
         Args:
           sets: the run's rows, as `attach` returned them, or None for one that is missing.
@@ -258,7 +260,8 @@ class StoredTeacher:
 
     def _found(self, rows: TaughtRows, say: Callable[[str], None]) -> bool:
         """Whether each process of the run has the same stored file with the values of these rows; `rows.values.stored`
-        is then set to them, else to None. All processes must call it. say: shows a line to the user."""
+        is then set to the values, mapped from the file, else to None. All processes must call it. say: shows a line to
+        the user."""
         path = self._path(rows)
         found = None if path is None else _read(path, rows.values, say)
         sums = processes.all_of(None if path is None or found is None else _sum_of(path))
@@ -267,8 +270,9 @@ class StoredTeacher:
         return there
 
     def _reading(self) -> Callable[[TaughtRows, np.ndarray | None], None]:
-        """A function that reads the values of rows from the file that the objective names (teacher_logprobs) into an
-        array; with None in place of an array it does nothing. `fill` calls it, as that of `_teaching`."""
+        """A function (rows, array) that reads the values of rows from the file that the objective names
+        (teacher_logprobs) into an array, in place; with None in place of an array it does nothing. `fill` calls it
+        where there is such a file, and otherwise the function that `_teaching` returns."""
         assert self._file is not None
         file = self._file
 
@@ -283,9 +287,9 @@ class StoredTeacher:
     def _teaching(
         self, engine: Engine, planned: TeacherPass, say: Callable[[str], None]
     ) -> Callable[[TaughtRows, np.ndarray | None], None]:
-        """A function that computes the values of rows into an array by a pass of the teacher, which is loaded here. All
-        processes must call it; with None in place of an array the process only takes part. If the compiled pass needs
-        too much memory, it is compiled again with a smaller plan.
+        """A function (rows, array) that computes the values of rows by a pass of the teacher, which is loaded here, and
+        writes them into the array, in place. All processes must call it; with None in place of an array the process
+        only takes part. If the compiled pass needs too much memory, it is compiled again with a smaller plan.
 
         Args:
           engine: of the run; the pass has its mesh and its batches.
@@ -344,11 +348,12 @@ class StoredTeacher:
 
 @contextlib.contextmanager
 def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | None]:
-    """A context that gives an array to fill with the values, and on leaving sets `values.stored` to it: mapped from the
-    file `path`, which appears complete or not at all; or in memory, if `path` is None. In a run of several processes
-    the first one writes the file, and one of each host that does not see it; the others get None, and map the file that
-    was written for them. Collective: every process must enter it. Raises ConfigError if the file cannot be written, or
-    not be read where it was written by another process."""
+    """A context that gives an array to fill with the teacher's values of some rows, one entry for each of
+    `values.total` tokens, and on leaving sets `values.stored` to it: mapped from the file `path`, which appears
+    complete or not at all; or in memory, if `path` is None. In a run of several processes the first one writes the
+    file, and one of each host that does not see it; the others get None, and map the file that was written for them.
+    Collective: every process must enter it. Raises ConfigError if the file cannot be written, or not be read where it
+    was written by another process."""
     if path is None:
         array = np.zeros(values.total, TeacherValues.entry(values.k))
         yield array
@@ -375,9 +380,9 @@ def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | N
 @contextlib.contextmanager
 def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
     """A context that gives an array to fill with the values, mapped from a temporary file beside `path`, whose whole
-    size is reserved on the disk. On leaving, it gets its checksum and becomes `path`; after an error it is removed.
-    Temporary files of runs that ended are removed first. Raises ConfigError on entering if the file cannot be
-    written."""
+    size is reserved on the disk. On leaving, the temporary file gets its checksum and is renamed to `path`; after an
+    error it is removed. Temporary files of runs that ended are removed first. values: says how many entries the array
+    has, and of which dtype. Raises ConfigError on entering if the file cannot be written."""
     temporary = temporary_path(path)
     try:
         with _writable(path.parent):
@@ -427,8 +432,8 @@ def _sum_of(path: Path) -> str | None:
 
 
 def _checksum(name: str, path: Path, size: int) -> bytes:
-    """The checksum of the first `size` bytes of the file `path`, stored under `name`; it covers the name too, so that a
-    file that was renamed is not accepted."""
+    """The checksum (16 bytes) of the first `size` bytes of the file `path`, whose final name is `name`. The checksum
+    covers that name too, so that a file that was renamed is not accepted."""
     made, left = xxhash.xxh3_128(name.encode()), size
     with open(path, "rb") as file:
         while left and (block := file.read(min(left, 1 << 24))):
@@ -439,7 +444,8 @@ def _checksum(name: str, path: Path, size: int) -> bytes:
 
 def _read(path: Path, values: TeacherValues, say: Callable[[str], None]) -> np.ndarray | None:
     """The values in the stored file `path`, mapped into memory; None, and they are computed anew, if there is no such
-    file, or it is damaged. say: shows a line to the user about a file that is read, or is damaged."""
+    file, or it is damaged. values: says how many entries the array must have, and of which dtype. say: shows a line to
+    the user about a file that is read, or is damaged."""
     try:
         size = os.path.getsize(path) - _SUM
         with open(path, "rb") as file:

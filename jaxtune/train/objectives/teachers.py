@@ -100,9 +100,10 @@ def teacher_shapes(config: TrainConfig) -> Decoder | None:
 
 
 def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
-    """(folder or hub name, format of its weights or None) of a teacher whose log-probabilities are stored before the
-    run. config: the run's. name: as objective.teacher says; "base" and None are the model that trains, without its
-    adapter. Raises ConfigError if that model has no folder, or the teacher's is that of an adapter."""
+    """(folder or hub name; the format in which its weights are loaded, such as "nf4", or None for that of its files) of
+    a teacher whose log-probabilities are stored before the run. config: the run's. name: as objective.teacher says;
+    "base" and None are the model that trains, without its adapter. Raises ConfigError if that model has no folder, or
+    the teacher's is that of an adapter."""
     if name not in (None, BASE):
         return teacher_of(config) or name, config.objective.teacher_load_in
     if config.model.path is None:
@@ -113,7 +114,7 @@ def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
 def pass_shapes(config: TrainConfig, name: str | None, load_in: str | None = None) -> Decoder:
     """The teacher of `of_pass`, with shapes (jax.ShapeDtypeStruct) in place of its arrays, from its config.json alone.
     The pass in which its log-probabilities are stored is planned by it. config, name: as for `of_pass`. load_in: a
-    format for its weights, such as "nf4", in place of the one that the config asks for, which None takes. Raises
+    format for its weights, such as "nf4", in place of the one that the config asks for; None: that one. Raises
     ConfigError as `of_pass` does."""
     path, asked = of_pass(config, name)
     return _shapes(path, config.dtype, load_in or asked)
@@ -188,8 +189,8 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained 
 
 def described(model: Decoder, objective: object) -> list[str]:
     """The lines that a run prints about its teacher: one with the size of `model.teacher` in parameters and in memory
-    (that of one whole copy, in GB of 1e9 bytes); or, if objective.teacher is "base", one that says that the model
-    itself with its adapter off is the teacher; [] without a teacher."""
+    (that of one whole copy, in GB of 1e9 bytes); or, if none is attached and objective.teacher is "base", one that says
+    that the model itself with its adapter off is the teacher; else []. objective: the run's, of any kind."""
     teacher = model.teacher
     if teacher is None:
         own = getattr(objective, "teacher", None) == BASE

@@ -107,7 +107,8 @@ def parse_xml(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
 
 
 def _json_or_text(value: str) -> object:
-    """The value of a text that is JSON (such as a number or a list), or the text itself if it is no JSON."""
+    """The value of a text that is JSON (such as a number or a list), or the text itself if it is no JSON: `parse_xml`
+    reads so an argument whose schema does not say that it is text."""
     try:
         return json.loads(value)
     except ValueError:
@@ -117,7 +118,8 @@ def _json_or_text(value: str) -> object:
 def parse_llama(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of Llama 3: (`text` unchanged, []) if it does not begin with `{` (after a
     `<|python_tag|>`, if it has one), else ("", the calls). The whole answer is then `{"name": ..., "parameters":
-    {...}}`; several are separated by semicolons. Raises ValueError for a malformed call.
+    {...}}`, or with "arguments" in place of "parameters"; several are separated by semicolons. Raises ValueError for a
+    malformed call, or TypeError for a number among the calls.
 
     Args:
       text: the answer, with special tokens except the one that ended it.

@@ -61,8 +61,8 @@ class Answered:
     messages: list[Message]
     """A message of role "tool" for each call, in their order."""
     failures: int
-    """How many calls failed: an unknown tool, an exception, or a timeout. The message of such a call is {'error':
-    ...}."""
+    """How many calls failed: an unknown tool, an exception, or a timeout. The content of such a call's message is the
+    text "{'error': ...}"."""
 
 
 class Tools:
@@ -162,7 +162,8 @@ class Tools:
         Args:
           prompts: for each answer, its prompt as messages.
           columns: for each answer, the other columns of its data row, {name: value}. `reset` gets those of them and of
-            `prompt` that its parameters name, or all if it has **parameters.
+            `prompt` that its parameters name, or all if it has **parameters; but never the column `environment` where
+            it selects one of several environments.
         Returns:
           for each answer (its environment, its prompt); a text that `reset` returned is added to the prompt's last
             message.

@@ -46,8 +46,8 @@ def load_from_file(name: str, key: str) -> Callable:
 
 
 def called(function: Callable) -> Callable:
-    """What a call of `function` runs: the function itself, or the method __call__ of a callable object. Only this shows
-    whether a callable object is async."""
+    """Returns what a call of `function` runs: the function itself, or the method __call__ of a callable object. Only
+    the method shows whether a callable object is async. Nothing is called here."""
     return function if inspect.isroutine(function) else function.__call__
 
 
@@ -87,13 +87,14 @@ class EventLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def run(self, coroutine: Coroutine) -> Future:
-        """Runs a coroutine in the event loop, and returns at once the future of its result or exception."""
+        """Runs a coroutine in the event loop, and returns at once the future of its result or exception. It may be
+        called from any thread, while the context is open."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start(self, function: Callable, given: Mapping[str, object]) -> Future:
         """Calls a function with the keyword arguments `given`, and returns at once the future of what it returns or
         raises: an async function runs in the event loop, any other in a new daemon thread, so that the run can stop
-        waiting for it."""
+        waiting for it. Raises TypeError itself if an async function does not take these arguments."""
         return self.run(called(function)(**given)) if is_async(function) else in_thread(function, given)
 
 

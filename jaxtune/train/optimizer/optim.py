@@ -156,8 +156,8 @@ def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
 
 
 def _where(finite, new, old):
-    """A tree with the leaves of `new` if the bool array `finite` is true, else with those of `old`, which has the same
-    structure."""
+    """A tree with the leaves of `new` if `finite` (a bool or bool[]) is true, else with those of `old`, which has the
+    same structure: an optimizer so keeps its old states in a step whose numbers are not finite."""
     return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 

@@ -35,7 +35,8 @@ def is_hosted(leaf: Any) -> bool:
 
 def hosted_bytes(opt_state: Any) -> int:
     """The bytes of those arrays of the optimizer's state `opt_state`, which may be abstract, that are stored on the
-    host: those of 64 KiB or more (`is_hosted`)."""
+    host with optim.offload: those of 64 KiB or more (`is_hosted`). The planner counts them, and groups are made by
+    them."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state) if is_hosted(leaf))
 
 
@@ -192,5 +193,6 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
 
 
 def _members(groups: list[list[int]], group: int | None) -> list[int]:
-    """The indices of the tensors in one of the `groups`, that with the index `group`; [] if `group` is None."""
+    """The indices of the tensors in one of the `groups`, that with the index `group`; [] if `group` is None, as where a
+    stage of update_by_tensor has nothing to update or to copy."""
     return [] if group is None else groups[group]

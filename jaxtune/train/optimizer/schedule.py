@@ -16,8 +16,8 @@ def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
     (None if the number of rows is unknown), rounded, and at least 1.
 
     Raises:
-      ValueError: there are more steps than a counter of 32 bits can count, or steps_per_epoch is None and config.steps
-        is not set.
+      ValueError: config.steps is not set, and steps_per_epoch is None, or the epochs have more steps than a counter of
+        32 bits can count.
     """
     if config.steps is not None:
         return config.steps

@@ -39,8 +39,9 @@ CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
     """The numbers of micro-batches into which the `rows` rows of a step can be divided, ascending, so that each of
-    `devices` devices has equally many rows of each micro-batch; [] if they cannot share the rows equally. wanted: the
-    number that the config sets, which is then the only one and is not checked here; None: it sets none."""
+    `devices` devices has equally many rows of each micro-batch; [] if they cannot share the rows equally. The planners
+    try plans with each of them. wanted: the number that the config sets, which is then the only one and is not checked
+    here; None: it sets none."""
     if wanted is not None:
         return [wanted]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
@@ -70,7 +71,7 @@ def choose(
       resident: the least number of layers whose frozen weights are whole on each device, because they already are.
       unlike: plans that failed; plans that resemble them (`_related`) are left out.
     Raises:
-      PlanError: nothing fits.
+      PlanError: nothing fits, or all that fits resembles `unlike`.
       ValueError: the host's memory is too small for the optimizer's states.
     """
     if device.link and parts.hosted_bytes > device.host_bytes:
@@ -90,9 +91,10 @@ def choose(
 
 
 def table_places(parts: StepCost, device: Device) -> list[StepCost]:
-    """The costs with the table of per-layer embeddings in each place where a plan may have it: `parts`, and, if these
-    have it on the device and it may be on the host, those with it there. It may not on a device that shares its memory
-    with the host, or if the host's memory is too small for it beside what a checkpoint copies there."""
+    """The costs with the table of per-layer embeddings in each place where a plan may have it, among which `choose`
+    tries all: `parts`, the step's costs, and, if these have the table on the device and it may be on the host, the
+    costs with it there. It may not be on the host if `device` shares its memory with the host, or if the host's memory
+    is too small for it beside what a checkpoint copies there."""
     room = device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES
     if parts.table_on_host or not device.link or not 0.0 < parts.table.bytes <= room:
         return [parts]
@@ -108,9 +110,17 @@ def _candidates(
     resident: int,
     unlike: Sequence[StepPlan],
 ) -> list[Forecast]:
-    """The forecasts of the plans among which `choose` chooses, whose arguments these are; some may not fit. parts: the
-    costs with the table of per-layer embeddings in one place. device: has the host memory that residuals may take.
-    budget: bytes of its memory, infinite if nothing limits them."""
+    """The forecasts of the plans among which `choose` chooses; some may not fit.
+
+    Args:
+      parts: the step's costs, with the table of per-layer embeddings in one place.
+      config: the run's; what its memory.plan and micro_batches set is not changed.
+      device: the device, with the host memory that residuals may take.
+      budget: bytes of its memory, infinite if nothing limits them.
+      chunk_logits: the candidates for the most logits (tokens times vocabulary size) that exist at a time.
+      resident: the least number of layers whose frozen weights are whole on each device.
+      unlike: plans that failed; plans that resemble them are left out, unless config.memory.plan is set.
+    """
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
     found: list[Forecast] = []
     for micro in splits(parts.rows, parts.devices, config.micro_batches):
@@ -168,7 +178,8 @@ def _residents(parts: StepCost, least: int) -> list[int]:
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
     """The forecast of the plan of `found` with as many more whole layers, each taken to be as large as the largest, as
     the budget has room for; `found` itself if there is no room or weights are not divided over devices. The weights of
-    a whole layer stay gathered on each device. parts: the step's costs. budget: bytes of memory of `device`.
+    a whole layer stay gathered on each device, which saves exchanges. parts: the step's costs. budget: bytes of memory
+    of `device`, or infinite.
 
     If all weights of the layers are trained, a whole layer keeps its gathered weights from its forward to its backward
     (ResidualPlan.whole_weights). If some are frozen, each device has a whole layer's frozen weights whole for the whole
@@ -237,8 +248,9 @@ def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> boo
 
 
 class _Relatives:
-    """A test of which pairs of layer plans resemble plans that failed and have the same micro-batches and tile. A
-    layer plan places the residuals of a layer; a pair is one for the first layers and one for the rest.
+    """A test of which pairs of layer plans resemble plans that failed and have the same micro-batches and tile, by
+    which `_best_pair` leaves such pairs out. A layer plan places the residuals of a layer; a pair is one for the first
+    layers and one for the rest.
 
     Args:
       parts: the step's costs.
@@ -290,9 +302,10 @@ def _best_pairs(
     relatives: _Relatives | None = None,
 ) -> list[Forecast]:
     """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time. The
-    other arguments are passed to _best_pair: the step's costs (`parts`), the layer plans (`table`), the number of
-    micro-batches, the device and its memory (`budget`), tokens of a tile, whole layers (`resident`), and pairs to leave
-    out (`relatives`).
+    other arguments are passed to _best_pair: the step's costs (`parts`), the layer plans and their forecasts that
+    _best_layers returned (`table`), the number of micro-batches, the device and its memory in bytes (`budget`), tokens
+    of a tile or None, the number of layers whose frozen weights are whole on each device (`resident`), and pairs to
+    leave out (`relatives`, or None).
 
     More tokens only take more memory. So the best pair for fewer tokens stays the best as long as it fits, and if no
     pair fits, none fits with more tokens.
@@ -423,7 +436,8 @@ def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast
 
 def _unbeaten(figures: np.ndarray) -> list[int]:
     """Indices, ascending, of the rows of `figures` [rows, figures] that no other row beats: the Pareto front. A row
-    beats another if it is smaller in at least one figure and larger in none; the smaller a figure, the better."""
+    beats another if it is smaller in at least one figure and larger in none; the smaller a figure, the better. Equal
+    rows all stay. `_best_layers` leaves out by it the layer plans that another one beats."""
     left = np.lexsort(figures.T)  # a row comes after every row that beats it, and equal rows are neighbours
     columns, found = figures.T[:, left], []
     while left.size:
@@ -438,7 +452,7 @@ def _unbeaten(figures: np.ndarray) -> list[int]:
 
 class PlanError(ValueError):
     """No plan fits the device. `choose` and the planner raise it; its message has the largest parts of the smallest
-    plan, and `fixes`. The other arguments are its attributes.
+    plan, and `fixes`. The other four arguments become its attributes of the same names.
 
     Args:
       smallest: the forecast with the lowest peak.

@@ -158,7 +158,8 @@ class StepCost:
         return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
-        """Bytes on a device of weights, optimizer states and gradient sums, which are in memory during the whole step.
+        """Bytes on a device of all that is in memory during the whole step (`fixed`), such as weights, optimizer states
+        and gradient sums.
 
         Args:
           micro_batches: the number of micro-batches of the step. With one, the gradient sums need less, because they
@@ -189,9 +190,9 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """The costs of a step of `model`, from shapes. config: the run's, with its mesh. length: tokens of a row; None:
-    data.length. keeps_model: whether `model` stays beside the copies that train. optimizer: only its states count;
-    None: config.optim's. reference_runs: the number of forward passes of a frozen model in each micro-batch."""
+    """The costs of a step of `model`, from shapes, for forecasts of plans. config: the run's, with its mesh. length:
+    tokens of a row; None: data.length. keeps_model: whether `model` stays beside the copies that train. optimizer: only
+    its states count; None: config.optim's. reference_runs: forward passes of a frozen model in each micro-batch."""
     length, shape, dtype = length or config.data.length, model.config, jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
@@ -313,9 +314,9 @@ def _whole_layer_bytes(trees, layers: int, parts: int) -> float:
 
 
 def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
-    """{name: bytes on each device} of the weights that do not train: the model's own ("frozen weights") and those of
-    its teacher, if it has one. frozen: the nnx.State of both. parts: the number of devices over which weights are
-    divided."""
+    """{name: bytes on each device} of the weights that do not train, for StepCost.fixed: the model's own ("frozen
+    weights") and those of its teacher (TEACHER), if it has one. frozen: the nnx.State of both. parts: the number of
+    devices over which weights are divided."""
     every, of_teacher = weight_bytes(frozen, parts), weight_bytes(frozen.get("teacher", {}), parts)
     return {"frozen weights": every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
 

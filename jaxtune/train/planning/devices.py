@@ -1,4 +1,6 @@
-"""Devices as the planner knows them: their rates, and the memory that a run may use of them."""
+"""Devices as the planner knows them: their rates, and the memory that a run may use of them. `find_device` makes a
+`Device` by its name; `limit` and `budget` say how much of its memory a run and its steps may take, and `card_gb` on
+which card they would fit; `host_memory_bytes` and `allow_pinned_memory` are about the memory of the host."""
 
 from __future__ import annotations
 
@@ -154,7 +156,7 @@ def devices_here(count: int) -> tuple[int, int]:
 
 def card_bytes(size_gb: float) -> float:
     """Bytes that JAX's allocator may give out on a card that is sold with `size_gb` GiB of memory: all of it, less the
-    memory of the CUDA context (0.6 GB)."""
+    memory of the CUDA context (0.6 GB). Cards of other machines, and memory.budget_gb, have their limit from it."""
     return size_gb * _CARD_GB - CONTEXT_BYTES
 
 
@@ -267,8 +269,8 @@ def with_fragments(needed: float) -> float:
 
 
 def memory_peak_bytes(device: int = 0) -> int:
-    """The largest memory use so far, in bytes: of this process's device with index `device`, or of the process on the
-    host if the device does not record it (CPU)."""
+    """The largest memory use so far, in bytes, for the log: of this process's device with index `device`, or of the
+    process on the host if the device does not record it (CPU)."""
     import jax
 
     stats = jax.local_devices()[device].memory_stats()

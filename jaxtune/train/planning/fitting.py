@@ -107,12 +107,13 @@ def fitting_settings(
 
 def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
     """Whether some plan of one micro-batch fits `budget` bytes of `device` (True) or none does (False), if that can be
-    decided without a search; None if it cannot. parts: the step's costs. config: the run's. It makes longest_row fast.
+    decided without a search; None if it cannot. parts: the step's costs. config: the run's. The function makes
+    longest_row fast.
 
-    It fits if a plan that is the same for all layers does. It does not fit if the least bytes of layers under any plans
-    are too many. For the second test, bytes on the host get a price in bytes on the device (a Lagrange multiplier): at
-    any price, a mixture of plans that fits the host keeps at least the minimum of both combined minus the price of the
-    host's room."""
+    A step fits if a plan that is the same for all layers does. It does not fit if the least bytes of layers under any
+    plans are too many. For the second test, bytes on the host get a price in bytes on the device (a Lagrange
+    multiplier): at any price, a mixture of plans that fits the host keeps at least the minimum of both combined minus
+    the price of the host's room."""
     count, device = parts.num_layers, beside_states(parts, device)
     chunk = max(1, min(int(tokens_of(parts, 1)), CHUNK_LOGITS[-1] // parts.vocab_size))
     head, _ = head_forecast(parts, chunk, tokens_of(parts, 1), device)

@@ -44,7 +44,7 @@ class LayerForecast:
     wait: Figure  # the part of the seconds that waits for the host link
 
     def at(self, index: Any) -> LayerForecast:
-        """The forecasts of the plans at `index` (as numpy indexes), if the fields of this one are arrays."""
+        """The forecasts of those plans that are at `index` (as numpy indexes), out of a LayerForecast of arrays."""
         return LayerForecast(*(array[index] for array in vars(self).values()))
 
 
@@ -69,7 +69,7 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """The predicted speed on all devices, padding counted as tokens."""
+        """The predicted speed on all devices, padding counted as tokens, for reports and the choice of a mesh."""
         return self.tokens / self.step_seconds
 
 
@@ -92,7 +92,7 @@ def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
 
 
 def _decode_seconds(work: Work, device: Device) -> float:
-    """Seconds to decode the quantised weights of a segment's `work` once on `device`."""
+    """Seconds to decode the quantised weights of a segment's `work` once on `device`; 0 if none is quantised."""
     fit = product_time(device)
     return work.decoded * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
@@ -262,7 +262,7 @@ def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, devic
     Args:
       parts: the step's costs.
       offloaded: names of the residuals that are offloaded.
-      whole: {residual: bytes}.
+      whole: {residual: its bytes in a micro-batch}.
       hosted: bytes of all offloaded residuals.
       seconds: (forward, backward) of each segment, a function in the chain by which a layer is computed.
       device: the device.
@@ -342,7 +342,7 @@ def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, fl
 
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
-    """The forecast of a step under `plan` on `device`, from the step's costs `parts`; nothing is compiled."""
+    """The forecast of a step under `plan` on `device`, by which plans are compared, from the step's costs `parts`."""
     parts = parts.with_table(plan.table_on_host)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     different, tile = dict.fromkeys(plan.residuals.layers), plan.residuals.tile_tokens
@@ -406,7 +406,7 @@ def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: 
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds per step to copy the optimizer's states that are on the host to `device` and back. parts: the costs."""
+    """Seconds a step to copy optimizer states on the host to `device` and back, 0 without any. parts: the costs."""
     return 2 * parts.hosted_bytes / (device.link or device.copy)
 
 

@@ -28,7 +28,8 @@ from jaxtune.train.planning.sizes import packed_slack
 
 
 def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Device) -> float:
-    """Device bytes that a forward pass takes in addition to the weights.
+    """Device bytes that a forward pass takes in addition to the weights, for the plans of passes without a backward and
+    the forecasts of a run's phases.
 
     The estimate is an upper bound: it counts all values of a layer at once, and XLA frees some of them earlier. The
     logits of one chunk exist at a time (linear_cross_entropy).

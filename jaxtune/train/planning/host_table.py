@@ -20,8 +20,9 @@ _LOOKUP_RATE = 2e9
 
 
 def rows_seconds(rows_bytes: float, devices: int, device: Device) -> float:
-    """Seconds in which the host looks up the rows of a step's tokens, for all `devices` of the run, and copies them to
-    each. It does so while the devices compute the step before, so a step takes at least this long.
+    """Seconds in which the host looks up the rows of a step's tokens in the table of per-layer embeddings, for all
+    `devices` of the run, and copies them to each. It does so while the devices compute the step before, so a step takes
+    at least this long; a forecast takes the larger of both times.
 
     rows_bytes: of the rows of two steps on one device, as StepCost.table_rows_bytes; 0 with the table on the device.
     device: has the rate of the link."""
@@ -30,8 +31,9 @@ def rows_seconds(rows_bytes: float, devices: int, device: Device) -> float:
 
 
 def may_be_on_host(config: TrainConfig) -> bool:
-    """Whether a run may have the table on the host: it trains an adapter, so that the table is frozen, and the model
-    generates nothing during the run, for which the device would need the row of each new token at once."""
+    """Whether a run of `config` may have the model's table of per-layer embeddings in host memory: the run trains an
+    adapter, so that the table is frozen, and the model generates nothing during the run, for which the device would
+    need the row of each new token at once. The planner (`table_of`) and the loading of weights ask it."""
     return config.adapter is not None and not config.objective.samples and not config.evaluation.asking
 
 
@@ -48,7 +50,8 @@ NO_TABLE = Table()  # of a model that has none, or whose table must stay on the 
 
 
 def table_of(model: Decoder, config: TrainConfig, parts: int) -> Table:
-    """The Table of `model` in a run. It may not be on the host if it trains, weights are divided over `parts` > 1
+    """The planner's facts about the table of per-layer embeddings of `model` in a run of `config`: a Table with its
+    sizes if it may be on the host, otherwise with zeros. It may not if it trains, weights are divided over `parts` > 1
     devices, the config does not allow it (may_be_on_host), or the model was given with the table on a device, where the
     caller keeps it."""
     table = None if model.per_layer is None else model.per_layer.weight

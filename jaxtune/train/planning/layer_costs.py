@@ -87,19 +87,21 @@ class LayerKind:
     @functools.cached_property
     def outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
         """{part: the names of the outputs of each of its segments}, in the order in which the parts run. A part is a
-        mixer (such as attention) or a feed-forward of the layer."""
+        mixer (such as attention) or a feed-forward of the layer. The forecast of a layer's backward goes through the
+        parts from the last to the first."""
         return {part: tuple(s.outputs for s in self.block.part_segments(part)) for part in self.block.parts}
 
     @functools.cached_property
     def mixer_outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """{part: the names of the outputs of each of its segments} of the parts that are mixers, such as attention."""
+        """{part: the names of the outputs of each of its segments} of the parts that are mixers, such as attention, in
+        the order in which they run. Forecasts tell mixers from feed-forwards by it."""
         return {part: self.outputs[part] for part in self.block.mixers}
 
     @functools.cached_property
     def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
         """For each segment that is differentiated as soon as it is recomputed: (the names of its outputs, a function
         from Sizes, the residuals' sizes in the whole layer, to the bytes that it then keeps until the gradient of its
-        outputs arrives). Other segments have no entry."""
+        outputs arrives). Other segments have no entry. The forecast of a layer's backward adds these bytes."""
         block = self.block
 
         def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:

@@ -1,4 +1,5 @@
-"""The choice of a mesh for a run whose config names none, by what each mesh would need and how fast it would be."""
+"""The choice of a mesh for a run whose config names none (`mesh_of`), by what each possible mesh would need and how
+fast it would be (`choose_mesh`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """The phases of a run, from loading to exporting, and the memory that each of them needs.
 
 A run is more than its steps: it loads, may resume, scores rows with a reference, evaluates, samples answers, saves and
-exports. Each phase keeps some of the arrays that the step keeps, and needs some memory of its own. The table is made
-before step 0, so that a phase that will not fit is reported then and not after the last step. The context `phase` turns
-the allocator's error in a phase into OutOfDeviceMemory, which names a fix."""
+exports. Each phase keeps some of the arrays that the step keeps, and needs some memory of its own. A run prints a table
+of its phases (`phases_of`, `phase_lines`) before step 0, so that a phase that will not fit is reported then and not
+after the last step. The context `phase` turns the allocator's error in a phase into OutOfDeviceMemory, which names a
+fix."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class OutOfDeviceMemory(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """How a run that asks its model held-out questions answers them: how many at a time, and how long they are."""
+    """How a run that asks its model held-out questions (exact match) answers them: how many at a time, and how long
+    they are. `questions_at_a_time` makes it before the run, so that the memory of the phase is known."""
 
     # Number of questions that are answered at a time.
     rows: int
@@ -126,9 +128,9 @@ def prefill_bytes(parts: StepCost, device: Device) -> float:
 
 
 def loading_bytes(model: Decoder, itemsize: int, quantized: bool) -> tuple[float, float]:
-    """(device bytes, host bytes) that loading a model takes in addition to its weights. model: its arrays may be
-    abstract. itemsize: bytes of a number in the dtype of weights that are not quantised. quantized: whether weights are
-    quantised on loading."""
+    """(device bytes, host bytes) that loading a model takes at its peak in addition to its weights, by which the phases
+    "load" and "teacher" are forecast. model: its arrays may be abstract. itemsize: bytes of a number in the dtype of
+    weights that are not quantised. quantized: whether weights are quantised on loading."""
     largest = max(
         (m.stored_weight.size for _, m in matrices(model) if isinstance(m.stored_weight, Stored) or m.lora is None),
         default=0,
@@ -151,8 +153,8 @@ def phases_of(
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[Phase]:
     """The phases of a run under a plan, in their order, without those that the config does not ask for: "load",
-    "resume", "reference" (dpo and kto), "step", "evaluate" (with held-out rows), those of `slots`, "save" (with
-    checkpoint.every_steps or every_minutes), "sample" (with `sampled`) and "export".
+    "resume", "reference" (dpo and kto), "step", "evaluate" (with held-out rows), those of `slots` ("answers" and
+    "generate"), "save" (with checkpoint.every_steps or every_minutes), "sample" (with `sampled`) and "export".
 
     Args:
       model: what trains; its arrays may be abstract.

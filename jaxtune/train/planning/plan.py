@@ -38,7 +38,7 @@ from jaxtune.models.residual_plan import (
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """How a step is run. A plan is static: a program is compiled for one plan."""
+    """How a step is run, as the planner chooses it. A plan is static: a program is compiled for one plan."""
 
     residuals: ResidualPlan  # the placements, by layer
     micro_batches: int  # number of micro-batches into which the rows of a step are divided
@@ -48,7 +48,8 @@ class StepPlan:
 
     def to_record(self) -> dict[str, object]:
         """The plan as JSON values, which a checkpoint stores and `from_record` reads: {"residuals": its text,
-        "micro_batches", "chunk_tokens": the two numbers}."""
+        "micro_batches", "chunk_tokens": the two numbers}, and "per_layer_embeddings": "host" if the table of per-layer
+        embeddings is on the host, else without that entry."""
         text = residuals_text(self.residuals)
         table = {"per_layer_embeddings": "host"} if self.table_on_host else {}
         return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **table}

@@ -26,7 +26,8 @@ from jaxtune.train.planning.search import Failed, Room, goal, next_plan
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error of XLA (JaxRuntimeError) says that device or host memory ran out. Only its message is searched,
-    for RESOURCE_EXHAUSTED or "out of memory"; the caller must have tested the type."""
+    for RESOURCE_EXHAUSTED or "out of memory"; the caller must have tested the type. If so, another plan is tried, or
+    the error is raised with a remedy."""
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
@@ -105,7 +106,7 @@ class Planner:
     @property
     def compilations(self) -> int:
         """The number of plans that this run compiled, or skipped because an earlier run failed with them, with the one
-        in force; 1 if the first plan fitted."""
+        in force; 1 if the first plan fitted. Benchmarks record it."""
         return len(self._failed) + 1
 
     def lines(self) -> list[str]:
@@ -116,11 +117,13 @@ class Planner:
 
     def adopt(self, record: dict[str, Any]) -> None:
         """Takes the plan in `record` (StepPlan.to_record and the mesh's sizes), that of the checkpoint from which the
-        run resumes, because a plan chosen anew might differ and would then change results in the last bits.
+        run resumes, because a plan chosen anew might differ and would then change results in the last bits. Raises
+        ValueError if it is a plan for another model on the same mesh.
 
         The plan is not taken if the config asks for another one, if its micro-batches do not divide the rows of a step,
         or if the mesh is another. Results on another mesh differ in any case, and its devices may have less memory,
-        more memory, or too few rows for the micro-batches."""
+        more memory, or too few rows for the micro-batches. If this run cannot have the table of per-layer embeddings on
+        the host, the plan is taken with it on the device, which changes no result."""
         mesh = self.config.mesh or MeshConfig()
         if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):
             return
@@ -135,7 +138,7 @@ class Planner:
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
         """The StepPlan for this model in a `record` that StepPlan.to_record made, in a checkpoint or in the first
-        process of the run."""
+        process of the run. Raises ValueError if it is a plan for another model."""
         return StepPlan.from_record(record, self._cost.num_layers, self._cost.known)
 
     def skip_known_failures(self, known: KnownFailures) -> None:

@@ -45,8 +45,9 @@ _UPDATE_BYTES = {"bf16": 4.0, "int8": 4.0, "int4": 6.0}
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """Gradients that are added in one sum: tensor after tensor, each with zeros up to a whole number of blocks, so that
-    no block has numbers of two tensors; then zeros."""
+    """Gradients that are added over devices in one sum: tensor after tensor, each with zeros up to a whole number of
+    blocks, so that no block has numbers of two tensors; then zeros. A block is low_format.BLOCK (64) numbers, the least
+    that are encoded alone. `GradientSync.buffers` makes them."""
 
     tensors: tuple[int, ...]
     """The positions of the tensors among the leaves of the trained tensors."""
@@ -60,7 +61,7 @@ class Buffer:
     @property
     def part(self) -> int:
         """How many numbers each of the devices adds up, for itself and the others: its equal part of the buffer, a
-        multiple of a block, because each block is encoded with a scale of its own."""
+        multiple of a block (low_format.BLOCK numbers), because each block is encoded with scales of its own."""
         return -(-self.numbers // (self.devices * low_format.BLOCK)) * low_format.BLOCK
 
     @property
@@ -136,8 +137,9 @@ class GradientSync:
 
     def bytes_on_device(self, trainable, shape: MeshShape) -> tuple[float, float]:
         """(bytes of the errors that a device keeps, bytes that the update takes on a GPU for the new errors and for
-        buffers while they are encoded, exchanged and decoded), for the planner. The sums are in the memory of what is
-        added. trainable: the trained tensors, which may be abstract. shape: the mesh's."""
+        buffers while they are encoded, exchanged and decoded), for the planner. The sums take no memory of their own,
+        because they replace the gradients that are added. trainable: the trained tensors, which may be abstract. shape:
+        the mesh's."""
         sizes = self.error_sizes(trainable, shape)
         kept = sum(map(sum, sizes.values())) * float(jnp.dtype(ERRORS).itemsize)
         every = dataclasses.replace(self, feedback=True).error_sizes(trainable, shape).get("sent", [])

@@ -58,8 +58,8 @@ class AuxLosses:
     @property
     def made_of(self) -> tuple[str, ...]:
         """Names of the sums that the layers have to return for these losses, each once; a forward pass is asked for
-        them. A loss is computed from the sums over all layers, rows and devices, because it is not the mean of the
-        losses of these."""
+        them. A loss is computed from the sums over all layers, rows and devices, because it is not the mean of what
+        single layers, rows or devices would give."""
         return tuple(dict.fromkeys(name for name, *_ in self.losses))
 
     def values(self, sums: Mapping[str, object]) -> jax.Array:
@@ -74,8 +74,8 @@ class AuxLosses:
         return functools.reduce(operator.add, terms)
 
     def weighted(self, coefficients: Mapping[str, float | None]) -> AuxLosses:
-        """Returns the same losses with other coefficients, given as {loss's name: coefficient}; a loss that is not
-        named, or whose entry is None, keeps its coefficient."""
+        """Returns the same losses with other coefficients, given as {loss's name: coefficient}, such as those of a
+        run's config; a loss that is not named, or whose entry is None, keeps its coefficient."""
 
         def one(loss: AuxLoss, old: float) -> float:
             """The new coefficient of `loss`: the one that is given under its name, or `old` if none is."""
@@ -94,7 +94,7 @@ NO_AUX_LOSSES = AuxLosses()
 
 def declared_losses(model: Decoder) -> AuxLosses:
     """The losses that the layers of `model` declare, each once, with the coefficients that the model's config.json
-    sets."""
+    sets; no losses if the layers declare none."""
     found: dict[str, tuple[str, AuxLoss, float]] = {}
     for layer in model.layers:
         for name, segment in layer.aux.items():
@@ -108,7 +108,7 @@ def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
     the key is unset, as in transformers.
 
     Raises:
-      ValueError: the config has a coefficient for a loss that no layer of the model declares.
+      ValueError: the config has a coefficient other than 0 for a loss that no layer of the model declares.
     """
     declared = declared_losses(model)
     keys = [field.name for field in dataclasses.fields(config) if field.name.endswith("_loss_coef")]
@@ -120,8 +120,8 @@ def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
 
 
 class Forward:
-    """Runs the model over a micro-batch for an objective: a call returns the hidden states, and the methods compute
-    losses from them.
+    """Runs the model over a micro-batch for an objective: a call with (model, batch) returns the hidden states [rows,
+    length, hidden], and the methods compute losses from them.
 
     It applies the step's plan and dropout, and collects what the step sums in addition to the objective's sums: the
     layers' gradients and the layers' own losses. One Forward is made for each micro-batch while the step is traced.

@@ -125,7 +125,8 @@ class ProgramCache(CacheInterface):
 
     def _make_room(self, need_bytes: int) -> bool:
         """Removes least recently used entries from the cache's folder, as many as must go, so that an entry of
-        `need_bytes` does not exceed max_bytes; returns whether it then fits."""
+        `need_bytes` does not exceed max_bytes; returns whether it then fits. Nothing is removed if there is no limit
+        (True), or if the entry alone exceeds it (False)."""
         if self.max_bytes < 0:
             return True
         if need_bytes > self.max_bytes:

@@ -1,5 +1,5 @@
 """The compiled programs of a run (`Programs`), and what compiles and runs them (`Engine`): once for all data, and again
-with other plans until one fits the memory. `compiler_options` are XLA's."""
+with other plans until one fits the memory. XLA's options for them are in xla_options.py."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def abstract(tree):
 
 @contextlib.contextmanager
 def _uncollected():
-    """A context without garbage collection, which takes a fifth of the time of tracing and lowering. Tracing leaves few
-    unreachable objects (20 MB in a step of 48 layers) and keeps many that each collection visits."""
+    """A context without Python's garbage collection, which takes a fifth of the time of tracing and lowering. Tracing
+    leaves few unreachable objects (20 MB in a step of 48 layers) and keeps many that each collection visits."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -213,7 +213,7 @@ class Engine:
     def _filled(self, batch: Batch, parts: int) -> int:
         """The number of the `parts` micro-batches of a step's `batch`, at least one, that have any tokens: a source
         that samples its answers during the run may leave the last rows of a step empty, and empty micro-batches need
-        not be computed."""
+        not be computed. It is `parts` for other sources, and in a run of several processes or with rows in lanes."""
         if not self.batches.sees_model or processes.count() > 1 or self.batches.lanes > 1:
             return parts
         used = np.flatnonzero((batch.segment_ids > 0).any(1))
@@ -294,8 +294,9 @@ class Engine:
 
     def compile_of_rows(self, function, trainable, frozen, rows: Rows):
         """Compiles a program that computes a value for each row of a batch, such as the log-probabilities of a
-        reference (StepProgram.of_rows). function: gets (model, batch, Forward) and returns [rows, ...]. trainable,
-        frozen: the weights that train and the others, or their shapes. rows: have the shape of the batches."""
+        reference (StepProgram.of_rows), to a jax.stages.Compiled of (trainable, frozen, batch). function: gets (model,
+        batch, Forward) and returns [rows, ...]. trainable, frozen: the weights that train and the others, or their
+        shapes. rows: have the shape of the batches."""
         program = functools.partial(self.program.of_rows, function)
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
@@ -305,18 +306,18 @@ class Engine:
         return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
 
     def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
-        """Lowers function(trainable, frozen, batch) for weights like these and batches with the shape of these rows.
-        out: the sharding of its result."""
+        """Lowers function(trainable, frozen, batch) to a jax.stages.Lowered, for weights like these and batches with
+        the shape of these rows. out: the sharding of its result."""
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
-        """Lowers a function for the mesh, without Shardy (partition.compiling). out: the shardings of its results.
-        arguments: its arguments, arrays or jax.ShapeDtypeStructs. options: further arguments of jax.jit."""
+        """Lowers a function for the mesh to a jax.stages.Lowered, without Shardy (partition.compiling). out: the
+        shardings of its results. arguments: its arguments, or their shapes. options: further arguments of jax.jit."""
         with partition.compiling(self.mesh):
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
     def _compiled(self, lowered):
-        """Compiles `lowered`, a program that `_lowered` returned; any thread may call it."""
+        """Compiles `lowered`, a program that `_lowered` returned, to a jax.stages.Compiled; any thread may call it."""
         with partition.compiling(self.mesh):
             return self._compile(lowered)
 
@@ -346,7 +347,8 @@ class Engine:
         print_line: Callable[[str], None],
         placed: bool = False,
     ) -> Programs:
-        """Compiles the plan in force and, if the compiler's figure exceeds the budget, further plans until one fits.
+        """Compiles the plan in force and, if the compiler's figure exceeds the budget or compiling runs out of memory,
+        further plans until one fits, which is then the plan in force of the planner.
 
         Args:
           shapes: returns the shapes and dtypes, under the plan in force, of (state, sums, frozen): the train state, the
@@ -354,8 +356,8 @@ class Engine:
           first_step: the step with which the run starts. The programs of the steps before QAT begins are compiled only
             if it is one of these.
           print_line: prints a line.
-          placed: True: the weights are already on the devices, so further plans must keep as many layers whole. False:
-            they are not, and further plans are free.
+          placed: True: the weights are already on the devices, so further plans must keep the frozen weights of as many
+            layers whole on each device. False: they are not, and further plans are free.
         Returns:
           the programs of the plan that fits.
         Raises:

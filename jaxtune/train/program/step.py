@@ -300,7 +300,7 @@ class StepProgram:
 
     def total(self, sums: Sums, state: TrainState) -> tuple[Sums, dict[str, list[jax.Array]]]:
         """Adds the sums of all devices, as the update begins, under jit: (the same fields without the leading axis of
-        devices, the errors that a quantised sync leaves for the next step, else {}). state: has those of the last."""
+        devices, the errors that a quantised sync leaves for the next step, else {}). state: has the last step's."""
         if self.devices == 1:
             return sums, {}
         sums = self._divided(sums, state.trainable)
@@ -424,8 +424,8 @@ class StepProgram:
 
     def _next(self, state: TrainState, trainable, opt_state, finite: jax.Array) -> TrainState:
         """The state after a step from `state`, with the counts and the loss scale updated; the caller sets sync_errors.
-        trainable, opt_state: the weights and optimizer states that it has: the new ones if the step is `finite`, else
-        the old ones; the step then counts as skipped."""
+        trainable, opt_state: what the returned state gets: the new ones if the step is `finite` (bool[]), else the old
+        ones; the step then counts as skipped."""
         skip = (~finite).astype(jnp.int32)
         loss_scale, good_steps = state.loss_scale, state.good_steps
         if self.scale_loss:

@@ -122,8 +122,9 @@ class TrainedModel:
         self.scales, self._unobserved = nnx.state(model, InputScale), False
 
     def _observe(self, engine: Engine) -> None:
-        """Observes the scales of activations, by a forward pass of the model as it was given over the rows of the run's
-        first step. Nothing is rounded in it."""
+        """Observes the scales under which QAT rounds the inputs of linears, by a forward pass of the model as it was
+        given over the rows of the run's first step (from `engine`), and sets them (`scales`). Nothing is rounded in
+        that pass. `placed_frozen` calls it if the scales are not known yet."""
         model = nnx.merge(self.plain_graph, self.trainable, self.frozen, self.scales)
         rows = engine.batches.batch_at(0)
         assert self.qat is not None
@@ -226,9 +227,9 @@ class TrainedModel:
         return partition.declared_resident(frozen, plan.residuals.resident, len(plan.residuals.layers))
 
     def _move_table(self, engine: Engine) -> None:
-        """Moves the table of per-layer embeddings, if it is frozen, to where the plan in force has it: to the host as a
-        numpy array, or from there to the devices. The given model then has it in the same place, so that it is in
-        memory once."""
+        """Moves the table of per-layer embeddings, if it is frozen, to where the plan in force (of `engine`) has it: to
+        the host as a numpy array, or from there to the devices; it does nothing if the model has no such table, or the
+        table is there already. The given model then has it in the same place, so that it is in memory once."""
         table, on_host = host_table.table_of(self.frozen), engine.planner.plan.table_on_host
         if table is None or isinstance(table, np.ndarray) == on_host:
             return
@@ -277,8 +278,8 @@ class TrainedModel:
 
     @property
     def teacher_digest(self) -> str | None:
-        """A digest of the teacher's weights, by which a run is not resumed with another teacher; None without a teacher
-        or while weights are being loaded."""
+        """A digest of the teacher's weights, by which a run is not resumed with another teacher; None without a
+        teacher, while weights are being loaded, or if the teacher's digest is not known."""
         teacher = self.prepared.teacher
         return None if teacher is None else teacher.base_digest
 

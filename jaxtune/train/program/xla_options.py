@@ -1,4 +1,5 @@
-"""XLA's options for the programs of a training run."""
+"""XLA's options for the programs of a training run (`compiler_options`): for speed, for the same bits under every plan,
+and for runs that must be deterministic."""
 
 from __future__ import annotations
 
