@@ -170,7 +170,8 @@ class EarlyStoppingCallback(TrainerCallback):
 
 def best_name(args: Any) -> str:
     """Returns the name that the number of metric_for_best_model has in an evaluation's metrics: "eval_loss" for "loss"
-    and for "eval_loss". `args` is an SFTConfig in which metric_for_best_model is not None."""
+    and for "eval_loss". Evaluations are compared by that number. `args` is an SFTConfig in which metric_for_best_model
+    is not None."""
     wanted = args.metric_for_best_model
     return wanted if wanted.startswith("eval_") else f"eval_{wanted}"
 

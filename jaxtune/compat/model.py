@@ -244,9 +244,10 @@ class CompatModel(ModelMethods):
         quantization_method: str | Sequence[str] = "fast_quantized",
         **others: Any,
     ) -> None:
-        """Saves a GGUF file for llama.cpp in each of the methods named (f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0;
-        "fast_quantized" is q8_0), each in a folder of that name below save_directory. An adapter is merged. tokenizer:
-        is in the file; None: the model's. Raises ValueError for another method."""
+        """Saves a GGUF file for llama.cpp for each method in quantization_method (f32, f16, bf16, q8_0, q6_k, q4_k_m or
+        q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m, "not_quantized" f16), in a folder named after this type
+        below save_directory. An adapter is merged. tokenizer: is in the file; None: the model's. others: as in
+        save_pretrained. Raises ValueError for another method."""
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
@@ -262,8 +263,8 @@ class CompatModel(ModelMethods):
             export_model(self.module, folder, to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
-        """Saves what save_pretrained saves into a repository ("owner/name") of the hub, which is created if it is
-        missing: private if `private` is True, else public. token: of the hub; None: this machine's login."""
+        """Saves what save_pretrained saves into the hub's `repository` ("owner/name"), which is made if missing,
+        private if `private` is True. token: of the hub; None: this machine's login. others: as in save_pretrained."""
         settle("push_to_hub", others, SAVE)
         self._push(repository, token, private, lambda folder: self.save_pretrained(folder))
 
@@ -276,8 +277,8 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_merged saves into a repository of the hub, which is created if it is missing,
-        private if `private` is True. token: of the hub; None: this machine's login."""
+        """Saves what save_pretrained_merged saves into the hub's `repository`, which is made if missing, private if
+        `private` is True. token: of the hub; None: this machine's login. others: as in save_pretrained."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -292,8 +293,8 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_gguf saves (with `tokenizer` and `quantization_method`) into a repository of the
-        hub, created if missing, private if `private` is True. token: of the hub; None: this machine's login."""
+        """Saves what save_pretrained_gguf saves, by the same arguments, into the hub's `repository`, made if missing,
+        private if `private` is True. token: of the hub; None: this machine's login. others: as in save_pretrained."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)

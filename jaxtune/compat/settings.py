@@ -123,6 +123,7 @@ class TrainingArguments(SFTConfig):
 
 def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
     """Returns the arguments that a script gave to a trainer as an object of `kind`, if they are transformers' or TRL's.
+    The constructors of the trainers call it with their argument `args`.
 
     Args:
       args: an object of this package's config classes, which is returned as it is, even if it is not of `kind`; an
@@ -159,9 +160,9 @@ def plain_value(setting: Any) -> Any:
 
 
 def trained_tokens(args: SFTConfig, form: str) -> str:
-    """Returns which tokens TRL trains on, as a value of data.train_on: "responses" (only those of the answers) or
-    "all". By default this is "responses" for rows of prompt and completion, and "all" for texts and messages;
-    assistant_only_loss and completion_only_loss change that.
+    """For SFTTrainer: returns which tokens TRL trains on, as a value of data.train_on: "responses" (only those of the
+    answers) or "all". By default this is "responses" for rows of prompt and completion (and of the format "alpaca"),
+    and "all" for texts and messages; assistant_only_loss and completion_only_loss change that.
 
     Args:
       args: the script's config.
@@ -188,17 +189,17 @@ DEFAULT_LENGTH = 1024  # TRL's max_length
 
 
 def row_length(args: SFTConfig, model: Any) -> int:
-    """Returns the most tokens of a row: the least of max_length and max_seq_length of `args`, the script's config, and
-    the max_seq_length of `model`, a CompatModel, as far as they are not None. If all three are None, it is TRL's
-    default of 1,024, or the model's context length if that is less."""
+    """For SFTTrainer.config: returns the most tokens of a row: the least of max_length and max_seq_length of `args`,
+    the script's config, and the max_seq_length of `model`, a CompatModel, as far as they are not None. If all three are
+    None, it is TRL's default of 1,024, or the model's context length if that is less."""
     wanted = (args.max_length, args.max_seq_length, model.max_seq_length)
     least = min((length for length in wanted if length is not None), default=None)
     return min(DEFAULT_LENGTH, model.module.config.context_length) if least is None else least
 
 
 def max_steps(args: SFTConfig, streamed: bool) -> int | None:
-    """Returns the number of updates that the argument max_steps asks for; None if it is not positive, so that
-    num_train_epochs decides.
+    """For SFTTrainer.config: returns the number of updates that the argument max_steps asks for; None if it is not
+    positive, so that num_train_epochs decides.
 
     Args:
       args: the script's SFTConfig, or another of TRL's configs.
@@ -217,13 +218,14 @@ def max_steps(args: SFTConfig, streamed: bool) -> int | None:
 
 
 def total_steps(args: SFTConfig, steps_per_epoch: int) -> int:
-    """The number of updates of a run, as transformers counts them: the max_steps of `args` if it is positive, or else
-    num_train_epochs times `steps_per_epoch`, rounded up, at least 1."""
+    """For SFTTrainer.config: the number of updates of a run, as transformers counts them: the max_steps of `args`, the
+    script's config, if it is positive, or else num_train_epochs times `steps_per_epoch`, rounded up, at least 1."""
     return args.max_steps if args.max_steps > 0 else max(1, math.ceil(args.num_train_epochs * steps_per_epoch))
 
 
 def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
-    """Returns the section `schedule` of a run's config from TRL's arguments.
+    """For SFTTrainer.config: returns the section `schedule` of a run's config from TRL's arguments. "constant" has no
+    warm-up, as in transformers.
 
     Args:
       args: the script's SFTConfig, or another of TRL's configs.
@@ -251,9 +253,9 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
 
 
 def precision(args: SFTConfig, module: Decoder) -> Any:
-    """Returns the `precision` of a run's config: "bf16" or "fp16" if the field of `args`, the script's config, of that
-    name is True, else "bf16", "fp16" or "fp32" by the dtype in which `module` computes. Raises ValueError if both are
-    True."""
+    """For SFTTrainer.config: returns the `precision` of a run's config: "bf16" or "fp16" if the field of `args`, the
+    script's config, of that name is True, else "bf16", "fp16" or "fp32" by the dtype in which `module` computes. Raises
+    ValueError if both are True."""
     if args.bf16 and args.fp16:
         raise ValueError("SFTConfig: bf16 and fp16 are both True: keep one")
     if args.bf16 or args.fp16:
@@ -279,11 +281,11 @@ def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -
 
 
 def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
-    """Returns the section `metrics` of a run's config: which loggers are used, by report_to of `args`, the script's
-    config ("none", "tensorboard", "wandb", "trackio" or a list), and `log_every`, the number of steps between two
-    logged lines. The projects of wandb and trackio are those of the environment variables WANDB_PROJECT and
-    TRACKIO_PROJECT, if they are set, and else wandb's "huggingface" and the field `project` of `args`. Raises
-    ValueError for a logger that is not supported."""
+    """For SFTTrainer.config: returns the section `metrics` of a run's config: which loggers are used, by report_to of
+    `args`, the script's config ("none", "tensorboard", "wandb", "trackio" or a list), and `log_every`, the number of
+    steps between two logged lines. The projects of wandb and trackio are those of the environment variables
+    WANDB_PROJECT and TRACKIO_PROJECT, if they are set, and else wandb's "huggingface" and the field `project` of
+    `args`. Raises ValueError for a logger that is not supported."""
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
         choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))

@@ -194,7 +194,7 @@ class SFTTrainer(Evaluations):
         return data
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """Returns a function that turns a module of the run into the script's: unchanged, or with its dropout."""
+        """Returns a function that maps a run's module to the script's: here the same; subclasses restore dropout."""
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
@@ -234,7 +234,7 @@ class SFTTrainer(Evaluations):
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
         """The TrainConfig for the arguments: an update has as many examples as in transformers, each cut at max_length,
         and there are as many updates. Examples share rows without changing results, unless packing is asked for; then
-        an update has that number of packed rows, as in TRL.
+        an update has that number of packed rows, as in TRL. Raises ValueError for an argument that is not supported.
 
         Args:
           resume: "auto" continues the run in output_dir, "never" starts a new one.

@@ -99,7 +99,8 @@ def load_plain(
     given: Mapping[str, object],
 ) -> CompatModel:
     """Loads a model as transformers' from_pretrained does: in the dtype that is given, else in bfloat16 (the base of an
-    adapter: in the dtype that its folder records), or quantised as quantization_config says.
+    adapter: in the dtype that its folder records), or quantised as quantization_config says. It is for
+    AutoModelForCausalLM, AutoPeftModelForCausalLM, and the models and teachers that trainers are given by name.
 
     Args:
       where: the called function, for messages.
