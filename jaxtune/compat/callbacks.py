@@ -319,9 +319,9 @@ class Events(Callback):
 
     def begin(self, config: TrainConfig, total_steps: int, steps_per_epoch: int) -> None:
         """Called by SFTTrainer.train before the first step: sets the state's max_steps and num_train_epochs, clears its
-        best_metric, best_global_step and best_model_checkpoint, which are of an earlier call, and calls on_train_begin,
-        on_epoch_begin and on_step_begin. It leaves global_step and epoch as they are, so these methods do not see the
-        step that a continued run begins with.
+        best_metric, best_global_step and best_model_checkpoint, which are of an earlier call, and the control's request
+        to stop, and calls on_train_begin, on_epoch_begin and on_step_begin. It leaves global_step and epoch as they
+        are, so these methods do not see the step that a continued run begins with.
 
         Args:
           config: the run's config, which says after how many steps it logs, evaluates and saves without a request.

@@ -136,8 +136,8 @@ class DistilledTrainer(PreferenceTrainer):
 
     def _objective(self) -> ObjectiveConfig:
         """Returns the section `objective` of the run's config: distillation from this teacher, with the script's beta
-        and sampling options. It names the teacher's folder or hub name, "in memory" if there is none, or BASE for the
-        model with its adapter off."""
+        and sampling options. It names the teacher by its folder or hub name, "in memory" for a teacher without a name,
+        or BASE for the model with its adapter off."""
         teacher = BASE if self._teacher is None else self._teacher.module.name_or_path or "in memory"
         return dataclasses.replace(ObjectiveConfig("distill", teacher=teacher, beta=self.args.beta), **self._drawing())
 

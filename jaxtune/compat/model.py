@@ -106,7 +106,7 @@ class CompatModel(ModelMethods):
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the module has adapters."""
+        """Whether the module has LoRA adapters; saving and the trainers depend on it."""
         return has_adapter(self.module)
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
@@ -312,7 +312,7 @@ class CompatModel(ModelMethods):
 
 
 class FastLanguageModel:
-    """Unsloth's class, of which scripts call the functions that load a model and add adapters; none is made."""
+    """Unsloth's class, whose functions load a model and add adapters; scripts make no object of it."""
 
     @staticmethod
     def from_pretrained(
@@ -331,11 +331,11 @@ class FastLanguageModel:
     ) -> tuple[CompatModel, Any]:
         """Returns (model, tokenizer) of `model_name`: a model folder, a hub name, or an adapter's folder.
 
-        dtype None is bfloat16; torch's dtypes are accepted by name. load_in_4bit (None: True) is NF4 with double
-        quantisation; full_finetuning=True (all weights train) and load_in_fp8 turn the default off, and load_in_16bit
-        needs load_in_4bit=False. load_in_fp8 stores the layers' weights in FP8, with a scale for each row or as the
-        files have them, and multiplies in FP8. An adapter's folder that records the format and dtype of its base gets
-        them by default. use_gradient_checkpointing=False keeps all residuals on the device. random_state: the seed of
+        load_in_4bit=True, also the meaning of None, is NF4 with double quantisation; False, or full_finetuning=True
+        (all weights train), keeps the weights as stored. load_in_16bit needs load_in_4bit=False. load_in_fp8 stores the
+        layers' weights in FP8, with a scale for each row or as the files have them, and multiplies in FP8. An adapter's
+        folder that records the format and dtype of its base gets them by default. dtype None is bfloat16; torch's are
+        accepted by name. use_gradient_checkpointing=False keeps all residuals on the device. random_state: the seed of
         sampling. packing: SFTConfig's packing if unset. num_labels=1 adds a head that scores texts. max_seq_length: the
         most tokens of a row; None: the trainer's max_length. others: load_in_8bit=True (int8), or what has no effect,
         which a line names. Raises ValueError for contradictions and for what is not supported."""
@@ -460,9 +460,9 @@ class FastLanguageModel:
 
 
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
-    """Returns load_in of jaxtune.from_pretrained, the name of a format or "stored", for these arguments of Unsloth's
-    from_pretrained: load_in_4bit (None: not given), load_in_16bit, `flags` ({name of an argument such as load_in_fp8:
-    its value}) and full_finetuning. where: the called function, for messages. Raises ValueError if two contradict."""
+    """Returns load_in of jaxtune.from_pretrained (a format's name or "stored") for Unsloth's load_in_4bit (None: not
+    given), load_in_16bit, full_finetuning and `flags`, {other argument such as load_in_fp8: its value}. where: the
+    called function, for messages. Raises ValueError if two contradict, or a flag is neither True nor false."""
     for flag, value in flags.items():
         if not value:
             continue
@@ -485,8 +485,8 @@ def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str
 
 
 def _dtype_name(where: str, dtype: Any) -> str:
-    """A dtype's name, such as "bfloat16", from a name, a numpy dtype or a torch dtype; raises ValueError if a model
-    cannot be loaded in it. `where` is the called function, for the message."""
+    """The name of a dtype that is given as a name, a NumPy or a torch dtype, for from_pretrained: "bfloat16", "float16"
+    or "float32"; raises ValueError for any other. `where` is the called function, for the message."""
     name = str(dtype).removeprefix("torch.") if "torch" in type(dtype).__module__ else None
     try:
         name = name or jax.numpy.dtype(dtype).name

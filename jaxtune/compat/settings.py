@@ -34,7 +34,7 @@ class SFTConfig:
     per_device_train_batch_size: int = 4  # rows of a micro-batch
     gradient_accumulation_steps: int = 2  # micro-batches of an update
     max_steps: int = -1  # updates of the run; 0 or less: num_train_epochs decides
-    num_train_epochs: float = 3.0
+    num_train_epochs: float = 3.0  # how often the rows are trained on, if max_steps is 0 or less
     learning_rate: float = 5e-5  # the peak
     embedding_learning_rate: float | None = None  # that of embed_tokens and lm_head; None: learning_rate
     weight_decay: float = 0.001
@@ -51,16 +51,16 @@ class SFTConfig:
     logging_steps: float = 1  # updates between two logged lines
     report_to: str | Sequence[str] | None = "none"  # "tensorboard", "wandb", "trackio", or several of them
     project: str = "huggingface"  # Trackio's project, unless TRACKIO_PROJECT is set
-    seed: int = 3407
+    seed: int = 3407  # of the order of rows, of dropout and of the values of a new adapter
     bf16: bool | None = None  # True: computation in bfloat16, or float16 with fp16; else in the model's dtype
     fp16: bool | None = None
     # True: residuals may be recomputed or offloaded; False: they stay on the device; None: as the model was loaded
     gradient_checkpointing: bool | str | None = None
     save_strategy: str = "steps"  # a checkpoint every save_steps updates; or after each "epoch"; or "no"
-    save_steps: float = 500
+    save_steps: float = 500  # updates between two checkpoints, with save_strategy "steps"
     save_total_limit: int | None = None  # the number of checkpoints that are kept; None or 0: all
     eval_strategy: str = "no"  # or "steps", an evaluation every eval_steps updates; or after each "epoch"
-    eval_steps: float | None = None  # None: logging_steps
+    eval_steps: float | None = None  # updates between two evaluations, with eval_strategy "steps"; None: logging_steps
     # the most tokens of a row: the least of these two and the model's max_seq_length (row_length)
     max_length: int | None = None
     max_seq_length: int | None = None
@@ -68,9 +68,9 @@ class SFTConfig:
     train_sampling_strategy: str = "random"  # a key of `orders`
     dataset_text_field: str = "text"  # the column of texts
     dataset_num_proc: int | None = None  # processes that tokenise
-    # which tokens are trained on; see trained_tokens
+    # of rows with prompt and completion, False: all tokens are trained on; True or None: those of the completion
     completion_only_loss: bool | None = None
-    assistant_only_loss: bool = False
+    assistant_only_loss: bool = False  # True: of a conversation, only the assistant's messages are trained on
     chat_template_path: str | None = None  # a chat template, as data.template takes it; None: the tokenizer's
     model_init_kwargs: Mapping[str, Any] | None = None  # arguments of from_pretrained for a model given by its name
     router_aux_loss_coef: float | None = None  # the factor of the experts' load-balancing loss; None: the model's

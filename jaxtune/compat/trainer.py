@@ -185,7 +185,7 @@ class SFTTrainer(Evaluations):
         return self.model.module
 
     def _order(self) -> Any:
-        """train_sampling_strategy as TokenDataset names the order of rows: "torch" (PyTorch's shuffle) or "given"."""
+        """train_sampling_strategy as TokenDataset names the rows' order: "torch" (PyTorch's shuffle) or "given"."""
         args, strategy = self.args, plain_value(self.args.train_sampling_strategy)
         return choose(type(args).__name__, "train_sampling_strategy", strategy, args.orders)
 
@@ -202,7 +202,7 @@ class SFTTrainer(Evaluations):
         self.callbacks.append(checked(callback))
 
     def pop_callback(self, callback: Any) -> Any:
-        """Removes a callback and returns it; None if there is none. `callback`: it, or the class of the first one."""
+        """Removes and returns `callback`, or the first callback of it if it is a class; None if there is none."""
         for one in self.callbacks:
             if isinstance(one, callback) if isinstance(callback, type) else one is callback:
                 self.callbacks.remove(one)
