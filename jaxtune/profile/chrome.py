@@ -157,8 +157,8 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
 
 
 def _nest(thread: list[_Call]) -> None:
-    """Sorts the calls of one thread, and sets the `parent` of each: the innermost call that contains it, None if
-    none."""
+    """Sorts the list of the calls of one thread by their starts, in place, and sets the `parent` of each: the innermost
+    call that contains it, None if none. Scopes and work of kernels are found by going up these parents (_Call.up)."""
     thread.sort(key=lambda c: (c.start, -c.end))
     stack: list[_Call] = []
     for call in thread:
@@ -267,7 +267,7 @@ def _bare(operator: str) -> str:
 
 def _backward_call(call: _Call) -> _Call | None:
     """The innermost autograd node (a call of a backward operator by the autograd engine) around a call; None if there
-    is none, as for a call in the forward."""
+    is none, as for a call in the forward. So a kernel's phase is found."""
     return next((around for around in call.up() if around.name.startswith(_NODE)), None)
 
 
