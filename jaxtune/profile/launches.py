@@ -232,7 +232,8 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
       first: the position in `order` at which the trace may begin; stretches near it are tried first.
     Yields:
       ({class: launches missing at the beginning}, {class: missing at the end}): first the case of nothing missing, then
-        the stretches of the schedule that explain `lacks` best.
+        at most 16 of the stretches of the schedule that explain `lacks` best; none of these if nothing is missing, or
+        as much as two whole executions.
     """
     total, size = sum(lacks.values()), len(order)
     yield collections.Counter(), collections.Counter()

@@ -61,7 +61,8 @@ def bar(share: float, width: int = 24) -> str:
 
 def _short(shape: str) -> str:
     """A kernel's shape, "operands -> results" in words, cut to two operands and the first result, which identify a
-    product and fit a terminal; "" for a shape without arrays."""
+    product and fit a terminal: "bf16[8,64] bf16[64,32] > bf16[8,32]". "" for a shape without arrays. The table of
+    kernels shows it."""
     operands, _, result = shape.partition(" -> ")
     parts = re.findall(r"[a-z]\w*\[[\d,]*\]", operands)[:2]
     results = re.findall(r"[a-z]\w*\[[\d,]*\]", result)[:1]
@@ -90,7 +91,10 @@ def headline(report: ReportData) -> list[str]:
 
 
 def report_text(report: ReportData, width: int) -> str:
-    """The report as text, `width` columns wide: headline, notes, 3 largest losses, tables of 15 rows, idle time."""
+    """Returns the report as plain text for a terminal of `width` columns, for Report.to_text: the headline, notes, the
+    three largest losses, tables of categories, scopes, kernels (with their shapes from 110 columns on), transfers, idle
+    time, memory and ceilings. The tables of scopes and kernels have at most 15 rows; what is empty or unknown is left
+    out."""
     console = _console(width)
     for line in headline(report):
         console.print(line)

@@ -39,7 +39,7 @@ def writes(folder: Path) -> bool:
 
 
 def seen(look: Callable[[], bool]) -> bool:
-    """Calls `look`, which looks for what another process has written and must have no arguments, five times a second
+    """Calls `look`, a function without arguments that looks for what another process has written, five times a second
     until it returns True or half a minute has passed, because a network file system may show a new file late. Returns
     whether it returned True. It is called at least once."""
     deadline = time.monotonic() + _LATE_SECONDS
