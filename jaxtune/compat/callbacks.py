@@ -72,58 +72,66 @@ class TrainerCallback:
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called when the trainer has been made. `args` is the SFTConfig, `state` the TrainerState. `control` is the
-        TrainerControl; what is set in it or returned has no effect, because train() and each step set its fields anew;
-        `kwargs` has `model`, `processing_class` and more."""
+        TrainerControl; what is set in it or returned has no effect, because train() and each step set its fields anew.
+        `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such
+        as `optimizer`."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before the first step of a call of train(). `args` is the SFTConfig, `state` the TrainerState. It may
-        change `control`, the TrainerControl, or return another one (None keeps it), with the effect that on_step_begin
-        describes; `kwargs` has `model`, `processing_class` and more."""
+        change `control`, the TrainerControl, or return another one (None keeps it), but only should_training_stop has
+        an effect from here, after the first step. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and
+        None for transformers' other objects, such as `optimizer`."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called at the end of train(), when the model has its final weights: the trained ones, or the best ones with
         load_best_model_at_end. `args` is the SFTConfig, `state` the TrainerState and `control` the TrainerControl, of
-        which nothing has an effect any more; `kwargs` has `model`, `processing_class` and more."""
+        which nothing has an effect any more. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None
+        for transformers' other objects, such as `optimizer`."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before the first step of an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change
-        `control`, the TrainerControl, or return another one (None keeps it), with the effect that on_step_begin
-        describes; `kwargs` has `model`, `processing_class` and more."""
+        `control`, the TrainerControl, or return another one (None keeps it), but only should_training_stop has an
+        effect from here, after that step. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for
+        transformers' other objects, such as `optimizer`."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after the last step of an epoch, and after the last step of the run. `args` is the SFTConfig, `state`
         the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it): its
-        requests to log, evaluate, save or stop take effect at the same step; `kwargs` has `model`, `processing_class`
-        and more."""
+        requests to log, evaluate, save or stop take effect at the same step. `kwargs` has `model`, `processing_class`
+        (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before an optimizer step. `args` is the SFTConfig, `state` the TrainerState. It may change `control`,
         the TrainerControl, or return another one (None keeps it), but only should_training_stop has an effect from
         here, after this step: the run sets the requests to log, evaluate and save anew before on_step_end. `kwargs` has
-        `model`, `processing_class` and more."""
+        `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as
+        `optimizer`."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an optimizer step was dispatched; its numbers may not have arrived. `args` is the SFTConfig,
         `state` the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it):
         its requests to log, evaluate, save or stop take effect at the same step. The fields are True already for what
-        the SFTConfig makes due, which False does not prevent; `kwargs` has `model`, `processing_class` and more."""
+        the SFTConfig makes due, which False does not prevent. `kwargs` has `model`, `processing_class` (also as
+        `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
-        has `model`, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState. It may change
-        `control`, the TrainerControl, or return another one (None keeps it): a request to save or stop takes effect at
-        the same step, and so does one to evaluate if `logs` are a step's."""
+        has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as
+        `optimizer`. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
+        return another one (None keeps it): a request to save or stop takes effect at the same step, and so does one to
+        evaluate if `logs` are a step's."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an evaluation with `metrics` in `kwargs`, its numbers by name; `kwargs` also has `model`, with
-        the weights that were evaluated, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState.
-        It may change `control`, the TrainerControl, or return another one (None keeps it): a request to save or stop
-        takes effect at the same step."""
+        the weights that were evaluated, `processing_class` (also as `tokenizer`), and None for transformers' other
+        objects. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
+        return another one (None keeps it): a request to save or stop takes effect at the same step."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after a checkpoint was saved. `args` is the SFTConfig, `state` the TrainerState. It may change
         `control`, the TrainerControl, or return another one (None keeps it), of which only should_training_stop has an
-        effect here, after this step; `kwargs` has `model`, `processing_class` and more."""
+        effect here, after this step. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for
+        transformers' other objects, such as `optimizer`."""
 
 
 class EarlyStoppingCallback(TrainerCallback):

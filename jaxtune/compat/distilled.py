@@ -66,9 +66,9 @@ class GKDConfig(DistilledConfig):
 
     table = GKD  # the arguments that are not fields: without effect here, or refused
 
-    temperature: float = 0.9
+    temperature: float = 0.9  # divides the logits when answers are sampled
     lmbda: float = 0.5  # the probability that a row's answer is sampled from the student
-    beta: float = 0.5
+    beta: float = 0.5  # the divergence, as in DistilledConfig: here half way between forward and reverse KL
     max_new_tokens: int = 128  # the most tokens of a sampled answer
 
 
@@ -257,13 +257,15 @@ class GKDTrainer(DistilledTrainer):
 
     @property
     def _samples(self) -> bool:
-        """Whether the run samples answers from the student: whether lmbda is above 0."""
+        """Whether the run samples answers from the student, which is so if lmbda is above 0; `config` packs rows
+        then."""
         return self.args.lmbda > 0
 
     def _drawing(self) -> dict[str, float | int]:
         """Returns the options of the config's section `objective` about sampling, {name: value}: on_policy, the share
-        of sampled answers, is lmbda, and the loss's temperature is 1, as in TRL. Without sampling (lmbda is 0) they are
-        only these two."""
+        of sampled answers, is lmbda, and the loss's temperature is 1, as in TRL; sampling_temperature and
+        max_completion_length are the script's temperature and max_new_tokens. Without sampling (lmbda is 0) they are
+        only the first two."""
         if not self._samples:
             return dict(temperature=1.0, on_policy=0.0)
         return dict(

@@ -139,7 +139,7 @@ class RLOOConfig(RewardedConfig):
 
     table = RLOO  # the arguments that are not fields: without effect here, or refused
 
-    num_generations: int = 2
+    num_generations: int = 2  # answers that are sampled to each prompt
     beta: float = 0.05  # beta times an answer's divergence from the reference is subtracted from its reward
     # True: advantages get mean 0 and standard deviation 1 over all answers sampled at once; False: they do not
     normalize_advantages: bool = False

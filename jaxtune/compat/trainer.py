@@ -365,7 +365,7 @@ class SFTTrainer(Evaluations):
         return max(1, per_epoch)
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
-        """The jaxtune Trainer of one call of train() or evaluate(), on the rows that are tokenised already.
+        """The jaxtune Trainer of one call of train() or evaluate(), on the tokenised rows, or on a stream of rows.
 
         Args:
           resume: "auto" continues the run in output_dir, "never" starts a new one.
@@ -449,11 +449,11 @@ class SFTTrainer(Evaluations):
 
 
 def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
-    """Loads a model as TRL does, for rows of at most max_length tokens of `args` (else max_seq_length, else 1,024): in
-    bfloat16, or as dtype and quantization_config in model_init_kwargs of `args` say. name: a hub name, a model's
-    folder, or an adapter's, which is loaded over its base. full: True trains all weights, unless quantised; False
-    freezes them, for an adapter. The seed of `args` draws a new adapter. Raises ValueError if an argument in
-    model_init_kwargs is unknown, or not supported and not without effect."""
+    """For a trainer that is given a model's name: loads it as TRL does, for rows of at most max_length tokens of `args`
+    (else max_seq_length, else 1,024): in bfloat16, or as dtype and quantization_config in its model_init_kwargs say.
+    name: a hub name, a model's folder, or an adapter's, which is loaded over its base. full: True trains all weights,
+    unless quantised; False freezes them, for an adapter. The seed of `args` draws a new adapter. Raises ValueError for
+    an unknown argument in model_init_kwargs, or one that would change the result and is not supported."""
     length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
     return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
 
