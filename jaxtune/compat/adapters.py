@@ -90,7 +90,8 @@ class LoraConfig:
 def lora_settings(config: Any) -> dict[str, Any]:
     """Returns the settings of a LoraConfig, this module's or PEFT's, as keyword arguments of `adapted`: {name: value}
     of the named arguments of LoraConfig. Trainers and get_peft_model read their peft_config by it. Options that PEFT's
-    object leaves unset (None, False or {}) get the defaults of LoraConfig.
+    object leaves unset (None, False or {}) get the defaults of LoraConfig, except init_lora_weights=False, which
+    `adapted` refuses.
 
     Raises:
       ValueError: `config` is an object of another class, or PEFT's with a setting that is not supported.

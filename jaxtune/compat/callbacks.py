@@ -292,10 +292,10 @@ class Events(Callback):
         self._left = 0  # the step of the last checkpoint-N folder
 
     def tell(self, event: str, **more: Any) -> None:
-        """Calls the method named `event`, such as "on_log", of every callback that has it, in their order. It gets the
-        SFTConfig, the state and the control, and by name the model, the tokenizer, None for objects of transformers
-        that do not exist here (optimizer, lr_scheduler, data loaders), and `more`. A control that a callback returns
-        replaces the current one; None keeps it.
+        """Calls the method named `event`, such as "on_log", of every callback that has one, in their order. The method
+        gets the SFTConfig, the state and the control, and by name the model, the tokenizer (as processing_class and
+        tokenizer), None for objects of transformers that do not exist here (optimizer, lr_scheduler, data loaders), and
+        `more`. A control that a callback returns replaces the current one; None keeps it.
 
         Raises:
           ValueError: a callback set should_epoch_stop.
@@ -385,13 +385,13 @@ class Events(Callback):
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
         """Logs, evaluates and saves if the control's fields request it, in the order of transformers, and clears these
         fields, which `between` sets for what is due, so that the run need not do it again. The numbers of a step are
-        waited for, and on_log is called, only if a callback listens to on_log. A save that is done here is one after
-        which `saved` writes a checkpoint-N folder.
+        waited for, and on_log is called, only if a callback listens to on_log. After a save that is done here `saved`
+        writes a checkpoint-N folder, unless it has written that of this step.
 
         Args:
           moment: the run between two steps.
-          due: {"log", "evaluate", "save": whether the script's config makes that due at this step}. A callback that
-            sets such a request to False changes nothing, which is printed once.
+          due: {"log", "evaluate", "save": whether the script's config makes that due at this step}; {} after an epoch.
+            A callback that sets such a request to False changes nothing, which is printed once.
         Raises:
           ValueError: an evaluation is requested and there is no eval_dataset.
         """

@@ -324,6 +324,7 @@ class RewardedTrainer(PreferenceTrainer):
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
         """Checks a script's data set, and returns (its rows, "auto": their format is detected later). The constructor
         calls it for train_dataset and eval_dataset.
+
         Args:
           dataset: a path, a data set with columns, or an iterable of rows, which is read into a list.
           formatting_func: must be None, because these trainers do not support one.

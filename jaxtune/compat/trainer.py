@@ -347,8 +347,8 @@ class SFTTrainer(Evaluations):
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """A jaxtune Trainer with the tokenised rows. It is made once, at the first use, so that train_on_responses_only
-        can still change which tokens are trained on."""
+        """A jaxtune Trainer with the tokenised rows (those of a stream are read later). It is made once, at the first
+        use, so that train_on_responses_only can still change which tokens are trained on."""
         config = self.config(prepared=False)
         return Trainer(self._to_train(), self.tokenizer, config, self._rows["train"], self._rows.get("eval"))
 
