@@ -300,8 +300,7 @@ def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[
 def _steps(events: list[Event]) -> list[tuple[float, float]]:
     """(start_ns, end_ns) of each step on the device, in order: from its first kernel to the first kernel of the next
     step, the last one to its last kernel's end. Renumbers the events' steps from 0. An event in no step keeps -1 and
-    counts in none; if all are so, all are step 0. events: the kernels, copies and memsets of one device, at least
-    one."""
+    counts in none; if all are so, all are step 0. events: those of one device, at least one."""
     numbers = sorted({e.step for e in events if e.step >= 0})
     if not numbers:
         for event in events:
@@ -416,8 +415,9 @@ def _names_a_place(call: _Call) -> bool:
 
 def _path(call: _Call, inside: _Call | None = None) -> str:
     """The scope of a call: the names of the marked ranges and modules around it, joined by slashes with the outermost
-    first. If there are none, the name of the outermost aten operator. inside: an autograd node around the call; it and
-    the ranges around it are left out, because they enclose the whole backward. None: all ranges count."""
+    first, without ranges of profiler steps and of the optimizer; equal names in a row count once. If there are none,
+    the name of the outermost aten operator. inside: an autograd node around the call; it and the ranges around it are
+    left out, because they enclose the whole backward. None: all ranges count."""
     parts: list[str] = []
     for around in call.up():
         if around is inside:

@@ -201,9 +201,9 @@ class Module:
         return list(self._launches(self.entry, 0))
 
     def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
-        """Yields the instructions of one computation, and of those that it calls, that are not SILENT: a loop's as
-        often as it runs (trip_count), and a conditional's of all branches. depth: the number of calls from the entry to
-        this computation; deeper than 16, nothing is yielded."""
+        """Yields the instructions of one computation, and of those that it calls, that start work on the device (not
+        SILENT): a loop's as often as it runs (trip_count), and a conditional's of all branches. depth: the number of
+        calls from the entry to this computation; deeper than 16, nothing is yielded."""
         for instruction in computation.instructions:
             opcode = instruction.opcode
             if opcode in SILENT or depth > 16:
