@@ -90,11 +90,11 @@ def headline(report: ReportData) -> list[str]:
     return [f"{report.path}: {where}, {versions or report.framework}", *ran, line]
 
 
+# Report.to_text calls it. The tables are by category, scope, kernel (with shapes from 110 columns on) and transfer;
+# below them are idle time, memory and the device's ceilings. Three losses are shown, at most 15 scopes and 15 kernels,
+# and what is empty or unknown is left out. The text ends with a newline.
 def report_text(report: ReportData, width: int) -> str:
-    """Returns the report as plain text for a terminal of `width` columns, for Report.to_text: the headline, notes, the
-    three largest losses, tables of categories, scopes, kernels (with their shapes from 110 columns on), transfers, idle
-    time, memory and ceilings. The tables of scopes and kernels have at most 15 rows; what is empty or unknown is left
-    out."""
+    """The report as plain text, for a terminal of `width` columns: a headline, notes, losses and tables."""
     console = _console(width)
     for line in headline(report):
         console.print(line)
