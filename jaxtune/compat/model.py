@@ -139,15 +139,15 @@ class CompatModel(ModelMethods):
         pad_token_id: int | None = None,
         **others: Any,
     ) -> np.ndarray:
-        """transformers' generate: returns int32[B, T + new], input_ids and the new tokens, padded on the right with
-        pad_token_id (None: the tokenizer's). input_ids: int[B, T], padded on either side, or a tokenizer's result.
-        attention_mask: 0 at padding. At most max_new_tokens are generated, up to an eos_token_id (None: the model's).
-
-        Options that are not given are those of generation_config.json, else transformers' (a top_k of 50 when
-        sampling). It also samples if only a temperature, top_k, top_p or min_p is given; do_sample=False or a
-        temperature of 0 takes the likeliest token. streamer: its `put` gets the prompt and each new token. Raises
-        ValueError for what is not supported or contradicts greedy decoding, and for a streamer with several rows.
-        """
+        """transformers' generate: returns int32[B, T + new]: input_ids, and the new tokens, padded on the right with
+        pad_token_id (None: the tokenizer's). input_ids: int[B, T], padded on either side, or a tokenizer's result, a
+        mapping. attention_mask: 0 at padding; None: there is none. At most max_new_tokens are generated, up to an
+        eos_token_id (None: the model's). Options that are not given are those of generation_config.json, else
+        transformers' (a top_k of 50 when sampling). It also samples if only a temperature, top_k, top_p or min_p is
+        given; do_sample=False or a temperature of 0 takes the likeliest token. The model's random_state seeds the
+        draws. streamer: its `put` gets the prompt and each new token; `end` is called last. others: those without
+        effect are printed. Raises ValueError for what is not supported or contradicts greedy decoding, and for a
+        streamer with several rows."""
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
             attention_mask, input_ids = input_ids.get("attention_mask", attention_mask), input_ids["input_ids"]

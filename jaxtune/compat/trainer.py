@@ -395,7 +395,7 @@ class SFTTrainer(Evaluations):
             of later steps. A run that is continued may have more steps than before.
         Raises:
           ValueError: output_dir has the checkpoints of a run and nothing says to continue it; or the path is not a
-            checkpoint of that run.
+            checkpoint of that run; or output_dir has a checkpoint-N folder of another program.
         """
         output = self._output
         resumes, from_step = folders.resumed(resume_from_checkpoint, output)
