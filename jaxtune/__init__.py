@@ -1,8 +1,8 @@
 """Fine-tune open-weight language models in JAX.
 
-The package exports the functions and classes in __all__ and its subpackages. They are imported on first use (PEP 562):
-importing jaxtune costs milliseconds, imports neither jax nor transformers, and touches no accelerator. It raises
-ImportError on a Python older than 3.12.
+The package exports the functions and classes in __all__, and the subpackages compat, export, models, pallas, profile
+and train. They are imported on first use (PEP 562): importing jaxtune costs milliseconds, imports neither jax nor
+transformers, and touches no accelerator. On a Python older than 3.12 importing it raises ImportError.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ _SUBMODULES = ("compat", "export", "models", "pallas", "profile", "train")
 
 
 def __getattr__(name: str) -> Any:
+    """Returns the public name or the subpackage `name`, such as "Trainer" or "train", and imports its module. Python
+    calls this when a name is used for the first time, so that `import jaxtune` loads neither JAX nor a model. The value
+    becomes a global of the package, so that Python finds it there afterwards. Raises AttributeError if the package has
+    no such name."""
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     elif name in _SUBMODULES:
@@ -84,4 +88,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Returns, for dir(jaxtune), the sorted names of the package's globals, its public names and its subpackages, also
+    those that have not been imported yet."""
     return sorted({*globals(), *__all__, *_SUBMODULES})

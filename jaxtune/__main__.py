@@ -1,4 +1,4 @@
-"""`python -m jaxtune COMMAND`, the same as `jaxtune COMMAND`."""
+"""`python -m jaxtune COMMAND`, the same as `jaxtune COMMAND`: it runs the command and exits with its exit code."""
 
 import sys
 

@@ -134,9 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Runs the command that `arguments`, the words after `jaxtune`, name, and returns its exit code. Also does what is
-    no command: prints the usage (for --help, or with exit code 2 if there are no words), the version, or an error (2)
-    for an unknown command."""
+    """Runs the command that `arguments`, the words after `jaxtune`, name, and returns its exit code; `main` calls it
+    and handles what it raises. Also does what is no command: prints the usage (for --help, or with exit code 2 if there
+    are no words), the version, or an error (2) for an unknown command, with the command of the most similar name."""
     if not arguments or arguments[0] in ("-h", "--help"):
         _print_usage()
         return 0 if arguments else USER_ERROR
@@ -154,7 +154,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def _out_of_memory(error: Exception) -> str | None:
-    """The message for an error that says that host or device memory ran out; None for any other error."""
+    """The message for an error that says that host or device memory ran out, which `main` prints in place of a
+    traceback; None for any other error."""
     first_line = (str(error).splitlines() or [""])[0]
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
@@ -169,9 +170,10 @@ def _out_of_memory(error: Exception) -> str | None:
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Whether the error is the user's to mend, so that its message is enough without a traceback: jaxtune's own code
-    raised it (and not a library that it called), or it is an OSError, raised anywhere, that names a file or says that a
-    disk is full. A RuntimeError never is."""
+    """Whether an error that ended a command is the user's to mend, so that `main` prints its message alone, without a
+    traceback. A RuntimeError never is. An OSError is if it names a file or says that a disk or a quota is full or a
+    file too large, whoever raised it. Any other error is if jaxtune's own code raised it, and not a library that it
+    called."""
     if isinstance(error, RuntimeError):
         return False
     if isinstance(error, OSError):
@@ -183,8 +185,8 @@ def _is_user_error(error: Exception) -> bool:
 
 
 def _fail(message: str) -> int:
-    """Prints an error message on stderr and returns the exit code, 2. In a run of several processes the others print
-    the message too when this one ends."""
+    """Prints an error message on stderr, each line of it after "jaxtune: error: ", and returns the exit code, 2. In a
+    run of several processes the others print the message too when this one ends."""
     processes.last_words(message)
     screen = terminal.console(stderr=True)
     for line in message.splitlines():

@@ -38,8 +38,8 @@ def answer_file(
     slots: int | None,
     settings: Row,
 ) -> None:
-    """Answers a file of prompts. For each answer it writes a line to `output`, which is the prompt's row with `answer`
-    (its text) and `finish_reason`; the lines are in the order of the prompts.
+    """Answers a file of prompts, for `jaxtune generate --prompts`. For each answer it writes a line to `output`, which
+    is the prompt's row with `answer` (its text) and `finish_reason`; the lines are in the order of the prompts.
 
     A line is written whole, as soon as its answer and all those before it have ended. If the output has answers to
     these prompts already, because the command was stopped, only the others are made. With the same settings, which are
@@ -56,12 +56,14 @@ def answer_file(
         has one.
       max_new_tokens: the most tokens of an answer.
       num_answers: the number of answers to each prompt, which are written one below the other.
-      slots: the number of answers that decode at once; None: as many as there is memory for.
-      settings: keyword arguments of Sampler.submit by name, such as {"seed": 0, "temperature": 0.7}.
+      slots: the number of answers that decode at once; None: as many as there is memory for, at most 64.
+      settings: keyword arguments of Sampler.submit by name, such as {"seed": 0, "temperature": 0.7}; "seed" must be
+        among them.
 
     Raises:
-      ValueError: a row that cannot be asked, or whose prompt and `max_new_tokens` are more than the model's context,
-        with its line; an output that answers other prompts, or that another process is writing.
+      ValueError: a row that cannot be asked (read_rows and prompt_ids say which), or whose prompt and `max_new_tokens`
+        are more than the model's context, with its line; an output that answers other prompts, or that another process
+        is writing.
       OSError: a file cannot be read or written.
     """
     from jaxtune.models.generation.sampler import Sampler
@@ -106,7 +108,7 @@ def answer_file(
 
 def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
     """Drives a sampler until all requests have ended, and yields their answers in the order of their indices, each as
-    soon as those before it have ended too: so lines can be written in order while later rows decode.
+    soon as those before it have ended too. `answer_file` can so write lines in order while later rows decode.
 
     Args:
       sampler: the sampler that has the requests.
@@ -129,11 +131,14 @@ def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Reads a JSONL file of prompts and returns its rows, one dict for each line; blank lines at its end are ignored.
+    """Reads a JSONL file of prompts and returns its rows, one dict for each line; blank lines at its end are ignored,
+    and one before is an error. `jaxtune generate` calls it before the model is loaded, so that a wrong file is reported
+    at once.
 
     Raises:
       ValueError: a line that is not a JSON object, or has both or neither of `messages` and `prompt`, or has a column
         `answer` or `finish_reason`, which are added; or there are no rows.
+      OSError: the file cannot be read.
     """
     rows = []
     text = file.read_text(encoding="utf-8").rstrip()
@@ -198,9 +203,10 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
 
 
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:
-    """Counts the lines of answers that an output has already, so that a stopped command continues after them. Line n
-    (from 0) belongs to row n // num_answers: it must be that row with an answer. A last line that is not whole, which a
-    killed process or a full disk left, is cut off the file.
+    """Returns the number of whole lines, each with one answer, that an output has already, so that a stopped command
+    continues after them. Line n (from 0) belongs to row n // num_answers: it must be that row with an answer. A last
+    line that is not whole, which a killed process or a full disk left, must begin as that row does, and is cut off the
+    file.
 
     Args:
       file: the output, opened for reading and appending.
@@ -234,14 +240,15 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
 
 
 def encoded(row: Row) -> bytes:
-    """A row as JSON in UTF-8, one line without the newline. Lone surrogates, which UTF-8 cannot encode, are written as
-    escapes."""
+    """Returns a row of prompts or answers as JSON in UTF-8, one line without the newline, as the output file has it.
+    Lone surrogates, which UTF-8 cannot encode, are written as escapes."""
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 def append(file: FileIO, row: Row) -> None:
-    """Appends a row to a file as a line of JSON. If the line cannot be written whole, the file is cut back to its old
-    length and the error is raised, so that the file has whole lines only. file: opened for appending, unbuffered.
+    """Appends a row, an answer with its prompt, to the output file as a line of JSON. If the line cannot be written
+    whole, the file is cut back to its old length and the error is raised, so that the file has whole lines only. file:
+    opened for appending, unbuffered.
 
     Raises:
       OSError: the line cannot be written, for example because the disk is full.

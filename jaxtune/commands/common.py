@@ -47,9 +47,10 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
     """Adds to `parser` the options --coordinator, --processes and --process, which make a command one of several
-    processes of one run. They are the address of the first process (HOST:PORT), the number of processes and this one's
-    index; a command line has all three or none; None if they are not given, as where SLURM or Open MPI started the
-    processes."""
+    processes of one run; processes.join gets their values. They are the address of the first process (HOST:PORT), the
+    number of processes and this one's index, None where not given. A command line has all three or none, as where SLURM
+    or Open MPI started the processes; Open MPI 5 and later need --coordinator alone, because they do not tell the
+    address."""
     several = "one of several processes that SLURM and Open MPI did not start: all three"
     parser.add_argument("--coordinator", metavar="HOST:PORT", help=several)
     parser.add_argument("--processes", type=int, metavar="N", help=argparse.SUPPRESS)
@@ -82,8 +83,8 @@ def add_load_in(parser: argparse.ArgumentParser, otherwise: str = "stored") -> N
 
 
 def load(options: argparse.Namespace):
-    """Loads the model that `options.model` names: a model folder, a hub name, or an adapter folder, which is loaded
-    over its base.
+    """Loads the model that `options.model` names, for commands such as `chat` and `export`: a model folder, a hub name,
+    or an adapter folder, which is loaded over its base.
 
     Args:
       options: parsed options. `model`, `dtype` and `load_in` are read; the last two are the options --dtype and
@@ -91,9 +92,9 @@ def load(options: argparse.Namespace):
         adapter or the model, else bfloat16; the dtype in a checkpoint's config.json is not used.
 
     Returns:
-      (model, tokenizer); the tokenizer is None if the folder has none. For an adapter, the tokenizer's EOS and the
-        token that ends a turn in its chat template are added to the model's own end tokens; for any other model a
-        command that generates does so itself (with_end_tokens).
+      (the model, a Decoder; its tokenizer, one of transformers), where the tokenizer is None if the folder has none.
+        For an adapter, the tokenizer's EOS and the token that ends a turn in its chat template are added to the model's
+        own end tokens; for any other model a command that generates does so itself (with_end_tokens).
 
     Raises:
       ValueError: there is no such model, or it cannot be loaded so (jaxtune.from_pretrained).

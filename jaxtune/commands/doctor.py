@@ -12,7 +12,8 @@ from jaxtune.system.terminal import console, fitted, say
 
 
 # arguments: the words after `jaxtune doctor`: none, or --quick, which measures no speeds. Each finding is printed on
-# stdout as soon as it is known, with what to do in a line below it.
+# stdout as soon as it is known, with what to do in a line below it. It returns the exit code, 1 or 0. ValueError: the
+# cache of measured speeds is damaged.
 def run(arguments: Sequence[str]) -> int:
     """Check this machine: driver, GPU, memory, disk, speed, a kernel; and say how to fix what is wrong.
 

@@ -17,7 +17,9 @@ from jaxtune.system.terminal import say
 
 
 # arguments: the words after `jaxtune profile`: a subcommand, its traces, and options. The tables are printed on stdout
-# as text, the ceilings as JSON; --json and --html also write files, in place of earlier ones.
+# as text, the ceilings as JSON; --json and --html also write files, in place of earlier ones. It returns the exit code:
+# 0, also as None, or the 1 of --fail-if-slower. ValueError: a trace or the cache of ceilings cannot be read, or
+# --fail-if-slower is no percentage.
 def run(arguments: Sequence[str]) -> int | None:
     """Read a profile, compare two, or measure what this device can do.
 

@@ -14,7 +14,8 @@ from jaxtune.system.terminal import say
 
 
 # arguments: the words after `jaxtune report`: the folders of one or more runs, and perhaps --output, the page to write.
-# By default it is report.html in the first run's folder. A page that is there already is replaced.
+# By default it is report.html in the first run's folder. A page that is there already is replaced. ValueError: a folder
+# has no run.
 def run(arguments: Sequence[str]) -> None:
     """Write runs as one HTML page, over each other: curves, samples, settings; it needs no network."""
     parser = common.parser("report", run.__doc__)

@@ -16,7 +16,7 @@ _SHOWN = 12  # matrices that are listed
 
 
 # arguments: the words after `jaxtune sensitivity`: a recipe, overrides (key=value), and options such as --format. For
-# users who choose a precision map: without --memory-gb only the figures are printed.
+# users who choose a precision map: without --memory-gb only the figures are printed. ValueError: the config has faults.
 def run(arguments: Sequence[str]) -> None:
     """Measure which matrices a format harms; print a precision map.
 

@@ -30,9 +30,11 @@ class LoraConfig:
       r: the adapters' rank.
       lora_alpha, use_rslora: the adapters' output is multiplied by lora_alpha / r, or lora_alpha / sqrt(r) if
         use_rslora is True.
-      target_modules, target_parameters: which linears and which expert matrices get adapters, as in
-        jaxtune.get_peft_model. target_modules None: q_proj and v_proj, or qkv_proj in Phi-3. If embed_tokens or lm_head
-        is among them, it is trained whole.
+      target_modules: which linears get adapters: a list of names or last parts of names, "all-linear" (every linear in
+        the layers), or a regular expression over whole names. None: q_proj and v_proj, or qkv_proj in Phi-3. If
+        embed_tokens or lm_head is in the list, it is trained whole.
+      target_parameters: which matrices of experts get adapters, a list of names or last parts, such as
+        ["experts.down_proj"]; None: none.
       lora_dropout: the dropout rate of the adapters' input.
       use_dora: True: the norms of the weights' rows are trained as well (DoRA).
       modules_to_save: modules that are trained whole: "embed_tokens" and "lm_head".
@@ -86,8 +88,10 @@ class LoraConfig:
 
 
 def lora_settings(config: Any) -> dict[str, Any]:
-    """Returns the settings of a LoraConfig, this module's or PEFT's, as keyword arguments of `adapted`. Trainers and
-    get_peft_model read their peft_config by it.
+    """Returns the settings of a LoraConfig, this module's or PEFT's, as keyword arguments of `adapted`: {name: value}
+    of the named arguments of LoraConfig. Trainers and get_peft_model read their peft_config by it. Options that PEFT's
+    object leaves unset (None, False or {}) get the defaults of LoraConfig, except init_lora_weights=False, which
+    `adapted` refuses.
 
     Raises:
       ValueError: `config` is an object of another class, or PEFT's with a setting that is not supported.
@@ -123,7 +127,8 @@ def adapted(
     experts_too: bool,
     **plain: Any,
 ) -> tuple[Decoder, AdapterConfig]:
-    """Adds LoRA adapters to a module, by the arguments of Unsloth or PEFT.
+    """Adds LoRA adapters to a module, by the arguments of Unsloth or PEFT. Both functions get_peft_model (Unsloth's and
+    PEFT's) call it, and the trainers for their peft_config.
 
     Args:
       module: the model without adapters; it is not changed, and shares its arrays with the result.
@@ -175,7 +180,8 @@ def adapted(
 def _require_no_biases(where: str, bias: str, module: Decoder) -> None:
     """Raises ValueError if `bias`, PEFT's argument ("none", "all" or "lora_only"), would train biases of `module`,
     which adapters cannot contain here, or has another value. In a model without biases each of the three values is
-    accepted. where: the called function, for the message."""
+    accepted. `adapted` calls it after it has added adapters to the module. where: the called function, for the
+    message."""
     if bias not in ("none", "all", "lora_only"):
         raise ValueError(f"{where}: bias = {bias!r} is not supported; supported: 'none'")
     if bias == "none":
@@ -239,6 +245,7 @@ def _start_gaussian(module: Decoder, seed: int) -> None:
 
 def last_layers(where: str, count: int | None, layers: int | Sequence[int] | None, module: Decoder) -> Any:
     """Returns the value of layers_to_transform, the layers that get adapters, for Unsloth's finetune_last_n_layers.
+    Unsloth's get_peft_model calls it, because `adapted` has no such argument.
 
     Args:
       where: the called function, for messages.

@@ -32,9 +32,9 @@ _printed: set[tuple[str, str]] = set()
 def settle(
     where: str, others: Mapping[str, Any], table: Mapping[str, Argument], callee: Callable | None = None
 ) -> None:
-    """Decides about the arguments that a function or class does not use. A value that changes nothing (Argument.free),
-    such as the default, is accepted; for another value one line is printed, once in a process, if the argument has no
-    effect here; all other arguments are refused.
+    """Decides about the arguments that a function or class of jaxtune.compat was given and does not use; it calls this
+    first. A value that changes nothing (Argument.free), such as the default, is accepted; for another value one line is
+    printed, once in a process, if the argument has no effect here; all other arguments are refused.
 
     Args:
       where: the name of the function or class that the script called, for messages.

@@ -72,58 +72,66 @@ class TrainerCallback:
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called when the trainer has been made. `args` is the SFTConfig, `state` the TrainerState. `control` is the
-        TrainerControl; what is set in it or returned has no effect, because train() and each step set its fields anew;
-        `kwargs` has `model`, `processing_class` and more."""
+        TrainerControl; what is set in it or returned has no effect, because train() and each step set its fields anew.
+        `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such
+        as `optimizer`."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before the first step of a call of train(). `args` is the SFTConfig, `state` the TrainerState. It may
-        change `control`, the TrainerControl, or return another one (None keeps it), with the effect that on_step_begin
-        describes; `kwargs` has `model`, `processing_class` and more."""
+        change `control`, the TrainerControl, or return another one (None keeps it), but only should_training_stop has
+        an effect from here, after the first step. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and
+        None for transformers' other objects, such as `optimizer`."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called at the end of train(), when the model has its final weights: the trained ones, or the best ones with
         load_best_model_at_end. `args` is the SFTConfig, `state` the TrainerState and `control` the TrainerControl, of
-        which nothing has an effect any more; `kwargs` has `model`, `processing_class` and more."""
+        which nothing has an effect any more. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None
+        for transformers' other objects, such as `optimizer`."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before the first step of an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change
-        `control`, the TrainerControl, or return another one (None keeps it), with the effect that on_step_begin
-        describes; `kwargs` has `model`, `processing_class` and more."""
+        `control`, the TrainerControl, or return another one (None keeps it), but only should_training_stop has an
+        effect from here, after that step. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for
+        transformers' other objects, such as `optimizer`."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after the last step of an epoch, and after the last step of the run. `args` is the SFTConfig, `state`
         the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it): its
-        requests to log, evaluate, save or stop take effect at the same step; `kwargs` has `model`, `processing_class`
-        and more."""
+        requests to log, evaluate, save or stop take effect at the same step. `kwargs` has `model`, `processing_class`
+        (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before an optimizer step. `args` is the SFTConfig, `state` the TrainerState. It may change `control`,
         the TrainerControl, or return another one (None keeps it), but only should_training_stop has an effect from
         here, after this step: the run sets the requests to log, evaluate and save anew before on_step_end. `kwargs` has
-        `model`, `processing_class` and more."""
+        `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as
+        `optimizer`."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an optimizer step was dispatched; its numbers may not have arrived. `args` is the SFTConfig,
         `state` the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it):
         its requests to log, evaluate, save or stop take effect at the same step. The fields are True already for what
-        the SFTConfig makes due, which False does not prevent; `kwargs` has `model`, `processing_class` and more."""
+        the SFTConfig makes due, which False does not prevent. `kwargs` has `model`, `processing_class` (also as
+        `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
-        has `model`, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState. It may change
-        `control`, the TrainerControl, or return another one (None keeps it): a request to save or stop takes effect at
-        the same step, and so does one to evaluate if `logs` are a step's."""
+        has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as
+        `optimizer`. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
+        return another one (None keeps it): a request to save or stop takes effect at the same step, and so does one to
+        evaluate if `logs` are a step's."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an evaluation with `metrics` in `kwargs`, its numbers by name; `kwargs` also has `model`, with
-        the weights that were evaluated, `processing_class` and more. `args` is the SFTConfig, `state` the TrainerState.
-        It may change `control`, the TrainerControl, or return another one (None keeps it): a request to save or stop
-        takes effect at the same step."""
+        the weights that were evaluated, `processing_class` (also as `tokenizer`), and None for transformers' other
+        objects. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
+        return another one (None keeps it): a request to save or stop takes effect at the same step."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after a checkpoint was saved. `args` is the SFTConfig, `state` the TrainerState. It may change
         `control`, the TrainerControl, or return another one (None keeps it), of which only should_training_stop has an
-        effect here, after this step; `kwargs` has `model`, `processing_class` and more."""
+        effect here, after this step. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for
+        transformers' other objects, such as `optimizer`."""
 
 
 class EarlyStoppingCallback(TrainerCallback):
@@ -170,7 +178,8 @@ class EarlyStoppingCallback(TrainerCallback):
 
 def best_name(args: Any) -> str:
     """Returns the name that the number of metric_for_best_model has in an evaluation's metrics: "eval_loss" for "loss"
-    and for "eval_loss". `args` is an SFTConfig in which metric_for_best_model is not None."""
+    and for "eval_loss". Evaluations are compared by that number. `args` is an SFTConfig in which metric_for_best_model
+    is not None."""
     wanted = args.metric_for_best_model
     return wanted if wanted.startswith("eval_") else f"eval_{wanted}"
 
@@ -283,10 +292,10 @@ class Events(Callback):
         self._left = 0  # the step of the last checkpoint-N folder
 
     def tell(self, event: str, **more: Any) -> None:
-        """Calls the method named `event`, such as "on_log", of every callback that has it, in their order. It gets the
-        SFTConfig, the state and the control, and by name the model, the tokenizer, None for objects of transformers
-        that do not exist here (optimizer, lr_scheduler, data loaders), and `more`. A control that a callback returns
-        replaces the current one; None keeps it.
+        """Calls the method named `event`, such as "on_log", of every callback that has one, in their order. The method
+        gets the SFTConfig, the state and the control, and by name the model, the tokenizer (as processing_class and
+        tokenizer), None for objects of transformers that do not exist here (optimizer, lr_scheduler, data loaders), and
+        `more`. A control that a callback returns replaces the current one; None keeps it.
 
         Raises:
           ValueError: a callback set should_epoch_stop.
@@ -318,9 +327,9 @@ class Events(Callback):
 
     def begin(self, config: TrainConfig, total_steps: int, steps_per_epoch: int) -> None:
         """Called by SFTTrainer.train before the first step: sets the state's max_steps and num_train_epochs, clears its
-        best_metric, best_global_step and best_model_checkpoint, which are of an earlier call, and calls on_train_begin,
-        on_epoch_begin and on_step_begin. It leaves global_step and epoch as they are, so these methods do not see the
-        step that a continued run begins with.
+        best_metric, best_global_step and best_model_checkpoint, which are of an earlier call, and the control's request
+        to stop, and calls on_train_begin, on_epoch_begin and on_step_begin. It leaves global_step and epoch as they
+        are, so these methods do not see the step that a continued run begins with.
 
         Args:
           config: the run's config, which says after how many steps it logs, evaluates and saves without a request.
@@ -376,13 +385,13 @@ class Events(Callback):
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
         """Logs, evaluates and saves if the control's fields request it, in the order of transformers, and clears these
         fields, which `between` sets for what is due, so that the run need not do it again. The numbers of a step are
-        waited for, and on_log is called, only if a callback listens to on_log. A save that is done here is one after
-        which `saved` writes a checkpoint-N folder.
+        waited for, and on_log is called, only if a callback listens to on_log. After a save that is done here `saved`
+        writes a checkpoint-N folder, unless it has written that of this step.
 
         Args:
           moment: the run between two steps.
-          due: {"log", "evaluate", "save": whether the script's config makes that due at this step}. A callback that
-            sets such a request to False changes nothing, which is printed once.
+          due: {"log", "evaluate", "save": whether the script's config makes that due at this step}; {} after an epoch.
+            A callback that sets such a request to False changes nothing, which is printed once.
         Raises:
           ValueError: an evaluation is requested and there is no eval_dataset.
         """

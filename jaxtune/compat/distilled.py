@@ -66,9 +66,9 @@ class GKDConfig(DistilledConfig):
 
     table = GKD  # the arguments that are not fields: without effect here, or refused
 
-    temperature: float = 0.9
+    temperature: float = 0.9  # divides the logits when answers are sampled
     lmbda: float = 0.5  # the probability that a row's answer is sampled from the student
-    beta: float = 0.5
+    beta: float = 0.5  # the divergence, as in DistilledConfig: here half way between forward and reverse KL
     max_new_tokens: int = 128  # the most tokens of a sampled answer
 
 
@@ -91,7 +91,7 @@ class DistilledTrainer(PreferenceTrainer):
     """
 
     config_type: type[DistilledConfig]
-    table = DISTILLATION_TRAINER
+    table = DISTILLATION_TRAINER  # the arguments that are not parameters: without effect here, or refused
 
     def __init__(
         self,
@@ -128,15 +128,16 @@ class DistilledTrainer(PreferenceTrainer):
         return getattr(args, "max_length", None)
 
     def _to_train(self) -> Decoder:
-        """Returns the module that the run trains: the student, or with disable_dropout=True another module over the
-        same arrays whose adapters have no dropout; with its teacher attached, unless the teacher is the student with
-        its adapter off. Raises ValueError if the teacher's vocabulary differs."""
+        """Returns the module that the run trains, of which jaxtune's Trainer is made: the student, or with
+        disable_dropout=True another module over the same arrays whose adapters have no dropout; with its teacher
+        attached, unless the teacher is the student with its adapter off. Raises ValueError if the teacher's vocabulary
+        differs."""
         return with_teacher(super()._to_train(), None if self._teacher is None else self._teacher.module)
 
     def _objective(self) -> ObjectiveConfig:
         """Returns the section `objective` of the run's config: distillation from this teacher, with the script's beta
-        and sampling options. It names the teacher's folder or hub name, "in memory" if there is none, or BASE for the
-        model with its adapter off."""
+        and sampling options. It names the teacher by its folder or hub name, "in memory" for a teacher without a name,
+        or BASE for the model with its adapter off."""
         teacher = BASE if self._teacher is None else self._teacher.module.name_or_path or "in memory"
         return dataclasses.replace(ObjectiveConfig("distill", teacher=teacher, beta=self.args.beta), **self._drawing())
 
@@ -149,8 +150,8 @@ class DistilledTrainer(PreferenceTrainer):
 
     @property
     def _samples(self) -> bool:
-        """Whether the run samples answers from the student (True), or trains on the rows' answers alone (False). It is
-        True, except in a GKDTrainer with an lmbda of 0."""
+        """Whether the run samples answers from the student (True), or trains on the rows' answers alone (False);
+        `config` packs rows if it is True. It is True, except in a GKDTrainer with an lmbda of 0."""
         return True
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
@@ -193,7 +194,8 @@ class DistillationTrainer(DistilledTrainer):
         return options | dict(on_policy=1.0, top_k=max(0, self.args.top_k or 0), min_p=self.args.min_p or 0.0)
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
-        """Checks a script's data set, and returns (its rows, "auto": their format is detected later).
+        """Checks a script's data set, and returns (its rows, "auto": their format is detected later). The constructor
+        calls it for train_dataset and eval_dataset.
 
         Args:
           dataset: a name or path, a data set with columns, or an iterable of rows, which is read into a list.
@@ -255,13 +257,15 @@ class GKDTrainer(DistilledTrainer):
 
     @property
     def _samples(self) -> bool:
-        """Whether the run samples answers from the student: whether lmbda is above 0."""
+        """Whether the run samples answers from the student, which is so if lmbda is above 0; `config` packs rows
+        then."""
         return self.args.lmbda > 0
 
     def _drawing(self) -> dict[str, float | int]:
         """Returns the options of the config's section `objective` about sampling, {name: value}: on_policy, the share
-        of sampled answers, is lmbda, and the loss's temperature is 1, as in TRL. Without sampling (lmbda is 0) they are
-        only these two."""
+        of sampled answers, is lmbda, and the loss's temperature is 1, as in TRL; sampling_temperature and
+        max_completion_length are the script's temperature and max_new_tokens. Without sampling (lmbda is 0) they are
+        only the first two."""
         if not self._samples:
             return dict(temperature=1.0, on_policy=0.0)
         return dict(
@@ -272,7 +276,8 @@ class GKDTrainer(DistilledTrainer):
         )
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
-        """Reads a script's data set: returns (its rows, the name of their format, such as "messages").
+        """Reads a script's data set: returns (its rows, the name of their format, such as "messages"). The constructor
+        calls it for train_dataset and eval_dataset.
 
         Args:
           dataset: the data set, with a column `messages`, or with `prompt` and `completion`.
@@ -293,7 +298,8 @@ def _teacher(
     trainer: str, teacher_model: CompatModel | str | os.PathLike | None, args: SFTConfig
 ) -> CompatModel | None:
     """Returns the teacher of a distillation; None if the script neither gave nor named one. A teacher that is given by
-    a name is loaded in bfloat16, or as the config's teacher_model_init_kwargs say.
+    a name is loaded in bfloat16, or as the config's teacher_model_init_kwargs say. DistilledTrainer's constructor calls
+    it.
 
     Args:
       trainer: the name of the trainer's class, for messages.

@@ -32,9 +32,11 @@ class Evaluations(Reports):
     """The methods of a trainer that compute numbers of the current model on rows that it does not train on: `evaluate`
     and `predict`. SFTTrainer inherits from it, and sets the attributes below."""
 
-    model: CompatModel
-    tokenizer: object
+    model: CompatModel  # the script's
+    tokenizer: object  # of transformers
+    # the script's function from an EvalPrediction to {name: number}, for each evaluation; None: there is none
     compute_metrics: ComputeMetrics | None
+    # the script's function from (logits, labels) of one row to what compute_metrics gets of it; None: the logits
     preprocess_logits_for_metrics: Preprocess | None
     _rows: dict[str, Any]  # the script's rows under "train" and "eval", before they are tokenised
     _format: str  # the name of their format, such as "messages"
@@ -137,6 +139,7 @@ class Evaluations(Reports):
 
 
 def _renamed(values: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The numbers of an evaluation under the names that the script asked for by metric_key_prefix, those with `prefix`
-    in place of "eval": {"test_loss": ...} for {"eval_loss": ...}."""
+    """The numbers of an evaluation, `values`, under the names that the script asked for by metric_key_prefix
+    (`prefix`): {"test_loss": ...} for {"eval_loss": ...}. The prefix and an underscore take the place of "eval_", and
+    are put before a name that lacks it."""
     return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in values.items()}

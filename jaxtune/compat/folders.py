@@ -29,8 +29,9 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def write_state(folder: Path, state: TrainerState) -> None:
-    """Writes `state` as trainer_state.json into an existing folder, as transformers does. An entry in the file marks
-    the folder as written by jaxtune, which is_own looks for. Values that JSON lacks are written as floats."""
+    """Writes `state` as trainer_state.json into an existing folder, a checkpoint-N folder or output_dir, as
+    transformers does. An entry in the file marks the folder as written by jaxtune, which is_own looks for. Values that
+    JSON lacks are written as floats."""
     values = {**dataclasses.asdict(state), _WRITER: f"jaxtune {jaxtune.__version__}"}
     (folder / STATE).write_text(json.dumps(values, indent=2, default=float) + "\n", encoding="utf-8")
 
@@ -46,14 +47,14 @@ def is_own(folder: Path) -> bool:
 
 def checkpoints(output: Path) -> dict[int, Path]:
     """{step: folder} of the checkpoint-N folders in `output`, output_dir, by ascending step, those of other programs
-    included; {} if there are none or no such folder."""
+    included; {} if there are none or no such folder. `require_own` and the removal of old folders go through them."""
     found = {int(name[1]): path for path in output.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
 def require_own(output: Path) -> None:
     """Raises ValueError if `output`, output_dir, has a checkpoint-N folder of another program (not is_own), which a run
-    would replace."""
+    would replace. SFTTrainer.train calls it before the run."""
     for path in checkpoints(output).values():
         if not is_own(path):
             raise ValueError(
@@ -161,8 +162,9 @@ class Checkpoints:
         return True
 
     def _rotate(self, latest: int) -> None:
-        """Removes the oldest folders that jaxtune wrote until no more than the limit are left. The folder of step
-        `latest` and that of the best evaluation are never removed, as in transformers."""
+        """Removes the oldest folders that jaxtune wrote until no more than the limit are left; without a limit (None or
+        0) nothing is removed. The folder of step `latest` and that of the best evaluation are never removed, as in
+        transformers. `write` calls it after each new folder."""
         if not self._limit:
             return
         kept = {latest, self._state.best_global_step}

@@ -33,8 +33,9 @@ Preprocess = Callable[[Any, Any], Any]
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(graph, state, tokens, segment_ids, positions):
-    """The logits of one batch, which `predicted` collects, float32[rows, length, vocab]. `graph` and `state` are the
-    model, split by nnx.split; tokens, segment_ids (0: padding) and positions are int32[rows, length]."""
+    """The logits of one batch, which `predicted` collects, float32[rows, length, vocab]; it is one compiled program.
+    `graph` and `state` are the model's static and array parts, split by nnx.split; tokens, segment_ids (0: padding) and
+    positions are int32[rows, length]."""
     return nnx.merge(graph, state)(tokens, segment_ids, positions)
 
 

@@ -106,7 +106,7 @@ class CompatModel(ModelMethods):
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the module has adapters."""
+        """Whether the module has LoRA adapters; saving and the trainers depend on it."""
         return has_adapter(self.module)
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
@@ -139,15 +139,15 @@ class CompatModel(ModelMethods):
         pad_token_id: int | None = None,
         **others: Any,
     ) -> np.ndarray:
-        """transformers' generate: returns int32[B, T + new], input_ids and the new tokens, padded on the right with
-        pad_token_id (None: the tokenizer's). input_ids: int[B, T], padded on either side, or a tokenizer's result.
-        attention_mask: 0 at padding. At most max_new_tokens are generated, up to an eos_token_id (None: the model's).
-
-        Options that are not given are those of generation_config.json, else transformers' (a top_k of 50 when
-        sampling). It also samples if only a temperature, top_k, top_p or min_p is given; do_sample=False or a
-        temperature of 0 takes the likeliest token. streamer: its `put` gets the prompt and each new token. Raises
-        ValueError for what is not supported or contradicts greedy decoding, and for a streamer with several rows.
-        """
+        """transformers' generate: returns int32[B, T + new]: input_ids, and the new tokens, padded on the right with
+        pad_token_id (None: the tokenizer's). input_ids: int[B, T], padded on either side, or a tokenizer's result, a
+        mapping. attention_mask: 0 at padding; None: there is none. At most max_new_tokens are generated, up to an
+        eos_token_id (None: the model's). Options that are not given are those of generation_config.json, else
+        transformers' (a top_k of 50 when sampling). It also samples if only a temperature, top_k, top_p or min_p is
+        given; do_sample=False or a temperature of 0 takes the likeliest token. The model's random_state seeds the
+        draws. streamer: its `put` gets the prompt and each new token; `end` is called last. others: those without
+        effect are printed. Raises ValueError for what is not supported or contradicts greedy decoding, and for a
+        streamer with several rows."""
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
             attention_mask, input_ids = input_ids.get("attention_mask", attention_mask), input_ids["input_ids"]
@@ -244,9 +244,10 @@ class CompatModel(ModelMethods):
         quantization_method: str | Sequence[str] = "fast_quantized",
         **others: Any,
     ) -> None:
-        """Saves a GGUF file for llama.cpp in each of the methods named (f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0;
-        "fast_quantized" is q8_0), each in a folder of that name below save_directory. An adapter is merged. tokenizer:
-        is in the file; None: the model's. Raises ValueError for another method."""
+        """Saves a GGUF file for llama.cpp for each method in quantization_method (f32, f16, bf16, q8_0, q6_k, q4_k_m or
+        q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m, "not_quantized" f16), in a folder named after this type
+        below save_directory. An adapter is merged. tokenizer: is in the file; None: the model's. others: as in
+        save_pretrained. Raises ValueError for another method."""
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
@@ -262,8 +263,8 @@ class CompatModel(ModelMethods):
             export_model(self.module, folder, to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
-        """Saves what save_pretrained saves into a repository ("owner/name") of the hub, which is created if it is
-        missing: private if `private` is True, else public. token: of the hub; None: this machine's login."""
+        """Saves what save_pretrained saves into the hub's `repository` ("owner/name"), which is made if missing,
+        private if `private` is True. token: of the hub; None: this machine's login. others: as in save_pretrained."""
         settle("push_to_hub", others, SAVE)
         self._push(repository, token, private, lambda folder: self.save_pretrained(folder))
 
@@ -276,8 +277,8 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_merged saves into a repository of the hub, which is created if it is missing,
-        private if `private` is True. token: of the hub; None: this machine's login."""
+        """Saves what save_pretrained_merged saves into the hub's `repository`, which is made if missing, private if
+        `private` is True. token: of the hub; None: this machine's login. others: as in save_pretrained."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -292,8 +293,8 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_gguf saves (with `tokenizer` and `quantization_method`) into a repository of the
-        hub, created if missing, private if `private` is True. token: of the hub; None: this machine's login."""
+        """Saves what save_pretrained_gguf saves, by the same arguments, into the hub's `repository`, made if missing,
+        private if `private` is True. token: of the hub; None: this machine's login. others: as in save_pretrained."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)
@@ -311,7 +312,7 @@ class CompatModel(ModelMethods):
 
 
 class FastLanguageModel:
-    """Unsloth's class, of which scripts call the functions that load a model and add adapters; none is made."""
+    """Unsloth's class, whose functions load a model and add adapters; scripts make no object of it."""
 
     @staticmethod
     def from_pretrained(
@@ -330,11 +331,11 @@ class FastLanguageModel:
     ) -> tuple[CompatModel, Any]:
         """Returns (model, tokenizer) of `model_name`: a model folder, a hub name, or an adapter's folder.
 
-        dtype None is bfloat16; torch's dtypes are accepted by name. load_in_4bit (None: True) is NF4 with double
-        quantisation; full_finetuning=True (all weights train) and load_in_fp8 turn the default off, and load_in_16bit
-        needs load_in_4bit=False. load_in_fp8 stores the layers' weights in FP8, with a scale for each row or as the
-        files have them, and multiplies in FP8. An adapter's folder that records the format and dtype of its base gets
-        them by default. use_gradient_checkpointing=False keeps all residuals on the device. random_state: the seed of
+        load_in_4bit=True, also the meaning of None, is NF4 with double quantisation; False, or full_finetuning=True
+        (all weights train), keeps the weights as stored. load_in_16bit needs load_in_4bit=False. load_in_fp8 stores the
+        layers' weights in FP8, with a scale for each row or as the files have them, and multiplies in FP8. An adapter's
+        folder that records the format and dtype of its base gets them by default. dtype None is bfloat16; torch's are
+        accepted by name. use_gradient_checkpointing=False keeps all residuals on the device. random_state: the seed of
         sampling. packing: SFTConfig's packing if unset. num_labels=1 adds a head that scores texts. max_seq_length: the
         most tokens of a row; None: the trainer's max_length. others: load_in_8bit=True (int8), or what has no effect,
         which a line names. Raises ValueError for contradictions and for what is not supported."""
@@ -459,9 +460,9 @@ class FastLanguageModel:
 
 
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
-    """Returns load_in of jaxtune.from_pretrained, the name of a format or "stored", for these arguments of Unsloth's
-    from_pretrained: load_in_4bit (None: not given), load_in_16bit, `flags` ({name of an argument such as load_in_fp8:
-    its value}) and full_finetuning. where: the called function, for messages. Raises ValueError if two contradict."""
+    """Returns load_in of jaxtune.from_pretrained (a format's name or "stored") for Unsloth's load_in_4bit (None: not
+    given), load_in_16bit, full_finetuning and `flags`, {other argument such as load_in_fp8: its value}. where: the
+    called function, for messages. Raises ValueError if two contradict, or a flag is neither True nor false."""
     for flag, value in flags.items():
         if not value:
             continue
@@ -484,8 +485,8 @@ def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str
 
 
 def _dtype_name(where: str, dtype: Any) -> str:
-    """A dtype's name, such as "bfloat16", from a name, a numpy dtype or a torch dtype; raises ValueError if a model
-    cannot be loaded in it. `where` is the called function, for the message."""
+    """The name of a dtype that is given as a name, a NumPy or a torch dtype, for from_pretrained: "bfloat16", "float16"
+    or "float32"; raises ValueError for any other. `where` is the called function, for the message."""
     name = str(dtype).removeprefix("torch.") if "torch" in type(dtype).__module__ else None
     try:
         name = name or jax.numpy.dtype(dtype).name

@@ -85,8 +85,9 @@ class RewardConfig(PreferenceConfig):
 
 
 def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
-    """Sets the dropout rates of the adapters of `module`, in place, and returns it. rates: {name of a matrix that has
-    an adapter: the adapter's new rate}, for every adapter."""
+    """Sets the dropout rates of the adapters of `module`, in place, and returns it. PreferenceTrainer turns dropout off
+    for a run by it, and on again in the module that the script gets back. rates: {name of a matrix that has an adapter:
+    the adapter's new rate}, for every adapter."""
     for name, matrix in matrices(module):
         if matrix.lora is not None:
             matrix.lora.rate = rates[name]
@@ -122,7 +123,8 @@ class PreferenceTrainer(SFTTrainer):
             )
 
     def _rates(self) -> dict[str, float]:
-        """Returns {name of a matrix that has an adapter: the adapter's dropout rate} of the script's model."""
+        """Returns {name of a matrix that has an adapter: the adapter's dropout rate} of the script's model, by which
+        the rates are restored after a run without dropout; {} without adapters."""
         return {name: matrix.lora.rate for name, matrix in matrices(self.model.module) if matrix.lora is not None}
 
     def _to_train(self) -> Decoder:
@@ -146,10 +148,12 @@ class PreferenceTrainer(SFTTrainer):
         return False
 
     def _read(self, dataset: Any, formatting_func: Any) -> tuple[Any, str]:
-        """Checks a script's data set, and returns (its rows, the name of their format, `form`).
+        """Checks a script's data set, and returns (its rows, the name of their format, `form`). The constructor calls
+        it for train_dataset and eval_dataset.
 
         Args:
-          dataset: a path, a data set with columns, or an iterable of rows, which is read into a list.
+          dataset: a path, whose columns are not checked here, a data set with columns, or an iterable of rows, which is
+            read into a list.
           formatting_func: must be None, because these trainers do not support one.
         Raises:
           ValueError: the data set lacks one of the trainer's `columns`, or formatting_func is not None.

@@ -44,7 +44,6 @@ from jaxtune.train.objectives.tools import Tools
 from jaxtune.train.trainer import Trainer
 
 _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
-
 _ALL_ROWS = 2**31 - 1  # the most rows of eval_dataset that are answered
 _IN_SCRIPT = ("the script's",)  # named in the config if environments or a rollout function give the reward
 # Arguments that have the names of the objective's options.
@@ -140,7 +139,7 @@ class RLOOConfig(RewardedConfig):
 
     table = RLOO  # the arguments that are not fields: without effect here, or refused
 
-    num_generations: int = 2
+    num_generations: int = 2  # answers that are sampled to each prompt
     beta: float = 0.05  # beta times an answer's divergence from the reference is subtracted from its reward
     # True: advantages get mean 0 and standard deviation 1 over all answers sampled at once; False: they do not
     normalize_advantages: bool = False
@@ -232,7 +231,7 @@ class RewardedTrainer(PreferenceTrainer):
 
     def _require_best(self) -> None:
         """Raises ValueError if metric_for_best_model names what an evaluation by rewards does not measure. None is
-        accepted, and any name if there are no reward functions."""
+        accepted, and any name if there are no reward functions. The constructor calls it."""
         wanted = self.args.metric_for_best_model
         if wanted is None or (rewards := self._rewards()) is None:
             return
@@ -323,7 +322,8 @@ class RewardedTrainer(PreferenceTrainer):
         return RewardFunctions.of(self._functions, self._weights, also=also)
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
-        """Checks a script's data set, and returns (its rows, "auto": their format is detected later).
+        """Checks a script's data set, and returns (its rows, "auto": their format is detected later). The constructor
+        calls it for train_dataset and eval_dataset.
 
         Args:
           dataset: a path, a data set with columns, or an iterable of rows, which is read into a list.
@@ -427,7 +427,7 @@ class RewardedTrainer(PreferenceTrainer):
 
     def _run(self, config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Trainer:
         """Makes a jaxtune Trainer of a run with this config and these callbacks of jaxtune.train, which trains on
-        sampled answers."""
+        sampled answers. `_trainer` and `_prepared` call it."""
         held_out = self._rows.get("eval")
         return Trainer(self._to_train(), self.tokenizer, config, self._source(config), held_out, callbacks=callbacks)
 

@@ -16,8 +16,9 @@ IGNORE = -100  # the label of a token that is not trained on, as in PyTorch's cr
 
 class Tokenised(Sequence):
     """A sequence of rows {"input_ids": token ids, "labels": the same, -100 where a token is not trained on}, as scripts
-    read them from trainer.train_dataset. documents: the tokenised documents, which are converted when a row is
-    accessed. A slice is a list of rows. So no second copy of the rows is kept in memory."""
+    read them from trainer.train_dataset. documents: a sequence of tokenised documents with arrays `tokens` (ids) and
+    `mask` (whether a token is trained on). One is converted when its row is accessed, so that no second copy of the
+    rows is kept in memory. A slice is a list of rows."""
 
     def __init__(self, documents):
         self._documents = documents

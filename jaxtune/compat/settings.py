@@ -34,7 +34,7 @@ class SFTConfig:
     per_device_train_batch_size: int = 4  # rows of a micro-batch
     gradient_accumulation_steps: int = 2  # micro-batches of an update
     max_steps: int = -1  # updates of the run; 0 or less: num_train_epochs decides
-    num_train_epochs: float = 3.0
+    num_train_epochs: float = 3.0  # how often the rows are trained on, if max_steps is 0 or less
     learning_rate: float = 5e-5  # the peak
     embedding_learning_rate: float | None = None  # that of embed_tokens and lm_head; None: learning_rate
     weight_decay: float = 0.001
@@ -51,16 +51,16 @@ class SFTConfig:
     logging_steps: float = 1  # updates between two logged lines
     report_to: str | Sequence[str] | None = "none"  # "tensorboard", "wandb", "trackio", or several of them
     project: str = "huggingface"  # Trackio's project, unless TRACKIO_PROJECT is set
-    seed: int = 3407
+    seed: int = 3407  # of the order of rows, of dropout and of the values of a new adapter
     bf16: bool | None = None  # True: computation in bfloat16, or float16 with fp16; else in the model's dtype
     fp16: bool | None = None
     # True: residuals may be recomputed or offloaded; False: they stay on the device; None: as the model was loaded
     gradient_checkpointing: bool | str | None = None
     save_strategy: str = "steps"  # a checkpoint every save_steps updates; or after each "epoch"; or "no"
-    save_steps: float = 500
+    save_steps: float = 500  # updates between two checkpoints, with save_strategy "steps"
     save_total_limit: int | None = None  # the number of checkpoints that are kept; None or 0: all
     eval_strategy: str = "no"  # or "steps", an evaluation every eval_steps updates; or after each "epoch"
-    eval_steps: float | None = None  # None: logging_steps
+    eval_steps: float | None = None  # updates between two evaluations, with eval_strategy "steps"; None: logging_steps
     # the most tokens of a row: the least of these two and the model's max_seq_length (row_length)
     max_length: int | None = None
     max_seq_length: int | None = None
@@ -68,9 +68,9 @@ class SFTConfig:
     train_sampling_strategy: str = "random"  # a key of `orders`
     dataset_text_field: str = "text"  # the column of texts
     dataset_num_proc: int | None = None  # processes that tokenise
-    # which tokens are trained on; see trained_tokens
+    # of rows with prompt and completion, False: all tokens are trained on; True or None: those of the completion
     completion_only_loss: bool | None = None
-    assistant_only_loss: bool = False
+    assistant_only_loss: bool = False  # True: of a conversation, only the assistant's messages are trained on
     chat_template_path: str | None = None  # a chat template, as data.template takes it; None: the tokenizer's
     model_init_kwargs: Mapping[str, Any] | None = None  # arguments of from_pretrained for a model given by its name
     router_aux_loss_coef: float | None = None  # the factor of the experts' load-balancing loss; None: the model's
@@ -123,6 +123,7 @@ class TrainingArguments(SFTConfig):
 
 def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
     """Returns the arguments that a script gave to a trainer as an object of `kind`, if they are transformers' or TRL's.
+    The constructors of the trainers call it with their argument `args`.
 
     Args:
       args: an object of this package's config classes, which is returned as it is, even if it is not of `kind`; an
@@ -159,9 +160,9 @@ def plain_value(setting: Any) -> Any:
 
 
 def trained_tokens(args: SFTConfig, form: str) -> str:
-    """Returns which tokens TRL trains on, as a value of data.train_on: "responses" (only those of the answers) or
-    "all". By default this is "responses" for rows of prompt and completion, and "all" for texts and messages;
-    assistant_only_loss and completion_only_loss change that.
+    """For SFTTrainer: returns which tokens TRL trains on, as a value of data.train_on: "responses" (only those of the
+    answers) or "all". By default this is "responses" for rows of prompt and completion (and of the format "alpaca"),
+    and "all" for texts and messages; assistant_only_loss and completion_only_loss change that.
 
     Args:
       args: the script's config.
@@ -188,17 +189,17 @@ DEFAULT_LENGTH = 1024  # TRL's max_length
 
 
 def row_length(args: SFTConfig, model: Any) -> int:
-    """Returns the most tokens of a row: the least of max_length and max_seq_length of `args`, the script's config, and
-    the max_seq_length of `model`, a CompatModel, as far as they are not None. If all three are None, it is TRL's
-    default of 1,024, or the model's context length if that is less."""
+    """For SFTTrainer.config: returns the most tokens of a row: the least of max_length and max_seq_length of `args`,
+    the script's config, and the max_seq_length of `model`, a CompatModel, as far as they are not None. If all three are
+    None, it is TRL's default of 1,024, or the model's context length if that is less."""
     wanted = (args.max_length, args.max_seq_length, model.max_seq_length)
     least = min((length for length in wanted if length is not None), default=None)
     return min(DEFAULT_LENGTH, model.module.config.context_length) if least is None else least
 
 
 def max_steps(args: SFTConfig, streamed: bool) -> int | None:
-    """Returns the number of updates that the argument max_steps asks for; None if it is not positive, so that
-    num_train_epochs decides.
+    """For SFTTrainer.config: returns the number of updates that the argument max_steps asks for; None if it is not
+    positive, so that num_train_epochs decides.
 
     Args:
       args: the script's SFTConfig, or another of TRL's configs.
@@ -217,13 +218,14 @@ def max_steps(args: SFTConfig, streamed: bool) -> int | None:
 
 
 def total_steps(args: SFTConfig, steps_per_epoch: int) -> int:
-    """The number of updates of a run, as transformers counts them: the max_steps of `args` if it is positive, or else
-    num_train_epochs times `steps_per_epoch`, rounded up, at least 1."""
+    """For SFTTrainer.config: the number of updates of a run, as transformers counts them: the max_steps of `args`, the
+    script's config, if it is positive, or else num_train_epochs times `steps_per_epoch`, rounded up, at least 1."""
     return args.max_steps if args.max_steps > 0 else max(1, math.ceil(args.num_train_epochs * steps_per_epoch))
 
 
 def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
-    """Returns the section `schedule` of a run's config from TRL's arguments.
+    """For SFTTrainer.config: returns the section `schedule` of a run's config from TRL's arguments. "constant" has no
+    warm-up, as in transformers.
 
     Args:
       args: the script's SFTConfig, or another of TRL's configs.
@@ -251,9 +253,9 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
 
 
 def precision(args: SFTConfig, module: Decoder) -> Any:
-    """Returns the `precision` of a run's config: "bf16" or "fp16" if the field of `args`, the script's config, of that
-    name is True, else "bf16", "fp16" or "fp32" by the dtype in which `module` computes. Raises ValueError if both are
-    True."""
+    """For SFTTrainer.config: returns the `precision` of a run's config: "bf16" or "fp16" if the field of `args`, the
+    script's config, of that name is True, else "bf16", "fp16" or "fp32" by the dtype in which `module` computes. Raises
+    ValueError if both are True."""
     if args.bf16 and args.fp16:
         raise ValueError("SFTConfig: bf16 and fp16 are both True: keep one")
     if args.bf16 or args.fp16:
@@ -279,11 +281,11 @@ def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -
 
 
 def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
-    """Returns the section `metrics` of a run's config: which loggers are used, by report_to of `args`, the script's
-    config ("none", "tensorboard", "wandb", "trackio" or a list), and `log_every`, the number of steps between two
-    logged lines. The projects of wandb and trackio are those of the environment variables WANDB_PROJECT and
-    TRACKIO_PROJECT, if they are set, and else wandb's "huggingface" and the field `project` of `args`. Raises
-    ValueError for a logger that is not supported."""
+    """For SFTTrainer.config: returns the section `metrics` of a run's config: which loggers are used, by report_to of
+    `args`, the script's config ("none", "tensorboard", "wandb", "trackio" or a list), and `log_every`, the number of
+    steps between two logged lines. The projects of wandb and trackio are those of the environment variables
+    WANDB_PROJECT and TRACKIO_PROJECT, if they are set, and else wandb's "huggingface" and the field `project` of
+    `args`. Raises ValueError for a logger that is not supported."""
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
         choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))

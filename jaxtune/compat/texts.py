@@ -69,8 +69,8 @@ class NumpyTensor(np.ndarray):
 
 def without_torch(tokenizer: Any) -> Any:
     """Changes a tokenizer in place, and returns it: the results of its methods for return_tensors="pt" or "np" are
-    NumpyTensor arrays, so torch need not be installed. It prints a line at its first use of "pt". A tokenizer that was
-    changed before stays as it is."""
+    NumpyTensor arrays, so torch need not be installed. The functions that load a model or a tokenizer call it. It
+    prints a line at its first use of "pt". A tokenizer that was changed before stays as it is."""
     base = type(tokenizer)
     if getattr(base, "_answers_numpy", False):
         return tokenizer

@@ -185,7 +185,7 @@ class SFTTrainer(Evaluations):
         return self.model.module
 
     def _order(self) -> Any:
-        """train_sampling_strategy as TokenDataset names the order of rows: "torch" (PyTorch's shuffle) or "given"."""
+        """train_sampling_strategy as TokenDataset names the rows' order: "torch" (PyTorch's shuffle) or "given"."""
         args, strategy = self.args, plain_value(self.args.train_sampling_strategy)
         return choose(type(args).__name__, "train_sampling_strategy", strategy, args.orders)
 
@@ -194,7 +194,7 @@ class SFTTrainer(Evaluations):
         return data
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """Returns a function that turns a module of the run into the script's: unchanged, or with its dropout."""
+        """Returns a function that maps a run's module to the script's: here the same; subclasses restore dropout."""
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
@@ -202,7 +202,7 @@ class SFTTrainer(Evaluations):
         self.callbacks.append(checked(callback))
 
     def pop_callback(self, callback: Any) -> Any:
-        """Removes a callback and returns it; None if there is none. `callback`: it, or the class of the first one."""
+        """Removes and returns `callback`, or the first callback of it if it is a class; None if there is none."""
         for one in self.callbacks:
             if isinstance(one, callback) if isinstance(callback, type) else one is callback:
                 self.callbacks.remove(one)
@@ -234,7 +234,7 @@ class SFTTrainer(Evaluations):
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
         """The TrainConfig for the arguments: an update has as many examples as in transformers, each cut at max_length,
         and there are as many updates. Examples share rows without changing results, unless packing is asked for; then
-        an update has that number of packed rows, as in TRL.
+        an update has that number of packed rows, as in TRL. Raises ValueError for an argument that is not supported.
 
         Args:
           resume: "auto" continues the run in output_dir, "never" starts a new one.
@@ -347,8 +347,8 @@ class SFTTrainer(Evaluations):
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """A jaxtune Trainer with the tokenised rows. It is made once, at the first use, so that train_on_responses_only
-        can still change which tokens are trained on."""
+        """A jaxtune Trainer with the tokenised rows (those of a stream are read later). It is made once, at the first
+        use, so that train_on_responses_only can still change which tokens are trained on."""
         config = self.config(prepared=False)
         return Trainer(self._to_train(), self.tokenizer, config, self._rows["train"], self._rows.get("eval"))
 
@@ -365,7 +365,7 @@ class SFTTrainer(Evaluations):
         return max(1, per_epoch)
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
-        """The jaxtune Trainer of one call of train() or evaluate(), on the rows that are tokenised already.
+        """The jaxtune Trainer of one call of train() or evaluate(), on the tokenised rows, or on a stream of rows.
 
         Args:
           resume: "auto" continues the run in output_dir, "never" starts a new one.
@@ -395,7 +395,7 @@ class SFTTrainer(Evaluations):
             of later steps. A run that is continued may have more steps than before.
         Raises:
           ValueError: output_dir has the checkpoints of a run and nothing says to continue it; or the path is not a
-            checkpoint of that run.
+            checkpoint of that run; or output_dir has a checkpoint-N folder of another program.
         """
         output = self._output
         resumes, from_step = folders.resumed(resume_from_checkpoint, output)
@@ -449,11 +449,11 @@ class SFTTrainer(Evaluations):
 
 
 def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
-    """Loads a model as TRL does, for rows of at most max_length tokens of `args` (else max_seq_length, else 1,024): in
-    bfloat16, or as dtype and quantization_config in model_init_kwargs of `args` say. name: a hub name, a model's
-    folder, or an adapter's, which is loaded over its base. full: True trains all weights, unless quantised; False
-    freezes them, for an adapter. The seed of `args` draws a new adapter. Raises ValueError if an argument in
-    model_init_kwargs is unknown, or not supported and not without effect."""
+    """For a trainer that is given a model's name: loads it as TRL does, for rows of at most max_length tokens of `args`
+    (else max_seq_length, else 1,024): in bfloat16, or as dtype and quantization_config in its model_init_kwargs say.
+    name: a hub name, a model's folder, or an adapter's, which is loaded over its base. full: True trains all weights,
+    unless quantised; False freezes them, for an adapter. The seed of `args` draws a new adapter. Raises ValueError for
+    an unknown argument in model_init_kwargs, or one that would change the result and is not supported."""
     length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
     return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
 

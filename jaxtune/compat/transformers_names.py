@@ -64,8 +64,9 @@ class BitsAndBytesConfig:
 
 
 def quantised(config: object) -> dict[str, Any]:
-    """For load_plain, translates what transformers calls quantization_config: returns the arguments of
-    FastLanguageModel.from_pretrained, such as {"load_in_4bit": True, "dtype": ...}, for a quantization_config: a
+    """For load_plain, translates what transformers calls quantization_config to arguments of
+    FastLanguageModel.from_pretrained: returns {"load_in_4bit": True, "dtype": the compute dtype or None} for four bits,
+    {"load_in_4bit": False, "load_in_8bit": True} for eight, and {"load_in_4bit": False} for 16. config: a
     BitsAndBytesConfig, this module's or transformers', a dict of its arguments, or None, which means 16 bits.
 
     Raises:
@@ -99,7 +100,8 @@ def load_plain(
     given: Mapping[str, object],
 ) -> CompatModel:
     """Loads a model as transformers' from_pretrained does: in the dtype that is given, else in bfloat16 (the base of an
-    adapter: in the dtype that its folder records), or quantised as quantization_config says.
+    adapter: in the dtype that its folder records), or quantised as quantization_config says. It is for
+    AutoModelForCausalLM, AutoPeftModelForCausalLM, and the models and teachers that trainers are given by name.
 
     Args:
       where: the called function, for messages.

@@ -157,8 +157,8 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
 
 
 def _nest(thread: list[_Call]) -> None:
-    """Sorts the calls of one thread, and sets the `parent` of each: the innermost call that contains it, None if
-    none."""
+    """Sorts the list of the calls of one thread by their starts, in place, and sets the `parent` of each: the innermost
+    call that contains it, None if none. Scopes and work of kernels are found by going up these parents (_Call.up)."""
     thread.sort(key=lambda c: (c.start, -c.end))
     stack: list[_Call] = []
     for call in thread:
@@ -267,7 +267,7 @@ def _bare(operator: str) -> str:
 
 def _backward_call(call: _Call) -> _Call | None:
     """The innermost autograd node (a call of a backward operator by the autograd engine) around a call; None if there
-    is none, as for a call in the forward."""
+    is none, as for a call in the forward. So a kernel's phase is found."""
     return next((around for around in call.up() if around.name.startswith(_NODE)), None)
 
 
@@ -300,8 +300,7 @@ def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[
 def _steps(events: list[Event]) -> list[tuple[float, float]]:
     """(start_ns, end_ns) of each step on the device, in order: from its first kernel to the first kernel of the next
     step, the last one to its last kernel's end. Renumbers the events' steps from 0. An event in no step keeps -1 and
-    counts in none; if all are so, all are step 0. events: the kernels, copies and memsets of one device, at least
-    one."""
+    counts in none; if all are so, all are step 0. events: those of one device, at least one."""
     numbers = sorted({e.step for e in events if e.step >= 0})
     if not numbers:
         for event in events:
@@ -416,8 +415,9 @@ def _names_a_place(call: _Call) -> bool:
 
 def _path(call: _Call, inside: _Call | None = None) -> str:
     """The scope of a call: the names of the marked ranges and modules around it, joined by slashes with the outermost
-    first. If there are none, the name of the outermost aten operator. inside: an autograd node around the call; it and
-    the ranges around it are left out, because they enclose the whole backward. None: all ranges count."""
+    first, without ranges of profiler steps and of the optimizer; equal names in a row count once. If there are none,
+    the name of the outermost aten operator. inside: an autograd node around the call; it and the ranges around it are
+    left out, because they enclose the whole backward. None: all ranges count."""
     parts: list[str] = []
     for around in call.up():
         if around is inside:

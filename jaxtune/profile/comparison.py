@@ -132,8 +132,9 @@ def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_
 
 
 def _spread(values: Sequence[float], mean: float) -> float:
-    """The noise of one profile's times in ms: the largest minus the smallest of `values`, the ms of each step. With one
-    step it is unknown, and 1 % of `mean`, their mean, is assumed; without steps it is 0."""
+    """The noise of one profile's times in ms, beyond which `_change` calls a difference a change: the largest minus the
+    smallest of `values`, the ms of each step. With one step it is unknown, and 1 % of `mean`, their mean, is assumed;
+    without steps it is 0."""
     if not values:
         return 0.0
     return max(values) - min(values) if len(values) > 1 else _UNKNOWN_SPREAD * mean

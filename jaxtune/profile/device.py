@@ -123,8 +123,9 @@ def _measure(device) -> Ceilings:
 
 
 def _seconds(run, *, repeats: int = 5) -> float:
-    """The median wall time in seconds of `repeats` calls of run(). run: a function without arguments that starts work
-    and returns JAX arrays, which are waited for. A first call, which compiles, is not counted."""
+    """The median wall time in seconds of `repeats` calls of run(), by which each ceiling is measured. run: a function
+    without arguments that starts work and returns JAX arrays, which are waited for. A first call, which compiles, is
+    not counted."""
     import jax
 
     jax.block_until_ready(run())
@@ -137,7 +138,8 @@ def _seconds(run, *, repeats: int = 5) -> float:
 
 
 def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tuple[float, dict[str, str]]:
-    """Measures how fast a device multiplies two matrices in products that are launched one behind another.
+    """Measures how fast a device multiplies two matrices in products that are launched one behind another, for the
+    fields gemm_bf16_tflops, gemm_fp8_tflops and power of Ceilings.
 
     Args:
       device: a jax.Device.
@@ -145,7 +147,7 @@ def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tup
       size: rows and columns of each matrix.
       sample_power: True also asks nvidia-smi for power and clocks while such products run; False does not.
     Returns:
-      (TFLOP/s, {nvidia-smi's name of a field: value}, which is {} without sample_power)
+      (TFLOP/s, {nvidia-smi's name of a field: value}, which is {} without sample_power or where nvidia-smi fails)
     """
     import jax
     import jax.numpy as jnp
@@ -172,8 +174,9 @@ def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tup
 
 
 def _copy_tbps(device, num_bytes: int) -> float:
-    """The bandwidth of the memory of `device`, a jax.Device, in TB/s, bytes read plus bytes written, measured with
-    programs that read an array of `num_bytes` bytes and write one of the same size."""
+    """The bandwidth of the memory of `device`, a jax.Device, in TB/s, bytes read plus bytes written, for the field
+    copy_tbps of Ceilings. It is measured with programs that read an array of `num_bytes` bytes and write one of the
+    same size."""
     import jax
     import jax.numpy as jnp
 
@@ -186,9 +189,10 @@ def _copy_tbps(device, num_bytes: int) -> float:
 
 
 def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
-    """Measures copies between pinned host memory and devices that all copy at once, because they may share the link.
-    devices: jax.Devices of one kind. num_bytes: the size of each device's copy. Returns (GB/s to each device, GB/s from
-    each device to the host); (0, 0) if the backend has no pinned host memory."""
+    """Measures copies between pinned host memory and devices that all copy at once, because they may share the link,
+    for the fields to_device_gbps and to_host_gbps of Ceilings. devices: jax.Devices of one kind. num_bytes: the size of
+    each device's copy. Returns (GB/s to each device, GB/s from each device to the host); (0, 0) if the backend has no
+    pinned host memory."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding

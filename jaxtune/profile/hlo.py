@@ -82,7 +82,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the array, or the sum over all arrays of the tuple."""
+        """Bytes of the array, rounded up to whole ones, or the sum over all arrays of the tuple."""
         if self.parts is not None:
             return sum(part.num_bytes for part in self.parts)
         return math.ceil(math.prod(self.dims) * self.bits / 8)
@@ -122,7 +122,8 @@ class Instruction:
 
     @property
     def is_gemm(self) -> bool:
-        """Whether it is a matrix product: an XLA dot or a custom call of a library such as cuBLAS."""
+        """Whether it is a matrix product: a dot, or a library's custom call with "matmul" or "gemm" in its target. A
+        fusion around one is none. Kernels of products are joined with such instructions."""
         return self.opcode == "dot" or "matmul" in self.target or "gemm" in self.target.lower()
 
     @property
@@ -142,13 +143,13 @@ class Computation:
 
     @functools.cached_property
     def by_id(self) -> dict[int, Instruction]:
-        """{id: instruction} of this computation's instructions."""
+        """{id: instruction} of this computation's instructions, in which operands are looked up by their ids."""
         return {i.id: i for i in self.instructions}
 
     @functools.cached_property
     def fingerprint(self) -> int:
         """A hash that is equal for computations that differ in names and metadata only, for which XLA compiles one
-        kernel."""
+        kernel. Fusions with equal ones form a class of launches.py."""
         assert self.module is not None
         return self.module.fingerprint(self.id)
 
@@ -200,9 +201,9 @@ class Module:
         return list(self._launches(self.entry, 0))
 
     def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
-        """Yields the instructions of one computation, and of those that it calls, that are not SILENT: a loop's as
-        often as it runs (trip_count), and a conditional's of all branches. depth: the number of calls from the entry to
-        this computation; deeper than 16, nothing is yielded."""
+        """Yields the instructions of one computation, and of those that it calls, that start work on the device (not
+        SILENT): a loop's as often as it runs (trip_count), and a conditional's of all branches. depth: the number of
+        calls from the entry to this computation; deeper than 16, nothing is yielded."""
         for instruction in computation.instructions:
             opcode = instruction.opcode
             if opcode in SILENT or depth > 16:
@@ -259,8 +260,8 @@ def trip_count(loop: Instruction) -> int:
 
 
 def _compiled(proto: Any) -> tuple:
-    """The values of those fields of an HloInstructionProto, `proto`, that decide which kernel is compiled, hashable:
-    without names, metadata, operands and called computations. Equal instructions have equal values."""
+    """The values of those fields of an HloInstructionProto, `proto`, that decide which kernel is compiled, hashable,
+    for Module.fingerprint: without names, metadata, operands and called computations. Equal ones have equal values."""
     known = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
     parts = (proto.shape, proto.dot_dimension_numbers)
     others = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]
@@ -310,12 +311,11 @@ def _shape(proto: Any) -> Shape:
 
 
 def flops(instruction: Instruction) -> int:
-    """FLOPs of the products in an instruction, two for each multiply-add; 0 where shapes do not tell.
-
-    A cuDNN attention call counts 2 products of length x length in the forward, 5 in the backward, half of that if its
-    mask is causal. Of Pallas kernels only `grouped_matmul` and `fp8_matmul` count: x [., K] is the first operand and
-    [rows, N] the result, rows that fill up tiles included. The work of packed attention cannot be read from shapes.
-    """
+    """FLOPs of the products in an instruction, two for each multiply-add, for the report's TFLOP/s; 0 where shapes do
+    not tell. A fusion has those of the products inside it. A cuDNN attention call counts 2 products of length x length
+    in the forward, 5 in the backward, half of that if its mask is causal. Of Pallas kernels only `grouped_matmul` and
+    `fp8_matmul` count: x [., K] is the first operand and [rows, N] the result, rows that fill up tiles included. The
+    work of packed attention cannot be read from shapes."""
     operands = instruction.operand_shapes
     if instruction.is_mosaic:
         out = _first(instruction.shape).dims
@@ -381,9 +381,9 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
 
 
 def moved_bytes(instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes in memory, each operand and result once, cuBLAS's workspace not. Of an
-    operand that a fusion only slices, the slice counts; of one that it updates in place, the update. Of an asynchronous
-    start (copy-start, all-gather-start, ...) the result counts, which includes its operands."""
+    """Bytes that an instruction reads and writes in memory, for the report's TB/s: each operand and result once,
+    cuBLAS's workspace not. Of an operand that a fusion only slices, the slice counts; of one that it updates in place,
+    the update. Of an asynchronous start (copy-start, ...) the result counts, which includes its operands."""
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0

@@ -232,7 +232,8 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
       first: the position in `order` at which the trace may begin; stretches near it are tried first.
     Yields:
       ({class: launches missing at the beginning}, {class: missing at the end}): first the case of nothing missing, then
-        the stretches of the schedule that explain `lacks` best.
+        at most 16 of the stretches of the schedule that explain `lacks` best; none of these if nothing is missing, or
+        as much as two whole executions.
     """
     total, size = sum(lacks.values()), len(order)
     yield collections.Counter(), collections.Counter()
@@ -278,8 +279,9 @@ def _in_order(position: dict[int, int]) -> list[int]:
 
 def _drop_disorder(position: list[int]) -> None:
     """Sets those positions to -1, in place, that are wrong because launches run in the order of the schedule: those
-    that differ by more than 64 from their neighbours in a longest increasing subsequence. position: for each launch its
-    position in the schedule repeated for each execution, or -1 if it has none."""
+    that differ by more than 64 from their neighbours in a longest increasing subsequence. `join` then finds no
+    instruction for these launches, unless the trace names it. position: for each launch its position in the schedule
+    repeated for each execution, or -1 if it has none."""
     places = _in_order({index: place for index, place in enumerate(position) if place >= 0})
     keep = set(places)
     kept = [position[i] for i in places]

@@ -151,10 +151,11 @@ def _categories(events, num_steps: int, step_ms: float, idle: list[float]) -> li
 
 
 def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
-    """Makes a row for each scope and phase that occurs, the largest first and idle time last.
+    """Makes a Share for each scope and phase that occurs, of the time that is booked on its events (self_ns), the
+    largest first; and a last one for idle time, also if that is 0. The scope "" is named "(no scope)".
 
     Args:
-      events: the events of all steps.
+      events: the Events inside the steps, with `self_ns` set; none may have step -1.
       num_steps: the number of steps.
       step_ms: the step's mean ms.
       idle: the idle ms of each step.
@@ -166,9 +167,10 @@ def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[S
 
 
 def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRow]:
-    """Makes a row for the calls of each kernel with the same scope, phase and shape, the largest first. events: those
-    of all `num_steps` steps. ceilings: the device's rates, with which the kernels are compared; None: the rows' `bound`
-    and `of_ceiling` stay "" and 0. So do those of transfers, of which only `tbps` is set, over their whole duration."""
+    """Makes a KernelRow for the calls of each kernel with the same category, scope, phase and shape, the largest first.
+    events: those of all `num_steps` steps. ceilings: the device's rates, with which the kernels are compared; None: the
+    rows' `bound` and `of_ceiling` stay "" and 0. So do those of transfers, of which only `tbps` is set, over their
+    whole duration."""
     groups: dict[tuple, list[Event]] = collections.defaultdict(list)
     for event in events:
         groups[readable(event.name), event.category, event.scope, event.phase, event.shape].append(event)

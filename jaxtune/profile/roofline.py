@@ -119,7 +119,7 @@ def _kind(event: Event, ceilings: Ceilings) -> str:
     """The name of the loss in which an event's time counts: "recompute", the event's category for transfers, attention
     and experts, "GEMM" or "thin products" (products that memory limits by `ceilings`, the device's rates), "the loss",
     "the optimizer" or "dequantising". For all other events, which pass over memory, it is the first two parts of their
-    scope."""
+    scope, or "unnamed places" if they have none. `losses` groups the events by it."""
     if event.phase == "recompute":
         return "recompute"
     if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "MoE"):

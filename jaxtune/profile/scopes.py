@@ -45,9 +45,10 @@ def scope_of(op_name: str) -> tuple[str, str]:
     """Reads (scope, phase) from an HLO instruction's op_name; ("", "") from an empty one.
 
     JAX writes "jit(step)/transpose(jvp(layer))/mlp/dot_general": transformations wrap the scope around them, and the
-    last part is the primitive; this has the scope "layer/mlp". The phase is "recompute" in the second run of
-    jax.checkpoint or in a scope of that name; "backward" under a transpose or in a scope of that name, unless it is a
-    recompute; and "forward" elsewhere.
+    last part is the primitive; this has the scope "layer/mlp". Names of jitted functions, loops, transformations and
+    phases are left out, and a scope that a transformation enters again is written once. Of several op_names, joined by
+    semicolons, the first is read. The phase is "recompute" in the second run of jax.checkpoint or in a scope of that
+    name; "backward" under a transpose or in a scope of that name, unless it is a recompute; and "forward" elsewhere.
     """
     if not op_name:
         return "", ""
@@ -132,7 +133,8 @@ _DEVICE_COPY = re.compile(
 
 
 def is_collective(name: str) -> bool:
-    """Whether a kernel's or an instruction's name is that of a collective, such as NCCL's all-reduce."""
+    """Whether a kernel's or an instruction's name is that of a collective, such as NCCL's all-reduce. The reader of
+    XPlane files (xplane.py) gives such events the kind "collective"."""
     return bool(_COLLECTIVE.search(name))
 
 

@@ -61,7 +61,8 @@ def bar(share: float, width: int = 24) -> str:
 
 def _short(shape: str) -> str:
     """A kernel's shape, "operands -> results" in words, cut to two operands and the first result, which identify a
-    product and fit a terminal; "" for a shape without arrays."""
+    product and fit a terminal: "bf16[8,64] bf16[64,32] > bf16[8,32]". "" for a shape without arrays. The table of
+    kernels shows it."""
     operands, _, result = shape.partition(" -> ")
     parts = re.findall(r"[a-z]\w*\[[\d,]*\]", operands)[:2]
     results = re.findall(r"[a-z]\w*\[[\d,]*\]", result)[:1]
@@ -89,8 +90,11 @@ def headline(report: ReportData) -> list[str]:
     return [f"{report.path}: {where}, {versions or report.framework}", *ran, line]
 
 
+# Report.to_text calls it. The tables are by category, scope, kernel (with shapes from 110 columns on) and transfer;
+# below them are idle time, memory and the device's ceilings. Three losses are shown, at most 15 scopes and 15 kernels,
+# and what is empty or unknown is left out. The text ends with a newline.
 def report_text(report: ReportData, width: int) -> str:
-    """The report as text, `width` columns wide: headline, notes, 3 largest losses, tables of 15 rows, idle time."""
+    """The report as plain text, for a terminal of `width` columns: a headline, notes, losses and tables."""
     console = _console(width)
     for line in headline(report):
         console.print(line)

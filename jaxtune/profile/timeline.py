@@ -47,8 +47,8 @@ def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def length(intervals: Sequence[tuple[float, float]]) -> float:
-    """The sum of the lengths of (start, end) intervals; moments in two of them count twice, so the callers pass
-    disjoint ones."""
+    """The sum of the lengths of (start, end) intervals, in their unit (ns here); moments in two of them count twice, so
+    the callers pass disjoint ones."""
     return sum(end - start for start, end in intervals)
 
 
@@ -81,7 +81,8 @@ def gaps(events: Sequence[Event], start: float, end: float) -> list[tuple[float,
 
 def find_period(names: Sequence[str]) -> int:
     """The smallest number after which a sequence repeats throughout; its length if it never does. names: the programs
-    that ran, in order; the result is then the number of programs in a step."""
+    that ran, in order; the result is then the number of programs in a step. The reader of XPlane files finds steps by
+    it."""
     for period in range(1, len(names) // 2 + 1):
         if all(names[i] == names[i + period] for i in range(len(names) - period)):
             return period

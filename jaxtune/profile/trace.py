@@ -44,10 +44,11 @@ class Event:
 
 @dataclasses.dataclass
 class Buffer:
-    """A part of the device's memory that is in use when a program needs the most memory, and what is in it."""
+    """A part of the device's memory that is in use when a program needs the most memory, and what is in it, for the
+    report's table of memory."""
 
     num_bytes: int  # its size
-    what: str  # the argument or the instruction that it holds the value of
+    what: str  # the argument or instruction that it holds the value of; words, where it holds that of no single one
     kind: str  # "argument", "output", "temporary", "constant" or "fragmentation"
 
 

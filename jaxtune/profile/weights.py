@@ -57,9 +57,11 @@ def linear_of(product: Instruction) -> str:
 
 
 def _names(instruction: Instruction, depth: int) -> list[str]:
-    """The names of the linear layers whose weights an instruction's result is computed from, such as ["up_proj"]. It is
-    [] if anything but weights goes into it, or if the way to them is longer than 5 instructions or leads through one
-    that does more than move or convert numbers. depth: how many instructions lie between it and the product."""
+    """The names of the linear layers whose weights an instruction's result is computed from, such as ["up_proj"], read
+    from the paths of the program's parameters. It is [] if anything but weights goes into it, or if the way to them is
+    longer than 5 instructions or leads through one that does more than move or convert numbers; a fusion passes,
+    whatever it does. A parameter with fewer than two dimensions, or of 32 or 64 bit integers or booleans, is no weight.
+    depth: how many instructions lie between it and the product. `linear_of` calls it for each operand of a product."""
     if instruction.opcode == "parameter":
         if len(instruction.shape.dims) < 2 or instruction.shape.dtype in _INDICES:
             return []

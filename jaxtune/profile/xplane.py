@@ -128,8 +128,8 @@ def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]
 
 
 def _device_events(plane) -> list[_Raw]:
-    """All events of one device's plane, an XPlane of jax.profiler.ProfileData: those of a GPU's streams, or of a TPU's
-    operations, in no order; [] if nothing ran on it."""
+    """All events of one device's plane, an XPlane of jax.profiler.ProfileData, as _Raw: those of a GPU's streams, or of
+    a TPU's operations, in no order; [] if nothing ran on it. read_xplane calls it for each device."""
     lines = list(plane.lines)
     if any(line.name == "XLA Ops" for line in lines):  # a TPU, whose other lines repeat the same time
         lines = [line for line in lines if line.name == "XLA Ops"]
@@ -144,9 +144,9 @@ def _device_events(plane) -> list[_Raw]:
 
 
 def _cpu_events(plane) -> list[_Raw]:
-    """The operations of programs that ran on the CPU: events of the host's plane (an XPlane of ProfileData) that name
-    an HLO instruction and its module. Those that contain others on their thread, such as loops, are left out, so that
-    no time counts twice."""
+    """The operations of programs that ran on the CPU, as _Raw: events of the host's plane (an XPlane of ProfileData)
+    that name an HLO instruction and its module. Those that contain others on their thread, such as loops, are left out,
+    so that no time counts twice. read_xplane reads them if the trace has no device."""
     out = []
     for line in plane.lines:
         rows: list[_Raw] = []
@@ -162,7 +162,7 @@ def _cpu_events(plane) -> list[_Raw]:
 
 def _step_marks(plane) -> list[tuple[float, int]]:
     """(start in ns on the profile's clock, step_num) of each jax.profiler.StepTraceAnnotation in the host's plane, by
-    ascending start; [] if the program marked no steps."""
+    ascending start; [] if the program marked no steps. `_steps` compares the steps that it finds with them."""
     out = []
     for line in plane.lines:
         for event in line.events:
@@ -286,7 +286,8 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
 
 
 def _is_copy(raw: _Raw) -> bool:
-    """Whether an event (`raw`) is a copy (cudaMemcpy) and not a kernel, by its name."""
+    """Whether an event (`raw`) is a copy (cudaMemcpy) and not a kernel, by its name; a Launch has the result, by which
+    `join` finds the instruction."""
     return raw.name.startswith(("Memcpy", "memcpy"))
 
 
@@ -343,7 +344,8 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
     """(start_ns, end_ns) of each step, in order. A step is a period of the sequence in which programs run; if there is
     none, because programs change with their shapes, a period of the functions' names. If the program marked steps, and
     their number divides that of the runs, the runs are divided equally among them instead. Work before the first step
-    belongs to none, and a step that the capture cut is left out.
+    belongs to none, and a step that the capture cut is left out. Without runs the result is one step, the whole trace,
+    and no event's `step` is set.
 
     Args:
       events: of the trace; their field `step` is set.
@@ -387,9 +389,10 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
 def _whole(
     steps: list[tuple[float, float]], events: list[Event], programs: set[str], notes: list[str]
 ) -> list[tuple[float, float]]:
-    """Leaves out the first or the last step, or both, if the capture began or ended within it: if it has fewer than 90
-    % of the kernels of any other. Returns the other steps; the events' `step` is renumbered, -1 for a step that is left
-    out.
+    """Leaves out the first or the last step, or both, if the capture began or ended within it. Such a step has less
+    than 90 % of the kernels of each other step; if there are more than three, it is compared with those between the
+    first and the last only, and a single step always stays. Returns the other steps; the events' `step` is renumbered,
+    -1 for a step that is left out. `_steps` calls it at its end.
 
     Args:
       steps: (start_ns, end_ns) of each step.
@@ -415,8 +418,8 @@ def _whole(
 
 
 def _buffers(modules: list[Module]) -> list[Buffer]:
-    """The buffers that are live at the memory peak of that one of the programs (`modules`) which needs the most memory;
-    an empty list without programs. Parts of no bytes are left out."""
+    """The buffers that are live at the memory peak of that one of the programs (`modules`) which needs the most memory,
+    the largest first, for the Trace; an empty list without programs. Parts of no bytes are left out."""
     best: list[Buffer] = []
     for module in modules:
         peak = module.peak_buffers()

@@ -90,7 +90,8 @@ def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
 
 def hold(descriptor: int) -> bool:
     """Locks an open file or folder (flock, exclusive) for as long as the descriptor is open. Returns whether it did;
-    False means that another process has it locked.
+    False means that another process has it locked. A process locks what it writes, so that `remove_left` does not take
+    it for the leftover of a dead one, and no second process writes the same file.
 
     The lock ends with its process, however the process ends. On a file system without locks nothing is locked, and the
     result is True.

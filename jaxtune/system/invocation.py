@@ -53,5 +53,6 @@ def prefix_of(original: list[str]) -> str:
 
 
 def _short(path: str) -> str:
-    """Returns a path relative to the current folder if it is below that folder; otherwise the path unchanged."""
+    """Returns a path relative to the current folder if it is below that folder; otherwise the path unchanged. It
+    shortens the commands that messages propose."""
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path

@@ -15,7 +15,7 @@ HOST = "127.0.0.1"
 
 def is_loopback(host: str | None) -> bool:
     """Whether a host is that of this machine alone: the name localhost or a loopback address. False for any other name,
-    for None and for "".
+    for None and for "". On any other host `jaxtune serve` demands an API key.
 
     >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "example.com")]
     [True, True, True, False, False]
@@ -44,8 +44,8 @@ def refusal(host: str | None, origin: str | None) -> str | None:
 
 
 def _host_name(url: str) -> str | None:
-    """The host name in `url`, such as "http://localhost:8000" or "//localhost:8000"; None if it has none or is not a
-    URL."""
+    """For `refusal`: the host name in `url`, such as "http://localhost:8000" or "//localhost:8000"; None if it has none
+    or is not a URL."""
     try:
         return urlsplit(url).hostname
     except ValueError:

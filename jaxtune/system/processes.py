@@ -246,7 +246,7 @@ _points = itertools.count()
 def all_of(value: Any) -> list[Any]:
     """Returns a list of the values that all processes passed as `value`, by the index of the process. They are sent as
     JSON, so a tuple comes back as a list. It is a collective call: every process must make it, in the same order as its
-    other collective calls and in its main thread, or the others wait forever."""
+    other collective calls and in its main thread, or the others wait forever. A single process gets [value]."""
     client, number = _client(), next(_calls)
     if client is None:
         return [value]
@@ -258,7 +258,7 @@ def of_first(value: Callable[[], Any]) -> Any:
     """Returns in all processes what `value()` returns in the first one, sent as JSON; the others do not call `value`.
     If it raises an Exception, all processes raise it: the first the exception itself, the others one with the same
     message and a class of Python's own (shared_errors.py). Collective: every process must call it, in the same
-    order as its other collective calls and in its main thread."""
+    order as its other collective calls and in its main thread. A single process returns value()."""
     client, key = _client(), f"jaxtune/first/{next(_calls)}"
     if client is None:
         return value()
@@ -288,7 +288,7 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
       due: whether a save is due by this process's clock. Only the first process's value counts.
     Returns:
       (the name of a signal that the first process got or was informed of, or None; whether a save is due), the same in
-        all processes.
+        all processes; in a run of one process, the arguments.
     """
     client = _client()
     if client is None:
@@ -350,7 +350,7 @@ def one_a_host() -> Iterator[None]:
     others. It is for filling a cache on disk, such as that of tokenised rows: later processes read what earlier ones
     wrote, and do not compute it again. If a process raises an Exception in its turn, all raise it after that turn (as
     `of_first`). Collective: every process must call it, in the same order as its other collective calls and in its main
-    thread; nothing within may be collective."""
+    thread; nothing within may be collective. A single process enters it at once."""
     if count() == 1:
         yield
         return
@@ -377,7 +377,7 @@ def written_by_first(path: Path) -> Iterator[Path]:
     process, and in the others a path of the same name in a temporary folder that is removed at the end. Its end waits
     until all processes have reached it, so that the first has written. A process that raises an Exception within does
     not wait, and the others raise it at their end (as `of_first`). Collective: every process must enter it, in the same
-    order as its other collective calls and in its main thread."""
+    order as its other collective calls and in its main thread. A single process gets `path`."""
     client, key, failure = _client(), f"jaxtune/written/{next(_calls)}/", None
     if client is None:
         yield path

@@ -1,16 +1,20 @@
-"""Errors of one process that others raise too: what JSON can say of an exception, and the exception made from it."""
+"""Exceptions of one process that the other processes of its run raise too: `described` says in JSON what an exception
+is, and `made` makes the exception from that. processes.py sends the description from one process to another."""
 
 from __future__ import annotations
 
 import os
 
-# The classes of exceptions that can be made anew from what was said of them.
+# The classes of exceptions that `made` can make; `described` takes the first one that an exception is an instance of.
 _KINDS = (OSError, ValueError, TypeError, LookupError, MemoryError, RuntimeError)
 
 
 def described(error: Exception) -> list:
-    """What JSON can say of an exception, for `made`: [name of its class among _KINDS, RuntimeError if it is of none;
-    list of the class's arguments]. An OSError keeps its number and file, by which messages tell it from others."""
+    """Returns what another process needs to raise an exception like `error` (`made`), as JSON values: [name of its
+    class, list of the arguments of that class]. The class is the first one in _KINDS, Python's own base classes such as
+    ValueError, that it is an instance of, and RuntimeError if there is none. The arguments are its message, or for an
+    OSError with a number that number, its text and, if it names one, the file, by which messages tell it from
+    others."""
     if isinstance(error, OSError) and error.errno is not None:
         file = [] if error.filename is None else [os.fsdecode(error.filename)]
         return [OSError.__name__, [error.errno, error.strerror or "", *file]]
@@ -19,6 +23,7 @@ def described(error: Exception) -> list:
 
 
 def made(description: list) -> Exception:
-    """The exception that another process described as `description`, to be raised in this one."""
+    """Returns an exception like the one that another process described as `description`, the list that `described`
+    returned, for the caller to raise in this process."""
     name, arguments = description
     return next(kind for kind in _KINDS if kind.__name__ == name)(*arguments)

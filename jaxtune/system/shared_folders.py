@@ -29,18 +29,19 @@ def require_shared(folder: Path) -> None:
 
 
 def writes(folder: Path) -> bool:
-    """Returns whether this process must write the files that every process reads from the path `folder`. The first
-    process writes them. Processes on a host that does not share this folder cannot see these files; there the process
-    with the smallest number writes them too. The folder must exist in the first process and be writable there.
-    Collective, as require_shared."""
+    """Returns whether this process must write the files that every process reads from the path `folder`, such as stored
+    scores of a teacher. The first process writes them. Processes on a host that does not share this folder cannot see
+    these files; there the process with the smallest number writes them too. The folder must exist in the first process
+    and be writable there. Collective, as require_shared."""
     own, hosts = processes.index(), processes.all_of(socket.gethostname())
     without = [number for number, there in enumerate(_see_first(folder)) if not there and hosts[number] == hosts[own]]
     return own == 0 or own in without[:1]
 
 
 def seen(look: Callable[[], bool]) -> bool:
-    """Whether `look`, which looks for what another process has written, returns True within half a minute, because a
-    network file system may show it late."""
+    """Calls `look`, a function without arguments that looks for what another process has written, five times a second
+    until it returns True or half a minute has passed, because a network file system may show a new file late. Returns
+    whether it returned True. It is called at least once."""
     deadline = time.monotonic() + _LATE_SECONDS
     while not (there := look()) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -48,7 +49,9 @@ def seen(look: Callable[[], bool]) -> bool:
 
 
 def _see_first(folder: Path) -> list[bool]:
-    """For each process whether it sees what the first process creates in the path `folder`. Collective."""
+    """Returns a list with an entry for each process, by its index: whether it sees what the first process creates in
+    the path `folder`. [True] in a run of one process, in which nothing is created; elsewhere the file that is created
+    is removed at the end. Collective, as require_shared, which calls it, as `writes` does."""
     if processes.count() == 1:
         return [True]
     name = processes.of_first(lambda: _marked(folder))

@@ -83,8 +83,8 @@ class _Stream:
 
     def _lost(self, error: Exception) -> None:
         """Called with the error of a failed write or flush. If the stream has a name and `error` is an OSError, raises
-        it with that name and clears the name, so that this happens once; otherwise ignores the error. A name has the
-        stdout of commands whose result is what they print, from `outlive`: such a command ends when its text cannot be
+        it with that name and clears the name, so that this happens once; otherwise ignores the error. Only the stdout
+        of commands whose result is what they print has a name (`outlive`): such a command ends when its text cannot be
         written, to a pipe or a file, and others, such as training, continue."""
         if self._name and isinstance(error, OSError):
             name, self._name = self._name, ""
