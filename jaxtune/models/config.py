@@ -30,9 +30,9 @@ class RopeConfig:
     low_freq_factor: float = 1.0  # llama3: wavelengths above original context / this are scaled fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original context / this are not scaled
     original_max_position_embeddings: int = 0  # the context before the extension, in tokens; 0: max_position_embeddings
-    # longrope: divisors of the frequencies for documents within the original context
+    # longrope: divisors of the frequencies, one for each rotated pair, for documents within the original context
     short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()  # longrope: divisors for documents that are longer
+    long_factor: tuple[float, ...] = ()  # longrope: the same for documents that are longer
     # factor on cos and sin; None: the kind's own formula in `factor` (longrope, yarn)
     attention_factor: float | None = None
     beta_fast: float = 32.0  # yarn: dimensions that turn more often than this in the original context are not scaled
@@ -176,8 +176,9 @@ class LayerSpec:
         return {part.name: part.config.hf_name if part.config else usual[part.name] for part in self.parts}
 
     def replaced(self, **configs: PartConfig | None) -> LayerSpec:
-        """A new spec of the same layer with other configs of parts, given as keyword arguments by the parts' names.
-        None leaves a part's config as it is, and a name that no part has is ignored."""
+        """A new spec of the same layer with other configs of parts, given as keyword arguments by the parts' names
+        (mixer=...). None leaves a part's config as it is, and a name that no part has is ignored. Families call it when
+        they read from a config.json in which layers attention, MLP or mixer differ."""
 
         def one(part: Part) -> Part:
             """The part with its new config, if one was given for it."""

@@ -192,8 +192,9 @@ class Decoder(nnx.Module):
 
     @property
     def weight_dtype(self) -> jnp.dtype:
-        """The dtype of the weights that are not quantised and that no precision map names: that of the final norm,
-        which is never trained whole beside adapters. A new head gets it."""
+        """The dtype of the weights that are not quantised and that no precision map names: that of the final norm's
+        weight, which is never trained whole beside adapters; or the model's dtype, if a precision map gives that norm
+        another one. A new head (models/reward.py) gets it."""
         return jnp.dtype(self.dtype) if self.norm.compute else self.norm.weight.get_value().dtype
 
     @property
@@ -229,7 +230,9 @@ class Decoder(nnx.Module):
           x: [B, T, hidden], the input of the first layer, from which these embeddings are computed too.
           dropout_key: the key of the dropout mask of the adapter on the projection of x; None: no dropout.
           per_layer_rows: [B, T, layers * size], the tokens' rows of the table of these embeddings, for a model whose
-            table is on the host; None: they are looked up in the model's.
+            table is on the host; None: they are looked up in the model's table.
+        Raises:
+          ValueError: the table is on the host, and per_layer_rows is None.
         """
         if self.per_layer is None:
             return None
@@ -295,7 +298,7 @@ class Decoder(nnx.Module):
             "router_sums", the sums for the experts' load-balancing loss.
           noise: (key, alpha) of NEFTune's noise on the embeddings in training (noised); None: no noise.
           per_layer_rows: [B, T, layers * size], the tokens' rows of the table of per-layer embeddings, where a run has
-            the table on the host; None: they are looked up in the model's.
+            the table on the host; None: they are looked up in the model's table.
 
         Returns:
           ([B, T, hidden] after the final norm, in the compute dtype; {name: sum over the layers} of the values `aux`

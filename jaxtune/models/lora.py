@@ -26,7 +26,7 @@ from jaxtune.pallas.formats import dense
 
 def savable(model: Decoder) -> tuple[str, str]:
     """The names that modules_to_save may contain for this model, which are the matrices that can be trained whole
-    beside adapters: ("embed_tokens", the name of the head, such as "lm_head")."""
+    beside adapters: ("embed_tokens", the name of the head, such as "lm_head"). get_peft_model refuses others."""
     return "embed_tokens", model.config.head.name
 
 
@@ -63,8 +63,9 @@ def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
 
 
 def stop_rounding(matrix: Linear | ExpertLinear) -> None:
-    """Changes a linear or experts, in place, so that they compute without the rounding of quantisation-aware training.
-    The caller gives one of a copied model."""
+    """Changes a linear or experts, in place, so that they compute without the rounding of quantisation-aware training:
+    neither weights nor inputs are rounded, and an observed scale of inputs is removed. The caller gives one of a copied
+    model. Adapters that are removed or merged, and QAT that is undone or converted, need it."""
     matrix.fake_quant = None
     if isinstance(matrix, Linear) and matrix.input_scale is not None:
         del matrix.input_scale
@@ -96,7 +97,7 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
     pattern that matches a name decides. Other names are left out.
 
     This is PEFT's rule for rank_pattern and alpha_pattern, whose patterns are regular expressions over the end of a
-    name, after a dot, or the whole name.
+    name, after a dot, or the whole name. get_peft_model and the loading of adapters call it.
 
     Args:
       key: the config's key that has the patterns, such as "rank_pattern", for error messages.
@@ -121,10 +122,10 @@ def _ends(name: str) -> list[str]:
 
 
 def select_targets(names: Sequence[str], target_modules: str | Sequence[str], experts: Sequence[str] = ()) -> list[str]:
-    """Returns the names of the linears that target_modules selects, in the order of `names`.
+    """Returns the names of the linears that get_peft_model's argument target_modules selects, in the order of `names`.
 
     Args:
-      names: of all linears.
+      names: of all linears of the layers, such as "model.layers.0.self_attn.q_proj".
       target_modules: "all-linear"; a regular expression over the whole name; or a list of names or ends of names after
         a dot ("q_proj").
       experts: names of expert matrices, which target_parameters selects; only the error message names them.
@@ -159,11 +160,11 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
 
 
 def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) -> list[str]:
-    """Returns the names of the expert matrices that target_parameters selects, in the order of `names`: a target is the
-    whole name or its end, as in PEFT.
+    """Returns the names of the expert matrices that get_peft_model's argument target_parameters selects, in the order
+    of `names`: a target is the whole name or its end after a dot, as in PEFT. Without targets the result is [].
 
     Args:
-      names: of all expert matrices.
+      names: of all expert matrices, such as "model.layers.0.mlp.experts.down_proj"; [] in a model without experts.
       target_parameters: a list such as ["mlp.experts.down_proj"].
     Raises:
       ValueError: a target that matches nothing, or a string in place of a list.

@@ -152,8 +152,8 @@ def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
 
 
 def unknown_residual(name: str, known: Iterable[str]) -> str:
-    """Returns the text of the error for `name`, a residual that a plan names and no layer has; the caller raises it. It
-    mentions the most similar of the `known` names, and all of them."""
+    """Returns the text of the error for `name`, a residual that a plan names and no layer has; the caller raises it.
+    The text mentions the most similar of the `known` names, if one is similar, and all of them."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
     hint = f" (nearest: {near[0]})" if near else ""

@@ -58,7 +58,7 @@ def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -
     Args:
       block_of: builds the block from trainable tensors.
       trainable: the block's trainable tensors.
-      segment, context, inputs: the segment, what its `run` receives beside its inputs, and these.
+      segment, context, inputs: the segment, what its `run` receives beside values, and the values that it reads.
     """
 
     def run(trainable, *values):
@@ -198,15 +198,17 @@ def layer_backward(
     tile=None,
     dothers=None,
 ):
-    """Runs the backward of a layer, which recomputes what `saved` lacks: {name: value} of residuals and values taken.
+    """Runs the backward of a layer, while arrays of its neighbours are exchanged. What `saved` lacks is recomputed.
 
     Args:
       graph, spec, trainable, frozen, layout, key, tile: the arguments that the layer's forward had (layer_forward).
+      saved: {name: value} of the residuals that were kept or copied back, and of what the layer takes from outside.
       doutput, dothers: layer_output's gradient; {name: gradient} of auxiliary values and of what later layers took.
-      to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer below.
-      scatters: (Shard, gradient of the whole tensor) of the layer above's tensors, which are summed over devices.
+      to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer that is next.
+      scatters: (Shard, gradient of the whole tensor) of the last layer's that ran, to be summed over devices.
     Returns:
-      (gradients of trainable tensors or None; of layer_input; of values taken; copies; whole `gathers`; parts of sums)
+      (gradients of `trainable`; of layer_input; {name: gradient} of what the layer takes; copies of `to_device`;
+        `gathers` whole; this device's parts of the summed `scatters`)
     """
     values, block = dict(saved), nnx.merge(graph, trainable, frozen)
     segments = block.segments(tile, aux=tuple(dothers or {}))

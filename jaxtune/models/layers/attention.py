@@ -60,8 +60,9 @@ class AttentionShape:
     hf_name: str = "self_attn"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> Attention:
-        """Builds the attention module. config: the decoder's settings, which hold where this shape has None. key: draws
-        the initial weights. dtype: of the weights."""
+        """Builds the attention module; Block's constructor calls it. config: the decoder's settings, which hold where
+        this shape has None. key: draws the initial weights. dtype: of the weights. Raises ValueError as Attention does,
+        for takes_keys with gives_keys or with a fused qkv_proj."""
         own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         del own["hf_name"]
         sharing = own.pop("gives_keys", None), own.pop("takes_keys", None)
@@ -147,9 +148,9 @@ class Attention(nnx.Module):
 
     @property
     def state_reads(self) -> tuple[str, ...]:
-        """Names of the residuals from which the caches of keys and values are filled after a prompt: ("key", "value"),
-        or ("key",) where the values are computed from the same residual; () where keys and values are another layer's.
-        """
+        """Names of the residuals from which `first_state` fills the caches of keys and values after a prompt: ("key",
+        "value"), or ("key",) where the values are computed from the same residual; () where keys and values are another
+        layer's. Generation keeps these residuals of a prompt's pass."""
         if self.takes:
             return ()
         return ("key",) if self.config.values_are_keys and self._normed_late else ("key", "value")
@@ -276,7 +277,7 @@ class Attention(nnx.Module):
         return scaled_by_position(rotate(self._normed("q_norm", x), rotary, self.config.interleaved_rotary), rotary)
 
     def _key(self, x: jax.Array, rotary) -> jax.Array:
-        """Norms a projected key x [B, T, kv_heads, D] and rotates it by the rotary table. rotary: None: the key is not
+        """Norms a projected key x [B, T, kv_heads, D] and rotates it. rotary: the rotary table; None: the key is not
         rotated."""
         return rotate(self._normed("k_norm", x), rotary, self.config.interleaved_rotary)
 
@@ -334,8 +335,8 @@ class Attention(nnx.Module):
 
     def _attend(self, context: Context, *residuals: jax.Array):
         """The function `run` of the segment `attend`: (output [B, T, heads, D], the log-sum-exp of each query's scores,
-        which the backward reads). Tokens attend within their document, to themselves and earlier ones. context: has the
-        document boundaries and the window.
+        float32[B, heads, T], which the backward reads). Tokens attend within their document, to themselves and earlier
+        ones. context: has the document boundaries and the window.
 
         residuals: query, key and, unless values are keys, value. The segment `project` makes them, except a key and
         value that an earlier layer gives."""
@@ -351,8 +352,8 @@ class Attention(nnx.Module):
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
         """The caches (keys, values) for generation, each [B, kv_heads, capacity, D], filled with the prompts as
-        attention reads them: keys normed and rotated, and values normed if the config has value_norm. It is () where
-        keys and values are another layer's.
+        attention reads them: keys normed and rotated, and values normed if the config has value_norm. The capacity is
+        in tokens (cache_capacity). The result is () where keys and values are another layer's.
 
         Args:
           values: {name: value} of the residuals that state_reads names, computed from the prompts.
@@ -419,7 +420,7 @@ class Attention(nnx.Module):
         feed-forward runs; the planner adds it to what that backward needs.
 
         It is a multiple of the query's bytes, fitted to compiled programs (models/fitted.py). sizes: the bytes of the
-        layer's residuals by name."""
+        layer's residuals by name, of one micro-batch on one device, and the device's name."""
         return ATTENTION_BYTES.of("cudnn", sizes.device).waiting * sizes["query"]
 
     def backward_bytes(self, sizes: Sizes) -> float:
@@ -429,7 +430,8 @@ class Attention(nnx.Module):
         They are the gradients of query, key and value, a second array of the query's size, values of the residual
         stream (a multiple of the layer's input), and the normed queries, keys and values if attention norms them when
         it reads them. If layers run in tiles of tokens, the backward's work space, a multiple of the query, is added,
-        and the stream has one value less. sizes: the bytes of the layer's residuals by name."""
+        and the stream has one value less. sizes: the bytes of the layer's residuals by name, of one micro-batch on one
+        device, with the number of tiles and the device's name."""
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
         stream = fit.stream * sizes["layer_input"]
         value = sizes[self.state_reads[-1]] if self.state_reads else 0.0
@@ -442,13 +444,14 @@ class Attention(nnx.Module):
 
 
 def _shared_names(name: str) -> tuple[str, str]:
-    """The names (`name`_key, `name`_value) of the keys and values that layers share under `name`, the value of
-    gives_keys or takes_keys."""
+    """The names ("{name}_key", "{name}_value") of the keys and the values that layers share, by which the block passes
+    them from one layer to another. name: the value of gives_keys or takes_keys."""
     return f"{name}_key", f"{name}_value"
 
 
 def _written_one(cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-    """Writes the keys or the values of one token of each row into a cache, and returns the new cache.
+    """Writes the keys or the values of one token of each row into a cache, and returns the new cache; `step_giving`
+    calls it when rows decode token by token.
 
     cache: [B, kv_heads, capacity, D]. new: [B, 1, kv_heads, D]. at: int32[B], the token's position; a row with a
     negative position is left unchanged."""
@@ -465,8 +468,8 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
       context: what the forward received: the layer's spec and the batch's layout.
       inputs: the residuals query, key and, unless values are keys, value; or query, and an earlier layer's key and
         value.
-      outputs: (the output, the log-sum-exp of each query's scores).
-      gradients: (the gradient of the output,).
+      outputs: (the output [B, T, heads, D], the log-sum-exp of each query's scores, float32[B, heads, T]).
+      gradients: (the gradient of the output,); the log-sum-exp has none.
     Returns:
       (gradients of the trainable tensors, or None if attention reads none of them; one gradient for each input)
     """

@@ -75,8 +75,9 @@ class ExpertLora(nnx.Module):
 
 def _merged(weight: jax.Array, lora: GroupedLora | None, transposed: bool) -> jax.Array:
     """One expert's weight [out, in] with its adapter merged in, which makes it float32; without one it keeps its dtype.
-    weight: [out, in], or [in, out] if `transposed`. lora: the adapter, a [r, in] and b [out, r], which have no axis of
-    experts here; None: there is none."""
+    `_merged_and_rounded` and its backward call it for one expert at a time. weight: an array, [out, in], or [in, out]
+    if `transposed`. lora: the adapter, a [r, in] and b [out, r], which have no axis of experts here; None: there is
+    none."""
     weight = weight.T if transposed else weight
     return weight if lora is None else merged_weight(weight, LoraWeights(lora.a, lora.b, None, lora.scale))
 
@@ -280,8 +281,9 @@ class ExpertLinear(nnx.Module):
           rows: they have been multiplied by the router's weights already.
           lora: the adapters, from `adapter()`; None: there are none.
           routing: which expert and token each row belongs to, from `route`.
-          choice: int32[T, k], each token's experts.
-          weights: [T, k], the router's weights, by which the biases are multiplied if there are any.
+          choice: int32[T, k], each token's experts; E for none.
+          weights: float32[T, k], the router's weights of these experts, by which the biases are multiplied if there are
+            any.
         """
         given = rows.dtype
         rows = rows.astype(self.compute or given)

@@ -69,7 +69,8 @@ def _gradients_at_once(values):
     """Returns `values`, any pytree of arrays, unchanged. In the backward, whatever reads the gradient of one of its
     arrays waits until the gradients of all have been computed.
 
-    The large operands from which the other gradients are computed can be freed by then, which lowers the peak memory.
+    MoE.down passes gate_up and the adapters of down_proj through it: when gate_up's gradient is read, the large
+    operands of the adapters' gradients can be freed already, which lowers the peak memory.
     """
     return values
 
@@ -86,8 +87,8 @@ class ExpertsShape:
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MoE:
-        """Builds the mixture of experts with these settings. config: the decoder's, for all other settings. key: draws
-        the initial weights. dtype: of the weights."""
+        """Builds the mixture of experts with these settings; Block's constructor calls it. config: the decoder's, for
+        all other settings. key: draws the initial weights. dtype: of the weights."""
         return MoE(dataclasses.replace(config, moe=self.moe), key, dtype)
 
 
@@ -128,8 +129,9 @@ class MoE(nnx.Module):
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, std=std, key=keys[1], dtype=dtype)
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        """The router's logits [B * T, E] over the E experts. x: the router's input [B, T, hidden], which it multiplies;
-        or, with a scaled router, which is a segment of its own, the logits [B, T, E] that it has computed."""
+        """The router's logits [B * T, E] over the E experts, float32 from a plain router. x: the router's input [B, T,
+        hidden], which it multiplies; or, with a scaled router, which is a segment of its own, the logits [B, T, E] that
+        it has computed, which are only reshaped."""
         x = x.reshape(-1, x.shape[-1])
         return self.router(x) if isinstance(self.router, Router) else x
 
@@ -170,9 +172,9 @@ class MoE(nnx.Module):
 
         Args:
           gate_up: [rows, 2 * expert_size], rows sorted by expert, from the method `gate_up`.
-          choice: int32[B * T, k], each token's experts.
+          choice: int32[B * T, k], each token's experts; E for none.
           x: [B, T, hidden], the part's input, from which the router's weights are computed again (a scaled router's
-            logits [B, T, E]).
+            logits [B, T, E]). The products are computed in its dtype.
         """
         weights = self.router.weights(self._logits(x), choice)
         routing = route(choice, self.moe.num_experts)
@@ -282,9 +284,9 @@ class MoE(nnx.Module):
         """The function `run` of the segment `contract`: ([B, T, hidden],), the experts' output plus that of the shared
         expert, if there is one, times the sigmoid of its gate. context: has the dropout key.
 
-        gate_up, choice, shared_gate and shared_up are the residuals of the other segments, the last two None without a
-        shared expert; x is what the router's weights are computed from: the part's input, or a scaled router's logits.
-        """
+        gate_up [rows, 2 * expert_size], choice int32[B * T, k], and shared_gate and shared_up [B, T, shared_size] are
+        the residuals of the other segments, the last two None without a shared expert. x is what the router's weights
+        are computed from: the part's input [B, T, hidden], or a scaled router's logits [B, T, E]."""
         out = self.down(gate_up, choice, x)
         if shared_gate is not None and shared_up is not None:
             gate = jax.nn.sigmoid(self.shared_expert_gate(x, context.key))

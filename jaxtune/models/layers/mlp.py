@@ -25,8 +25,8 @@ class MLPShape:
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MLP:
-        """Builds the MLP of this width. config: the decoder's, for all other settings. key: draws the initial weights.
-        dtype: of the weights."""
+        """Builds the MLP of this width; Block's constructor calls it. config: the decoder's, for all other settings.
+        key: draws the initial weights. dtype: of the weights."""
         return MLP(dataclasses.replace(config, intermediate_size=self.intermediate_size), key, dtype)
 
 
@@ -75,9 +75,9 @@ class MLP(nnx.Module):
 
     def down(self, gate: jax.Array, up: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Computes the MLP's output down(activation(gate) * up), [B, T, hidden], from gate and up [B, T, intermediate],
-        with a derivative that needs little memory (_down).
+        which are from `gate_up`, with a derivative that needs little memory (_down).
 
-        key: draws the adapter's dropout mask; None: no dropout."""
+        key: draws the dropout mask of down_proj's adapter; None: no dropout."""
         return _down(self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
 
     def segments(self) -> tuple[Segment, ...]:
@@ -150,7 +150,9 @@ class MLP(nnx.Module):
     def _in_place(self, sizes: Sizes) -> bool:
         """Whether the kernel of pallas/gated computes the activation's gradient for these sizes, which writes the
         gradients of gate and up over gate and up. True on a Hopper GPU, for shapes, dtypes and activations that the
-        kernel supports; otherwise the reference implementation runs, which needs more memory."""
+        kernel supports; otherwise the reference implementation runs, which needs more memory. sizes: the bytes of
+        `gate` among the layer's residuals, with the compute dtype, the tokens of a row, and whether the device is a
+        Hopper GPU."""
         numbers = sizes.length * self.config.intermediate_size
         runs = mosaic.unsupported(sizes.dtype, numbers, self.config.activation) is None
         return runs and sizes.hopper and sizes["gate"] / sizes.dtype.itemsize < mosaic.MOST

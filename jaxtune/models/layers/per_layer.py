@@ -141,7 +141,7 @@ class PerLayerInputs(nnx.Module):
     @property
     def needs_rows(self) -> bool:
         """Whether the table here has no rows, because a run has it on the host, so that each call must be given the
-        rows of its tokens."""
+        rows of its tokens; `_looked_up` then raises an error."""
         return self.weight.shape[0] == 0
 
     def __call__(
@@ -175,9 +175,10 @@ class PerLayerInputs(nnx.Module):
         return [both[:, :, index] for index in range(self.layers)]
 
     def _looked_up(self, tokens: jax.Array, take) -> jax.Array:
-        """The rows [B, T, layers * size] of the table for the tokens int32[B, T], by the function `take` of a call. Of
-        a table in host memory that is not an argument of a program (such as that of a model that a run has returned),
-        the host looks them up, so that the device never has the whole table."""
+        """The rows [B, T, layers * size] of the table for the tokens int32[B, T], by the function `take` of a call, in
+        the table's dtype. Of a table in host memory that is not an argument of a program (such as that of a model that
+        a run has returned), the host looks them up, so that the device never has the whole table. Raises ValueError if
+        the table here has no rows (needs_rows)."""
         table = self.weight.get_value()
         if self.needs_rows:
             raise ValueError("the table of per-layer embeddings is on the host: this pass must be given its rows")

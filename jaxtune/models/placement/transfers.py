@@ -41,7 +41,7 @@ IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 
 def copies_start_at_once() -> contextlib.AbstractContextManager:
     """Returns a context in which XLA's scheduler takes every traced kernel to last a microsecond, so that it starts
-    copies at once.
+    copies at once. The stack traces the forward and the backward of every layer in it.
 
     Layers without copies use it as well. XLA chooses the algorithm of a matrix product by the text of its instruction,
     and this setting is part of that text. With the same text everywhere, different plans give the same bits.
@@ -86,7 +86,7 @@ def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
 
 def join(pieces: Pieces) -> jax.Array:
     """Joins the slices of `pieces`, after they were copied, to the array that `cut` had cut, of the same shape and
-    dtype; a single slice is returned without a copy."""
+    dtype; a single slice is returned without a copy. The stack's backward makes offloaded residuals whole by it."""
     return pieces.arrays[0] if len(pieces.arrays) == 1 else jnp.concatenate(pieces.arrays, axis=pieces.axis)
 
 
