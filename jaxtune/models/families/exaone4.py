@@ -23,11 +23,13 @@ def _default_types(hf: Config) -> list[str]:
 
 
 class _Layers(LayerTypes):
-    """LayerTypes in which, without a window in config.json, all layers have full attention and rotary positions."""
+    """EXAONE 4's Entry for the key layer_types: LayerTypes, in which, without a window in config.json, all layers have
+    full attention and rotary positions."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": LayerSpecs by the types} of the config.json `hf`; {} without a window, which leaves the layers as
-        they were set before. fields: those set so far."""
+        an earlier entry set them: with full attention and rotary positions. fields: the fields of DecoderConfig that
+        are set so far. Raises ValueError for types that the family does not have, or that slide without a window."""
         read = super().read(hf, fields)
         return read if hf["sliding_window"] is not None else {}
 

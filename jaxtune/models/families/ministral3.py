@@ -27,11 +27,13 @@ _GROWTH = ("llama_4_scaling_beta", ORIGINAL_POSITIONS)  # the keys of the querie
 
 
 class _Rotary(Rotary):
-    """Rotary with the factor on queries (RopeConfig.llama_4_scaling_beta), whose keys are required."""
+    """Ministral 3's Entry for its rotary base: Rotary, with the factor on queries (RopeConfig.llama_4_scaling_beta),
+    whose two keys are required."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`; raises ValueError if a key of the
-        queries' factor is missing. `fields` is not used."""
+        queries' factor (llama_4_scaling_beta, original_max_position_embeddings) or another parameter is missing, or
+        does not fit the head. `fields` is not used, but all Entries take it."""
         given = self.given(hf)
         for key in _GROWTH:
             if given.get(key) is None:

@@ -12,7 +12,8 @@ from jaxtune.models.families.common.rope import ORIGINAL_POSITIONS, PARTIAL_ROTA
 
 
 class _Rotary(Rotary):
-    """Rotary with Phi-3's names for longrope, and the keys that transformers 4 requires."""
+    """Phi-3's Entry for its rotary base: Rotary, with Phi-3's names for longrope, and the keys that transformers 4
+    requires."""
 
     def given(self, hf: Config) -> Fields:
         """The rotary parameters of a config.json (`hf`) as one flat dict, in which longrope has its current name
@@ -23,8 +24,9 @@ class _Rotary(Rotary):
         return given
 
     def write(self, config: DecoderConfig) -> Fields:
-        """rope_theta, rope_scaling (null for the kind default) and original_max_position_embeddings for the config.json
-        of `config`; raises ValueError for a kind of rotary base that transformers' class of Phi-3 does not have."""
+        """{key: value} of rope_theta, rope_scaling (None for the kind default) and original_max_position_embeddings for
+        the config.json of `config`; raises ValueError for a kind of rotary base that transformers' class of Phi-3 does
+        not have."""
         rope = config.rotary[0]
         original = rope.original_max_position_embeddings or config.max_position_embeddings
         scaling = None

@@ -46,8 +46,8 @@ class Entry(Protocol):
         ...
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{field: value} from a config.json in which every declared key has a value. fields: those set so far. hf:
-        that config.json."""
+        """{field of DecoderConfig: value} from a config.json (`hf`) in which every declared key has a value. fields:
+        the fields that earlier entries have set, in the same form."""
         ...
 
     def write(self, config: Any) -> Fields:
@@ -63,7 +63,7 @@ class Key:
     A default is a value, or a function of the config.json in which all keys that were declared earlier have values.
 
         Key("rms_norm_eps", "norm_eps", values.positive, 1e-6)
-        Key("logits_scaling", "logit_scale", values.positive, 1.0, conversion=RECIPROCAL)
+        Key("logit_scale", "logit_scale", values.positive, 0.0625, conversion=FLOAT)
     """
 
     name: str
@@ -72,7 +72,7 @@ class Key:
     """The field of DecoderConfig, or of a Record's object, that it sets, or several that it sets to the same value; ()
     if other entries read the key."""
     check: Check
-    """Raises ValueError for a value that is not allowed."""
+    """(what errors call the key, the value) -> None; raises ValueError for a value that is not allowed."""
     default: Any = REQUIRED
     """The value for a file without the key; REQUIRED: such a file is refused."""
     null: Any = LEFT_OUT

@@ -73,11 +73,13 @@ def from_max_window_layers(hf: Config) -> list[str]:
 
 
 def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: Sequence[str]) -> list[str]:
-    """The name of each layer's type, from the key layer_types, or from `default` if the config.json has none. hf: the
-    config.json.
+    """The name of each layer's type, from the key layer_types, or from `default` if the config.json has none or an
+    empty list. LayerTypes.read calls it.
 
-    known: the names that the family has.
-
+    Args:
+      hf: the config.json, in which every declared key has a value.
+      default: (the config.json) -> the name of each layer's type, for files without the key.
+      known: the names of types that the family has.
     Raises:
       ValueError: another number of entries than layers, or a type that is not in `known`.
     """
@@ -90,12 +92,12 @@ def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: S
 
 
 def window_of(hf: Config) -> int | None:
-    """The window in tokens from the key sliding_window of a config.json. hf: the config.json.
-
-    None if it is at least as long as max_position_embeddings, because full attention is then the same and faster.
+    """The window in tokens from the key sliding_window of a config.json (`hf`), for its sliding layers (LayerTypes,
+    OneWindow). None if the window is at least as long as max_position_embeddings, because full attention is then the
+    same and faster.
 
     Raises:
-      ValueError: there is no window, or it is below 1.
+      ValueError: sliding_window is null or below 1.
     """
     window = hf["sliding_window"]
     if not isinstance(window, int) or window < 1:
@@ -104,7 +106,8 @@ def window_of(hf: Config) -> int | None:
 
 
 def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None:
-    """The window in tokens that all of `layers`, some layers of `config`, have; None for no window or no layers.
+    """The window in tokens that all of `layers`, some layers of `config`, have, for the key sliding_window that
+    LayerTypes and OneWindow write; None for no window or no layers.
 
     Raises:
       ValueError: they have different windows, which one config.json cannot express.
@@ -140,8 +143,8 @@ class LayerTypes:
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, each with the window, rotary base and mixer of its type} by the
-        config.json `hf`. fields: those set so far. Raises ValueError for types that the family does not have, or a
-        window that is missing."""
+        config.json `hf`. fields: the fields of DecoderConfig that earlier entries set, `layers` among them. Raises
+        ValueError for types that the family does not have, or a window that is missing."""
         types = {kind.name: kind for kind in self.types}
         names = layer_types(hf, self.default, tuple(types))
         mixers = {kind.name: kind.mixer.made(hf) for kind in self.types if kind.mixer is not None}
@@ -204,7 +207,8 @@ class OneWindow:
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, each with the window of the config.json `hf`}, None for a window that
-        is null or at least as long as the context. Raises ValueError for a window of 0."""
+        is null or at least as long as the context. fields: the fields of DecoderConfig that earlier entries set. Raises
+        ValueError for a window of 0."""
         window = None if hf["sliding_window"] is None else window_of(hf)
         return {"layers": tuple(dataclasses.replace(layer, window=window) for layer in fields["layers"])}
 
@@ -231,8 +235,8 @@ def switched_window(hf: Config) -> Fields:
 
 
 def _first_window(config: DecoderConfig) -> int:
-    """The value of max_window_layers that is written for `config`: the index of the first layer with a window, or the
-    number of layers if none has one."""
+    """The value of max_window_layers that is written to config.json for `config` (Key.written): the index of the first
+    layer with a window, or the number of layers if none has one."""
     return next((i for i, layer in enumerate(config.layers) if layer.window is not None), config.num_layers)
 
 
@@ -256,7 +260,8 @@ class MLPLayers:
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, with an MLP of the width intermediate_size in the layers that have no
-        experts by the config.json `hf`}: those in mlp_only_layers, and all but every decoder_sparse_step-th."""
+        experts by the config.json `hf`}: those in mlp_only_layers, and all but every decoder_sparse_step-th. fields:
+        the fields of DecoderConfig that earlier entries set."""
         mlp: PartConfig = MLPShape(hf["intermediate_size"])
         layers = (
             layer.replaced(mlp=mlp)

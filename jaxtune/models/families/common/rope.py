@@ -207,8 +207,9 @@ class RotaryByType(Rotary):
     """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of the layers of one type as one flat dict; families override it. layer_type: a name
-        in the key layer_types. hf: the config.json."""
+        """The rotary parameters of the layers of one type as one flat dict, as `rope_parameters` returns it, such as
+        {"rope_type": "default", "rope_theta": 1e4}. `read` calls it for each type; families whose files have the
+        parameters elsewhere override it. layer_type: a name in the key layer_types. hf: the config.json."""
         return rope_parameters(hf, layer_type)
 
     def read(self, hf: Config, fields: Config) -> Fields:
@@ -217,8 +218,9 @@ class RotaryByType(Rotary):
         return {"rotary": tuple(rope_config(hf, self.given_to(name, hf)) for name in self.types)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """rope_theta, rope_scaling, and rope_parameters with an object for each of `types`, for the config.json of
-        `config`. transformers 4 reads the first two, transformers 5 the third."""
+        """{key: value} of rope_theta and rope_scaling (of the first type's base), and rope_parameters with an object
+        for each of `types`, for the config.json of `config`. transformers 4 reads the first two, transformers 5 the
+        third."""
         # In addition to rope_scaling, which transformers 4 reads; transformers 5 would read a wrong base of sliding
         # layers from that alone.
         parameters = {

@@ -162,8 +162,9 @@ def _check_gate(key: str, value: Any) -> None:
 
 
 def _every_fourth_full(hf) -> list[str]:
-    """The type of each layer where each full_attention_interval-th layer has full attention and the others delta nets,
-    by the config.json `hf`. It is declared as LayerTypes.default, for a file without layer_types."""
+    """The type of each layer ("full_attention" or "linear_attention") where each full_attention_interval-th layer has
+    full attention and the others delta nets, by the config.json `hf`. It is declared as LayerTypes.default, for a file
+    without layer_types."""
     every = hf["full_attention_interval"]
     return [rope.LINEAR if (index + 1) % every else rope.FULL for index in range(hf["num_hidden_layers"])]
 
