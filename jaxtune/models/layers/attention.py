@@ -158,7 +158,8 @@ class Attention(nnx.Module):
     @property
     def in_matrices(self) -> tuple[str, ...]:
         """Names of the linears that read the layer's input: the projections of queries, keys and values that this
-        attention has, or its fused qkv_proj; in this order, in which adapters' keys are drawn."""
+        attention has, or its fused qkv_proj; in this order, in which adapters' keys are drawn. They are applied in one
+        operation."""
         if self.config.fused_qkv:
             return ("qkv_proj",)
         if self.takes:
@@ -240,7 +241,7 @@ class Attention(nnx.Module):
     def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
         """Computes queries, keys and values of an attention that has its own, ready for the kernels, normed and
         rotated: (query [B, T, heads, D], key and value [B, T, kv_heads, D]); with attention_gate, the gates [B, T,
-        heads, D] follow.
+        heads, D] follow. Generation calls it, and the segment `project` where nothing is normed late.
 
         Args:
           x: [B, T, hidden], the layer's normed input.
@@ -282,8 +283,9 @@ class Attention(nnx.Module):
         return rotate(self._normed("k_norm", x), rotary, self.config.interleaved_rotary)
 
     def _value(self, x: jax.Array) -> jax.Array:
-        """The values as attention reads them, from projected values x [B, T, kv_heads, D]. With value_norm each head's
-        values are divided by their root mean square, computed in float32; otherwise x is returned unchanged."""
+        """The values as attention reads them, [B, T, kv_heads, D], from projected values (or, where values are keys,
+        projected keys) x of that shape. With value_norm each head's values are divided by their root mean square,
+        computed in float32; otherwise x is returned unchanged."""
         if not self.config.value_norm:
             return x
         wide = x.astype(jnp.float32)
@@ -323,8 +325,8 @@ class Attention(nnx.Module):
         Args:
           context: has the rotary tables.
           query: the residual of the segment `project`.
-          key, value: residuals of the same segment, or as an earlier layer gives them; no value is passed where values
-            are keys.
+          key, value: residuals of the same segment, or as an earlier layer gives them; where values are keys, no value
+            is passed, and the returned one is computed from `key`.
         """
         if not self._normed_late:
             return query, key, *value
@@ -386,8 +388,8 @@ class Attention(nnx.Module):
 
     def step_giving(self, x: jax.Array, state, at: jax.Array, context: Context):
         """Runs the next N tokens of each row as `step` does (x: [B, N, hidden]; state: the caches; at: int32[B], the
-        first position; context), and has a third result: {name: (cache, new)} of the keys and of the values that this
-        layer gives to later layers; {} if it gives none.
+        first position; context), and has a third result: {name under which later layers take them: (cache, new)} of the
+        keys and of the values that this layer gives to later layers; {} if it gives none. Block.step calls it.
 
         If N is 1, `cache` [B, kv_heads, capacity, D] contains the new token, and `new` is None. Otherwise `cache` is
         the one before the N tokens, because a window's cache has no room for them and for all that they see, and `new`

@@ -206,8 +206,8 @@ class DeltaNet(nnx.Module):
         """Projects x [B, T, hidden] to the three inputs of the delta net: (queries, keys and values; gates; rates).
 
         Queries, keys and values are concatenated, [B, T, 2 key_size + value_size]. Gates are [B, T, heads, value_dim].
-        Rates are b and a, from which beta and decay are computed, concatenated: [B, T, 2 heads]. key: draws the
-        adapters' dropout masks; None: no dropout."""
+        Rates are b and a, from which beta and decay are computed, concatenated: [B, T, 2 heads]. The segment `project`
+        calls it in training, and `step` in generation. key: draws the adapters' dropout masks; None: no dropout."""
         shape = self.shape
         if not shape.fused:
             qkv, gate, b, a = apply_fused(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), key)
@@ -254,7 +254,7 @@ class DeltaNet(nnx.Module):
 
         Query and key are [B, T, key_heads, key_dim], value is [B, T, heads, value_dim]; decay (the logarithm of a
         head's decay) and beta are float32[B, T, heads]. qkv: [B, T, 2 key_size + value_size], after the convolution.
-        rates: [B, T, 2 heads]."""
+        rates: [B, T, 2 heads], b and a from `project`. `tokens` calls it for whole rows, and `step` for new tokens."""
         shape = self.shape
         query, key, value = jnp.split(qkv, (shape.key_size, 2 * shape.key_size), axis=-1)
         query, key = (x.reshape(*x.shape[:2], shape.key_heads, shape.key_dim) for x in (query, key))

@@ -113,7 +113,7 @@ class MLP(nnx.Module):
 
         It counts the activation's output, those of gate and up that are recomputed in the backward instead of kept, and
         values of the residual stream, a multiple of the layer's input (models/fitted.py). sizes: the bytes of the
-        layer's residuals by name."""
+        layer's residuals by name, the names of the recomputed ones, and what `_fitted` reads."""
         dropped = sum(sizes[name] for name in ("gate", "up") if name in sizes.recomputed)
         return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
 
@@ -128,7 +128,7 @@ class MLP(nnx.Module):
 
         `around` is another multiple of the layer's input, for gradients of the layer's other segments (the functions in
         which its parts run) that are in memory at the same time. The multiples are in models/fitted.py. sizes: the
-        bytes of the layer's residuals by name.
+        bytes of the layer's residuals by name, the number of tiles, and what `_fitted` reads.
         """
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)

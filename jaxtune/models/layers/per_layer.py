@@ -65,8 +65,8 @@ class PerLayerGate(nnx.Module):
 
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape for one token} of the value that the part reads from outside the layer: the layer's embedding of
-        the token, which the decoder gives; the block passes it in."""
+        """{"per_layer_input": (size,)}, the name and the shape for one token of the value that the part reads from
+        outside the layer: the layer's embedding of the token, which the decoder gives; the block passes it in."""
         return {PER_LAYER: (self.size,)}
 
     def segments(self) -> tuple[Segment, ...]:
@@ -101,9 +101,9 @@ class PerLayerGate(nnx.Module):
         return sizes["per_layer_gate"] + 3.0 * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """An estimate of the bytes that the part's backward needs in addition to the residuals, for the planner:
-        gradients of the gate and of the embedding, their product, and two values of the residual stream. sizes: the
-        bytes of the layer's residuals by name."""
+        """An estimate of the bytes that the part's backward needs in addition to the residuals, for the planner. `own`
+        of the result counts gradients of the gate and of the embedding, their product, and two values of the residual
+        stream; `around` is 0, and covers_mixer False. sizes: the bytes of the layer's residuals by name."""
         return Scratch(3.0 * sizes["per_layer_gate"] + 2.0 * sizes["layer_input"], 0.0, covers_mixer=False)
 
 
@@ -141,7 +141,7 @@ class PerLayerInputs(nnx.Module):
     @property
     def needs_rows(self) -> bool:
         """Whether the table here has no rows, because a run has it on the host, so that each call must be given the
-        rows of its tokens; `_looked_up` then raises an error."""
+        rows of its tokens; a call without them raises ValueError."""
         return self.weight.shape[0] == 0
 
     def __call__(

@@ -16,10 +16,10 @@ from jaxtune.models.layers.segment import Context, Segment, multiplications
 
 def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
     """Names of the values that neighbouring tokenwise segments of a layer pass to each other, such as an MLP's gate and
-    up. segments: the layer's chain; () if it has no such segments.
+    up; () if the layer has no such segments. segments: the layer's chain.
 
     If these segments run over tiles, the values exist for one tile only. So tiles are possible only if a plan
-    recomputes all of them in the backward."""
+    recomputes all of them in the backward; `described` (models/stack_layers.py) and the planner check that."""
     return tuple(name for chain in _chains(segments) for s in chain for name in s.outputs if s is not chain[-1])
 
 

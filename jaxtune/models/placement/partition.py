@@ -137,10 +137,10 @@ def make_mesh(*sizes: int) -> Mesh:
 
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
     """Wraps a function in jax.shard_map, so that every device of the mesh runs it on its own part of the arrays;
-    in_specs and out_specs are the specs of its arguments and results. Returns the function itself for a mesh of one
-    device or None. Nothing checks that arrays which the specs call whole are equal on all devices. Inside, jax.grad
-    must be taken of this device's own share of a sum over devices: if the differentiated function summed it by psum,
-    each gradient would be counted once for every device (see `total`)."""
+    in_specs and out_specs are trees of PartitionSpecs for its arguments and results (`specs`). Returns the function
+    itself for a mesh of one device or None. Nothing checks that arrays which the specs call whole are equal on all
+    devices. Inside, jax.grad must be taken of this device's own share of a sum over devices: if the differentiated
+    function summed it by psum, each gradient would be counted once for every device (see `total`)."""
     if mesh is None or mesh.size == 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -462,9 +462,9 @@ def require_undivided(states: Any, what: str) -> None:
 
 
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
-    """The NamedShardings on a mesh of opt_state, an optimizer's states, which are placed like the `trainable` tensors
-    that they belong to. A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit
-    states, factors) along its first, if evenly. The update computes the same for every sharding."""
+    """The NamedShardings on a mesh of opt_state, an optimizer's states, in its structure. In parts that have a state
+    for each tensor of `trainable`, a state of its tensor's shape is divided along the same axis, another one (blocks of
+    8-bit states, factors) along its first, if evenly. All others are whole. The update works with every sharding."""
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
     everywhere = NamedSharding(mesh, WHOLE)
