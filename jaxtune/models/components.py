@@ -149,16 +149,17 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
 
 
 def common_format(model: Decoder) -> str | None:
-    """The name of the format in which most of the quantised weights of `model` are, such as "nf4", of equally many the
-    first by name; None where no weight is quantised. Runs and adapters record it as load_in."""
+    """The name of the format in which most of the quantised weights of `model` are, such as "nf4"; of formats with
+    equally many weights, the first by name; None where no weight is quantised. Runs and adapters record it as load_in,
+    the format in which the model can be loaded again."""
     names = Counter(word for word in _words(model).values() if word in FORMATS)
     return min(names, key=lambda name: (-names[name], name), default=None)
 
 
 def _words(model: Decoder) -> dict[str, str]:
-    """{module's name: word} of all modules of `model`, as a precision map would say it: the format of a quantised
-    weight, such as "nf4"; else the word ("bf16", "fp16" or "fp32") of the dtype in which the module computes, which is
-    the model's dtype unless a map has set another."""
+    """{module's name in checkpoints: word} of all modules of `model` that a precision map can name, as a map would say
+    it: the format of a quantised weight, such as "nf4"; else the word ("bf16", "fp16" or "fp32") of the dtype in which
+    the module computes, which is the model's dtype unless a map has set another. common_format and followed read it."""
     found = {}
     for each, _, module in components(model):
         weight = module.weight.get_value()

@@ -22,11 +22,11 @@ class RopeConfig:
 
     theta: float = 10000.0  # the base of the frequencies
     # "default" does not extend the context; "linear" divides positions by `factor`; "longrope" has a factor per
-    # dimension; "llama3" and "yarn" scale frequencies by wavelength; "proportional" spreads the frequencies of the
-    # rotated share over the whole head, whose halves are the pairs
+    # rotated pair; "llama3" and "yarn" scale frequencies by wavelength; "proportional" spreads the frequencies of the
+    # rotated share over the whole head: number i of its first half and number i of its second half are a pair
     kind: Literal["default", "linear", "llama3", "longrope", "proportional", "yarn"] = "default"
     partial_rotary_factor: float = 1.0  # the share of a head's dimensions that is rotated
-    factor: float = 1.0  # by which the context is extended
+    factor: float = 1.0  # by which the context is extended, and scaled frequencies are divided
     low_freq_factor: float = 1.0  # llama3: wavelengths above original context / this are scaled fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original context / this are not scaled
     original_max_position_embeddings: int = 0  # the context before the extension, in tokens; 0: max_position_embeddings

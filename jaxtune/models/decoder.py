@@ -78,7 +78,8 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
     the document * hidden), plus or minus; the result has x's dtype. Training does so as regularisation (NEFTune,
     arXiv:2310.05914).
 
-    The noise depends neither on how documents are packed nor on how rows are divided over devices.
+    How large the noise can be does not depend on how documents are packed. The numbers drawn do not depend on how rows
+    are divided over devices.
 
     Args:
       layout: the document boundaries of the batch, which give the length of each token's document.
@@ -178,9 +179,10 @@ class Decoder(nnx.Module):
 
     def head_operands(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The two factors of the logits, which the loss multiplies itself, a part of the vocabulary at a time: (the
-        head's whole weight [vocab, hidden] as it is stored, gathered if it is divided over devices; the argument
-        `hidden`, the hidden states [..., hidden], cast to the dtype in which the logits are computed). That is the
-        hidden states' own dtype, or the one that a precision map gives the head (models/precision.py)."""
+        head's whole weight, [vocab, hidden] or of another head [outputs, hidden], as it is stored, gathered if it is
+        divided over devices; the argument `hidden`, the hidden states [..., hidden], cast to the dtype in which the
+        logits are computed). That is the hidden states' own dtype, or the one that a precision map gives the head
+        (models/precision.py)."""
         head, hidden = gathers.whole_beside(self.head_variable, hidden)
         return head, hidden.astype(self.head_compute or hidden.dtype)
 
@@ -200,7 +202,8 @@ class Decoder(nnx.Module):
     @property
     def name_or_path(self) -> str | None:
         """The folder or hub name that the weights were loaded from, as the caller named it; for random weights of
-        model_from_config the config's path; None if the Decoder was made directly."""
+        model_from_config the config's path, or "a config" if it was given as a mapping; None if the Decoder was made
+        directly."""
         return None if self.source is None else self.source.path
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -253,7 +256,8 @@ class Decoder(nnx.Module):
           shape: (rows, length) of the batch.
           segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document per
             row.
-          positions: int32[B, T]; None: they restart with each document.
+          positions: int32[B, T]; None: they restart with each document. If they are given, a document is taken to be as
+            long as its last token's position + 1, which decides its factors in longrope.
           max_documents: an upper bound on the documents of a row, which allows faster attention; None: not known.
         """
         with jax.named_scope("layout"):

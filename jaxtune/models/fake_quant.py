@@ -240,8 +240,8 @@ class Rounding:
 
 
 def _declared(format: str) -> Rounding:
-    """Makes the Rounding of a declared format (a key of formats.FORMATS), whose weights alone are rounded and which is
-    exported under its own name."""
+    """Makes the Rounding of a declared format (a key of formats.FORMATS) for ROUNDINGS: its weights alone are rounded,
+    and it is exported under its own name."""
     weights, within = (functools.partial(each, format) for each in (_as_declared, _within_declared))
     return Rounding(weights, within, block=formats.FORMATS[format].kinds[0].row_block, exports=(format,))
 
@@ -338,9 +338,9 @@ class FakeQuant:
             raise ValueError(f"{where}: {error}") from None
 
     def record(self) -> dict[str, str | int | dict[str, float] | None]:
-        """What files record of the grid, of which `of_record` makes it again: format, group_size (None if the format
-        has its own blocks) and dtype, and the observed scales of activations if there are any, without `inputs` and
-        `gradients`, which are no part of it."""
+        """What files record of the grid, of which `of_record` makes it again: {"format": ..., "group_size": ... (None
+        if the format has its own blocks), "dtype": ...}, and "input_global_scales": {name of a linear: observed scale
+        of its activations} if there are any. `inputs` and `gradients` are no part of it."""
         scales = {INPUT_SCALES: dict(self.input_scales)} if self.input_scales else {}
         return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype, **scales}
 
@@ -419,9 +419,10 @@ class FakeQuant:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rounded_inputs(spec: FakeQuant, x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Rounds the activations x [..., in] as the format of `spec` does, and returns them in their dtype. The backward
-    passes the gradient to x unchanged. If `spec` clips gradients, it is zero where x is outside the range. scale: the
-    observed one, float32[], or None, as the format needs it; it gets no gradient."""
+    """Rounds the activations x [..., in] as the format of `spec`, one that rounds activations, does, and returns them
+    in their dtype. The backward passes the gradient to x unchanged. If `spec` clips gradients, it is zero where x is
+    outside the range. scale: the observed one, float32[], or None, as the format needs it; it gets no gradient.
+    FakeQuant.round_inputs calls it."""
     activations = ROUNDINGS[spec.format].activations
     assert activations is not None and (scale is not None) == spec.observes
     with jax.named_scope("fake_quantise"):

@@ -125,7 +125,7 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
     """Returns the names of the linears that get_peft_model's argument target_modules selects, in the order of `names`.
 
     Args:
-      names: of all linears of the layers, such as "model.layers.0.self_attn.q_proj".
+      names: of all linears that can have an adapter, such as "model.layers.0.self_attn.q_proj".
       target_modules: "all-linear"; a regular expression over the whole name; or a list of names or ends of names after
         a dot ("q_proj").
       experts: names of expert matrices, which target_parameters selects; only the error message names them.
@@ -327,8 +327,9 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     {name: value}; None if the model has no adapters.
 
     The most common rank and alpha are `r` and `lora_alpha`, and the others are in the patterns. A target is the last
-    part of names if all matrices with that part are adapted, else a whole name. adapter_config.json is written from
-    them, and gives_adapter compares them with a config.
+    part of names (of experts what follows the layer's number, such as mlp.experts.down_proj) if all matrices with that
+    part are adapted, else a whole name. adapter_config.json is written from these arguments, and gives_adapter compares
+    them with a config.
 
     Raises:
       ValueError: a setting that differs between modules although PEFT has one value for all.
@@ -406,11 +407,12 @@ def _saved(model: Decoder) -> list[str]:
 
 
 def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Divides a setting of all adapters, such as the rank, into a default and exceptions, as PEFT's config has it.
+    """Divides a setting of all adapters, such as the rank, into a default and exceptions, as PEFT's config has it (r
+    and rank_pattern, for example). adapter_settings calls it.
 
-    values: {module's name: its value of the setting}. Returns (the most common value, {last part of a name, or whole
-    name: value} of the modules with other values). A last part is used if all modules that end so have the same value.
-    """
+    values: {adapted matrix's name: its value of the setting}, not empty. Returns (the most common value, {last part of
+    a name, or whole name: value} of the matrices with other values). A last part is used if all adapted matrices that
+    end so have the same value."""
     default = Counter(values.values()).most_common(1)[0][0]
     by_part: dict[str, set] = {}
     for name, value in values.items():

@@ -129,7 +129,8 @@ def text_tensor_name(name: str) -> str | None:
 
 def is_passthrough(name: str, model_type: str) -> bool:
     """Whether the tensor of this name in a checkpoint is a passthrough tensor, such as a vision tower's: it is not
-    loaded, but copied when the model is saved. model_type: that of the text part; ValueError if it is not supported."""
+    loaded, but copied when the model is saved. Loading sorts a folder's tensors by it. model_type: that of the text
+    part; ValueError if it is not supported."""
     return name.startswith(family(model_type).passthrough_tensors)
 
 

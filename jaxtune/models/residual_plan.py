@@ -93,7 +93,8 @@ class LayerPlan(Mapping[str, Placement]):
         return tuple(residual.name for residual in residuals if self.of(residual) == placement)
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:
-        """The plan with the fewest named residuals that gives these residuals the same placements. So plans with equal
+        """Of the three plans with the `rest` keep, fp8 and recompute that give these residuals the same placements as
+        this one, the plan that is written with the fewest entries (str), the first of several. So plans with equal
         placements become equal values, for which a program is compiled only once.
 
         residuals: all residuals of the layer. Raises ValueError if the plan names one for recompute or fp8 that cannot
@@ -143,7 +144,7 @@ class ResidualPlan:
 
 def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
     """All residuals that these `layers` (Blocks) have, each name once, in the order in which they are computed. Their
-    names are those that a plan may contain."""
+    names are those that a plan may contain, by which run_stack and the planner check plans."""
     found: dict[str, Residual] = {}
     for layer in layers:
         for residual in layer.residuals():

@@ -46,7 +46,7 @@ def _scope(segment: Segment) -> contextlib.AbstractContextManager:
 
 def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
     """Runs a segment of the block in its profiling scope: one result for each of the segment's outputs. values: one for
-    each of its reads. context: what its `run` receives beside them."""
+    each of the segment's reads. context: the layer's spec, the batch's layout and the segment's dropout key."""
     with _scope(segment):
         return segment.run(block, context, *values)
 
@@ -76,7 +76,7 @@ def _barrier(order, saved_inputs, doutputs, total):
       order: the layer's BackwardOrder. total is tied to the others only if its weights_first is True.
       saved_inputs: {name: value} that the segment's derivative reads.
       doutputs: the gradients of the segment's outputs.
-      total: the sum of the layer's weight gradients so far.
+      total: the sum of the layer's weight gradients so far; None before the first.
     """
     if order.weights_first:
         return optimization_barrier((saved_inputs, doutputs, total))
@@ -316,9 +316,10 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
 
 
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
-    """The forward rule of `_stack` (whose arguments these are): (its results, the residuals for `_stack_bwd`). It keeps
-    the layers' residuals by plan (some in FP8), and copies the offloaded ones of a layer to the host while the next
-    layer runs; the last layer's stay on the device."""
+    """The forward rule of `_stack` (whose arguments these are): (its results, (trainables, frozens, and for each layer
+    its gathered weights, kept residuals, residuals on the host and values taken, then layout, keys and sums), which
+    `_stack_bwd` reads). It keeps the layers' residuals by plan (some in FP8), and copies the offloaded ones of a layer
+    to the host while the next layer runs; the last layer's stay on the device."""
     kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1

@@ -31,7 +31,8 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
       take: (table, index) -> table[index], with the derivative that the lookup is to have; for a divided table it gets
         this device's part and row numbers in it.
     Returns:
-      take(table, index) of the whole table, complete on this device. The table's gradient is a Shard if it is divided.
+      take(table, index) of the whole table, [*index.shape, ...], complete on this device. The table's gradient is a
+        Shard if the table is divided.
     """
     value = variable.get_value()
     if not isinstance(value, Shard):
@@ -135,8 +136,8 @@ def gather(shard: Shard) -> jax.Array:
 
 
 def scatter(shard: Shard, gradient: jax.Array) -> Shard:
-    """Sums the gradients that the devices have computed of a divided tensor, and returns this device's part of the sum
-    as a Shard, in the gradient's dtype. Call it inside `partition.divided`.
+    """Sums the gradients that the devices along the mesh axis `fsdp` have computed of a divided tensor, and returns
+    this device's part of the sum as a Shard, in the gradient's dtype. Call it inside `partition.divided`.
 
     The sum is computed in float32. With two devices the gradients are sent in their own dtype, which are half the
     bytes, because a sum of two numbers is rounded only once in either case. If the Shard names a format (`sync`), they

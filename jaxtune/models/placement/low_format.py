@@ -108,17 +108,17 @@ def _inverse(scales: jax.Array) -> jax.Array:
 
 
 def weights_in_blocks(usual: jax.Array) -> jax.Array:
-    """By what numbers are divided before they are encoded in int4, and multiplied after, so that those that are usually
-    small keep more of their digits beside large ones of the same block.
+    """The weights by which numbers are divided before they are encoded in int4, and multiplied after they are decoded,
+    so that those that are usually small keep more of their digits beside large ones of the same block.
 
     A weight is the root of a number's usual size as a part of the largest one in its block, which is midway between the
     same weight for all, with which the sum of all errors is smallest, and errors in proportion to each number. It is at
     least 1/8, so that a number that is larger than usual for once does not cost the others of its block their digits.
 
-    Args:
-      usual: float32[n], the numbers' usual sizes, in any unit; n is a multiple of 16.
     The quantised sum of gradients calls it (train/program/gradient_sync.py).
 
+    Args:
+      usual: float32[n], the numbers' usual sizes, in any unit; n is a multiple of 16.
     Returns:
       float32[n], from 1/8 to 1; 1 in blocks of zeros.
     """

@@ -149,8 +149,7 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
 @contextlib.contextmanager
 def compiling(mesh: Mesh) -> Iterator[None]:
     """The context in which a program that is entirely inside `divided` is lowered and compiled for the mesh. It turns
-    off Shardy, which has nothing to partition there but takes as long as all later passes: for 32 layers of 70B on two
-    devices, XLA's passes took 130 s with it and 67 s without; memory was the same."""
+    off Shardy, which has nothing to partition there: for 32 layers of 70B, XLA took 130 s with it and 67 s without."""
     with jax.set_mesh(mesh), private_jax.config.use_shardy_partitioner(False):
         yield
 
@@ -188,9 +187,9 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
-    """Places two trees of arrays, a model's trained tensors and the rest, on the same devices, so that one computation
-    can take both: (trained, rest). In a run of one process they stay as they are. If each of several has every array
-    whole, it gets its own copies on one device; otherwise `divide` says how the mesh has them."""
+    """Places two trees of arrays, a run's trained tensors and the rest of its model, on the same devices, so that one
+    computation can take both: (trained, rest). In a run of one process they stay as they are. If each of several
+    processes has every array whole, it gets its own copies on one device; otherwise they are placed by `shardings`."""
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
     if all(array.is_fully_replicated for array in elsewhere):
@@ -252,8 +251,8 @@ def part_of_rows() -> jax.Array | int:
 
 
 def total(sums: Any) -> Any:
-    """Sums arrays over devices: sums over this device's rows become sums over all rows; Shards are summed over `fsdp`
-    already. It serves values that are no sum over rows themselves, such as a product of two sums. The gradient of the
+    """Sums a tree of arrays over devices: sums over this device's rows become sums over all rows; Shards are summed
+    over `fsdp` already. It serves values that are no sum over rows, such as a product of two sums. The gradient of the
     total is that of this device's share; since every device computes the same from the total, the gradients add up to
     the whole once. Outside of `divided` it returns `sums` unchanged."""
     return _total(sums) if _row_axes() else sums
@@ -386,7 +385,8 @@ def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
 
 def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
     """The state `frozen` with empty `axes` in the metadata of the variables of the first `resident` of `layers` layers,
-    so that `divide` leaves them whole on every device. If these are all layers, embedding and head get them too."""
+    so that `divide` leaves them whole on every device. If these are all layers, all other variables (embedding, head)
+    get them too. `frozen` is returned unchanged for `resident` 0. The plan says how many layers (ResidualPlan)."""
     if not resident:
         return frozen
 
@@ -412,8 +412,8 @@ def divide_like(divided_tree: Any, tree: Any) -> Any:
 
 
 def undivided(tree: Any) -> Any:
-    """A tree with the `array` of each Shard in place of the Shard, as programs of steps return their results; in
-    `divided` that is this device's part, and nothing is gathered."""
+    """A tree with the `array` of each Shard in place of the Shard: in `divided` this device's part, outside of it the
+    whole array. Nothing is gathered. Programs of steps return plain arrays so."""
     return jax.tree.map(lambda leaf: leaf.array if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)
 
 
@@ -450,8 +450,8 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def require_undivided(states: Any, what: str) -> None:
-    """Raises ValueError if an array of `states`, a module's state, is divided over devices: generation needs whole
-    weights. what: the caller's name, for the message."""
+    """Raises ValueError if an array of `states`, a module's state, is divided over devices: generation and the
+    observation of activations need whole weights. what: what the message calls the caller, such as "generate"."""
     for leaf in jax.tree.leaves(states):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
             raise ValueError(

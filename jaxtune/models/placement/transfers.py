@@ -75,9 +75,10 @@ def cut(arrays: Sequence[jax.Array], stages: Sequence[float]) -> tuple[Pieces, .
 
 
 def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
-    """Cuts an array along its first axis (or its second, if the first has size 1) into slices of about `piece_bytes`
-    each, so that each slice can be copied to or from the host while a stage computes. The result has the slices and the
-    axis, from which `join` makes the array again. An array that is smaller than `piece_bytes` stays one slice."""
+    """Cuts an array along its first axis (or its second, if the first has size 1 and there is a second) into slices of
+    at most about `piece_bytes` (more if the axis is too short), so that each can be copied while a stage computes. The
+    result has the slices and the axis, from which `join` makes the array again. An array that is smaller than
+    `piece_bytes` stays one slice."""
     axis = 0 if array.shape[0] > 1 or array.ndim == 1 else 1
     count = max(1, min(-(-array.nbytes // piece_bytes), array.shape[axis]))
     bounds = [array.shape[axis] * i // count for i in range(count + 1)]
