@@ -43,7 +43,8 @@ class _Rotary(Rotary):
 
     def write(self, config: DecoderConfig) -> Fields:
         """Returns the two keys of config.json that describe the rotary embedding of `config`: {"rope_theta": its base,
-        "rope_scaling": its scaling, with the two numbers by which queries grow with their position}."""
+        "rope_scaling": a dict with its scaling and the two numbers by which queries grow with their position,
+        llama_4_scaling_beta and original_max_position_embeddings}."""
         [rope] = config.rotary
         scaling = rope_to_hf(rope) or {"rope_type": "default"}
         return {"rope_theta": rope.theta, "rope_scaling": scaling | {key: getattr(rope, key) for key in _GROWTH}}

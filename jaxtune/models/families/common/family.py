@@ -104,9 +104,9 @@ class Family:
         return config
 
     def to_hf(self, config: DecoderConfig) -> Fields:
-        """The config.json with which transformers 4 and 5 load a model with this DecoderConfig. What belongs to the
-        weights (dtype, quantisation) is not in it, and the ids of special tokens are null; models/hf.py adds them when
-        it saves a model.
+        """The config.json, {key: value}, with which transformers 4 and 5 load a model with this DecoderConfig. What
+        belongs to the weights (dtype, quantisation) is not in it, and the ids of special tokens are None; models/hf.py
+        adds all of these when it saves a model.
 
         Raises:
           ValueError: a feature that config.json of this family cannot express.

@@ -34,8 +34,8 @@ class LayerType:
     """The keys of the layers' mixer; None: it is attention of the decoder's shape."""
 
     def fits(self, layer: LayerSpec) -> bool:
-        """Whether a layer can be written as this type: it has the type's kind of mixer and its rotary base, and no
-        window unless the type has one."""
+        """Whether a layer can be written to config.json as this type: it has the type's kind of mixer and its rotary
+        base, and no window unless the type has one. LayerTypes.write chooses each layer's type by it."""
         made = layer.config_of("mixer")
         of_mixer = made is None if self.mixer is None else isinstance(made, self.mixer.make)
         return of_mixer and layer.rotary == self.rotary and (self.window or layer.window is None)
@@ -161,7 +161,8 @@ class LayerTypes:
 
     def write(self, config: DecoderConfig) -> Fields:
         """{key: value} of layer_types, sliding_window and the keys of the types' mixers for the config.json of
-        `config`. sliding_window is left out if no type has a window, and a mixer's keys if no layer has it.
+        `config`. If no layer has a window, `needs_window` says what sliding_window is; it is left out if no type has a
+        window, as a mixer's keys are if no layer has that mixer.
 
         Raises:
           ValueError: layers that are of no type, or layers of one type with different windows or mixers.
