@@ -23,8 +23,8 @@ def _default_types(hf: Config) -> list[str]:
 
 
 class _Layers(LayerTypes):
-    """EXAONE 4's Entry for the key layer_types: LayerTypes, in which, without a window in config.json, all layers have
-    full attention and rotary positions."""
+    """The entry of EXAONE 4's table (key.Entry) for the key layer_types: LayerTypes, in which, without a window in
+    config.json, all layers have full attention and rotary positions."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": LayerSpecs by the types} of the config.json `hf`; {} without a window, which leaves the layers as

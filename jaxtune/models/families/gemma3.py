@@ -15,8 +15,8 @@ from jaxtune.models.families.common.table import GEMMA, GEMMA_DEFAULTS, GEMMA_FI
 
 
 class _Rotary(RotaryByType):
-    """Gemma 3's Entry for its two rotary bases: RotaryByType, in which rope_theta and rope_scaling belong to full
-    layers and rope_local_base_freq to sliding ones."""
+    """The entry of Gemma 3's table (key.Entry) for its two rotary bases: RotaryByType, in which rope_theta and
+    rope_scaling belong to full layers and rope_local_base_freq to sliding ones."""
 
     keys = (*RotaryByType.keys, Key("rope_local_base_freq", (), above_one, 10_000.0))
 

@@ -27,8 +27,8 @@ _GROWTH = ("llama_4_scaling_beta", ORIGINAL_POSITIONS)  # the keys of the querie
 
 
 class _Rotary(Rotary):
-    """Ministral 3's Entry for its rotary base: Rotary, with the factor on queries (RopeConfig.llama_4_scaling_beta),
-    whose two keys are required."""
+    """The entry of Ministral 3's table (key.Entry) for its rotary base: Rotary, with the factor on queries
+    (RopeConfig.llama_4_scaling_beta), whose two keys are required."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`; raises ValueError if a key of the

@@ -15,8 +15,8 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
 class _Rotary(RotaryByType):
-    """OLMo 3's Entry for its two rotary bases: RotaryByType, in which an extension that a file gives for all layers
-    applies to full layers only."""
+    """The entry of OLMo 3's table (key.Entry) for its two rotary bases: RotaryByType, in which an extension that a file
+    gives for all layers applies to full layers only."""
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
         """The rotary parameters of one type of layer as one flat dict, as `rope_parameters` returns it. Sliding layers

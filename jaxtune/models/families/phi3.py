@@ -12,8 +12,8 @@ from jaxtune.models.families.common.rope import ORIGINAL_POSITIONS, PARTIAL_ROTA
 
 
 class _Rotary(Rotary):
-    """Phi-3's Entry for its rotary base: Rotary, with Phi-3's names for longrope, and the keys that transformers 4
-    requires."""
+    """The entry of Phi-3's table (key.Entry) for its rotary base: Rotary, with Phi-3's names for longrope, and the keys
+    that transformers 4 requires."""
 
     def given(self, hf: Config) -> Fields:
         """The rotary parameters of a config.json (`hf`) as one flat dict, in which longrope has its current name

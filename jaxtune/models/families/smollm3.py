@@ -39,8 +39,8 @@ def _default_types(hf: Config) -> list[str]:
 
 
 class _Layers(LayerTypes):
-    """SmolLM3's Entry for the key layer_types: LayerTypes, in which no_rope_layers, and not the type, decides which
-    layers have rotary positions."""
+    """The entry of SmolLM3's table (key.Entry) for the key layer_types: LayerTypes, in which no_rope_layers, and not
+    the type, decides which layers have rotary positions."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": LayerSpecs by the types of the config.json `hf`, without a rotary base where no_rope_layers has a

@@ -38,16 +38,16 @@ _GLOBAL = ("head_dim", "num_key_value_heads")  # keys of per_layer_config that a
 def _check_direction(key: str, value: Any) -> None:
     """Raises ValueError unless `value`, the entry use_bidirectional_attention of a config.json, is "vision", with which
     the tokens of an image see each other in both directions. That changes nothing in text, which is all that jaxtune
-    trains. key: what the error calls the value."""
+    trains. It is the Key.check of that key, and not called for null. key: what the error calls the value."""
     if value != "vision":
         raise ValueError(f"{key} = {value!r} is not supported: only 'vision', which changes nothing in text, and null")
 
 
 def _check_layers(key: str, value: Any) -> None:
-    """Check of per_layer_config, {index of a layer: {key: its value in that layer}}, in which transformers 5.23 writes
-    the sizes of global layers; earlier files have them in the keys global_head_dim and num_global_key_value_heads.
-    Raises ValueError for an index that is no number, a key that is not in _GLOBAL, or a size that is no positive
-    integer.
+    """The Key.check of per_layer_config, {index of a layer: {key: its value in that layer}}, in which transformers 5.23
+    writes the sizes of global layers; earlier files have them in the keys global_head_dim and
+    num_global_key_value_heads. Raises ValueError for an index that is no number, a key that is neither head_dim nor
+    num_key_value_heads, or a size that is no positive integer.
 
     key: what the error calls the value. value: the per_layer_config.
     """
@@ -90,10 +90,10 @@ def prepared(hf: Config) -> Fields:
 
 def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
     """The sizes of global layers from per_layer_config of the config.json `hf`, {"global_head_dim": ...,
-    "num_global_key_value_heads": ...}, the keys that earlier files have for all global layers. A size that
-    per_layer_config does not give is head_dim or num_key_value_heads.
+    "num_global_key_value_heads": ...}, the keys that earlier files have for all global layers; `prepared` puts them
+    into the config. A size that per_layer_config does not give is head_dim or num_key_value_heads.
 
-    types: the type of each layer.
+    types: the type of each layer, "full_attention" (global) or "sliding_attention".
 
     Raises:
       ValueError: layers of one type with different sizes, sizes for layers that slide or do not exist, or another
@@ -119,9 +119,9 @@ def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
 
 
 class _Rotary(RotaryByType):
-    """Gemma 4's Entry for its rotary bases, one for each type of layer: RotaryByType, in which the key rope_parameters
-    alone has them. The base of global layers rotates heads of global_head_dim, which are wider than those of sliding
-    layers."""
+    """The entry of Gemma 4's table (key.Entry) for its rotary bases, one for each type of layer: RotaryByType, in which
+    the key rope_parameters alone has them. The base of global layers rotates heads of global_head_dim, which are wider
+    than those of sliding layers."""
 
     keys = (Key("rope_parameters", (), check_parameters, None),)
 
@@ -166,8 +166,8 @@ class _Rotary(RotaryByType):
 
 
 class _Layers(LayerTypes):
-    """Gemma 4's Entry for the key layer_types: LayerTypes, in which the output of every layer is also multiplied by a
-    scalar of that layer."""
+    """The entry of Gemma 4's table (key.Entry) for the key layer_types: LayerTypes, in which the output of every layer
+    is also multiplied by a scalar of that layer."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": LayerSpecs as LayerTypes reads them from the config.json `hf`, with output_scale set}. fields: the
@@ -206,9 +206,9 @@ def _unshared(layer: LayerSpec) -> LayerSpec:
 
 
 class _Sharing:
-    """The Entry for num_kv_shared_layers, the number of last layers that have no keys and values of their own. Each
-    takes those of the last layer of its type before them. Their MLP has twice the width if use_double_wide_mlp is
-    true."""
+    """The entry of Gemma 4's table (key.Entry) for num_kv_shared_layers, the number of last layers that have no keys
+    and values of their own. Each takes those of the last layer of its type before them. Their MLP has twice the width
+    if use_double_wide_mlp is true."""
 
     gives = ()
     keys = (
@@ -265,8 +265,9 @@ def unused_tensors(config: DecoderConfig) -> tuple[str, ...]:
 
 
 class _PerLayer:
-    """Translates between config.json and DecoderConfig for per-layer embeddings (it implements key.Entry): their sizes,
-    and the stage of every layer that adds them. 0 for hidden_size_per_layer_input means that there are none."""
+    """The entry of Gemma 4's table (key.Entry) for per-layer embeddings, which translates between config.json and
+    DecoderConfig: their sizes, and the stage of every layer that adds them. 0 for hidden_size_per_layer_input means
+    that there are none."""
 
     gives = ("per_layer_size", "per_layer_vocab_size")
     keys = (
@@ -295,9 +296,9 @@ class _PerLayer:
 
 
 class _Experts:
-    """The Entry for experts in parallel with the MLP, which all layers have if enable_moe_block is true: sets
-    DecoderConfig.moe and the stages of the layers. MLP and experts each have a norm before and after them, and their
-    sum has one more."""
+    """The entry of Gemma 4's table (key.Entry) for experts in parallel with the MLP, which all layers have if
+    enable_moe_block is true: sets DecoderConfig.moe and the stages of the layers. MLP and experts each have a norm
+    before and after them, and their sum has one more. `record` has the keys of the experts' MoEConfig."""
 
     gives = ("moe",)
     record = Record(

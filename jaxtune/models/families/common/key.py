@@ -102,8 +102,9 @@ class Key:
         return dict.fromkeys(self.gives, value)
 
     def write(self, config: Any) -> Fields:
-        """{key: its value} for the config.json of a DecoderConfig (or of a Record's object); {} for a key that sets no
-        field and has no `written`."""
+        """{key: its value} for the config.json of `config`, a DecoderConfig (or of a Record's object): what `written`
+        returns, or else the value of the first field that the key sets, converted back; {} for a key that sets no field
+        and has no `written`."""
         if self.written is not None:
             return {self.name: self.written(config)}
         if not self.gives:
@@ -116,9 +117,9 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The Entry for several keys of config.json that describe one object, such as a MoEConfig or the shape of a mixer.
-    `made` makes the object from a config.json, and `described` makes the keys from the object; `read` and `write` do so
-    for the object in a field of DecoderConfig."""
+    """An entry of families' tables (Entry) for several keys of config.json that describe one object, such as a
+    MoEConfig or the shape of a mixer. `made` makes the object from a config.json, and `described` makes the keys from
+    the object; `read` and `write` do so for the object in a field of DecoderConfig."""
 
     make: type
     """The class of the object."""

@@ -122,8 +122,8 @@ def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes:
-    """The Entry for the key layer_types: gives each LayerSpec in DecoderConfig.layers the window, rotary base and mixer
-    of the layer's type, and writes the types of layers back."""
+    """An entry of families' tables (key.Entry) for the key layer_types: gives each LayerSpec in DecoderConfig.layers
+    the window, rotary base and mixer of the layer's type, and writes the types of layers back."""
 
     default: Callable[[Config], Sequence[str]]
     """Computes the types for a config.json without layer_types; it may read all keys of the family."""
@@ -200,8 +200,8 @@ class LayerTypes:
 
 
 class OneWindow:
-    """The Entry for a sliding_window that all layers have: sets it in each LayerSpec, and writes it back. Null in the
-    file means that no layer has a window."""
+    """An entry of families' tables (key.Entry) for a sliding_window that all layers have: sets it in each LayerSpec,
+    and writes it back. Null in the file means that no layer has a window."""
 
     keys = (SLIDING_WINDOW,)
     gives = ()
@@ -250,8 +250,9 @@ UPPER_WINDOWS = (
 
 
 class MLPLayers:
-    """The Entry for mlp_only_layers and decoder_sparse_step, which say which layers of a model with experts have an MLP
-    instead: replaces the feed-forward of these LayerSpecs, and writes mlp_only_layers back."""
+    """An entry of families' tables (key.Entry) for mlp_only_layers and decoder_sparse_step, which say which layers of a
+    model with experts have an MLP instead: replaces the feed-forward of these LayerSpecs, and writes mlp_only_layers
+    back."""
 
     keys = (
         Key("mlp_only_layers", (), functools.partial(values.items, of=any_count), ()),

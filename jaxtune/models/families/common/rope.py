@@ -164,9 +164,10 @@ PARTIAL_ROTARY = Key(
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """The Entry for a model with one rotary base: reads the keys of config.json about it into DecoderConfig.rotary, and
-    writes them back so that transformers 4 and 5 both read them. `given` finds the parameters in a file, and families
-    whose files have them elsewhere override it."""
+    """An entry of families' tables (key.Entry) for a model with one rotary base: reads the keys of config.json about it
+    into DecoderConfig.rotary, and writes them back so that transformers 4 and 5 both read them. `given` finds the
+    parameters in a file, and families whose files have them elsewhere override it. `keys` and `gives` are the keys that
+    it reads and the field that it sets."""
 
     default: Config = dataclasses.field(default_factory=dict)
     """The rope_parameters of a config.json that has neither rope_parameters nor rope_scaling."""
@@ -201,9 +202,9 @@ class Rotary:
 
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Rotary):
-    """The Entry for a model with a rotary base for each type of layer: reads rope_parameters, which has one object for
-    each type, into DecoderConfig.rotary, and writes it back. `given_to` finds the parameters of one type in a file, and
-    families whose files have them elsewhere override it."""
+    """An entry of families' tables (key.Entry) for a model with a rotary base for each type of layer: reads
+    rope_parameters, which has one object for each type, into DecoderConfig.rotary, and writes it back. `given_to` finds
+    the parameters of one type in a file, and families whose files have them elsewhere override it."""
 
     types: tuple[str, ...] = (FULL, SLIDING)
     """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""
