@@ -76,7 +76,8 @@ _LANGUAGE = "model.language_model."
 
 def text_parts() -> dict[str, tuple[str, ...]]:
     """Lists the models with a vision tower, of which only the text part is loaded: {the whole model's model_type: the
-    model_types that its text part may have}. A text part whose config names none has the first."""
+    model_types that its text part may have}. A text part whose config names none has the first. text_config and
+    is_nested recognise such models by it."""
     parts: dict[str, tuple[str, ...]] = {}
     for name, declared in FAMILIES.items():
         for whole in declared.text_of:

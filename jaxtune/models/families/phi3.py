@@ -16,8 +16,8 @@ class _Rotary(Rotary):
     that transformers 4 requires."""
 
     def given(self, hf: Config) -> Fields:
-        """The rotary parameters of a config.json (`hf`) as one flat dict, in which longrope has its current name
-        instead of the earlier "su" and "yarn"."""
+        """The rotary parameters of a config.json (`hf`) as one flat dict, as `rope_parameters` returns it, in which
+        longrope has its current name instead of the earlier "su" and "yarn"."""
         given = super().given(hf)
         if given["rope_type"] in ("su", "yarn"):  # the names of longrope in early files
             given["rope_type"] = "longrope"

@@ -300,7 +300,8 @@ class Attention(nnx.Module):
         return getattr(self, norm)(x.reshape(shape)).reshape(x.shape)
 
     def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
-        """Projects the heads' outputs `out` [B, T, heads, D] by o_proj: [B, T, hidden].
+        """Projects the heads' outputs `out` [B, T, heads, D] by o_proj: [B, T, hidden]. The segment `mix` calls it, and
+        `step_giving` in generation.
 
         gate: [B, T, heads, D], whose sigmoid multiplies `out` first; None: no gate. key: draws the dropout mask of the
         adapter of o_proj; None: no dropout."""

@@ -152,7 +152,7 @@ class Block(nnx.Module):
 
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
         """Adds a part's output to x: the output passes its post-norm first if it has one, and is returned alone if x is
-        None.
+        None. On the residual stream it is scaled, as the layer's result is at the layer's end (_on_stream).
 
         part: the part's name. x: the value [B, T, hidden] that the output is added to: the residual stream, or in a
         stage whose sum is normed the sum of the outputs so far; None for the first part of such a stage. out: [B, T,

@@ -265,9 +265,10 @@ class DeltaNet(nnx.Module):
 
     def output(self, out: jax.Array, gate: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Norms the recurrence's output `out` [B, T, heads, value_dim], multiplies it by SiLU(gate), and projects it by
-        out_proj: [B, T, hidden].
+        out_proj: [B, T, hidden] in gate's dtype. The segment `mix` calls it, and `step` in generation.
 
-        gate: [B, T, heads, value_dim], from `project`. key: draws the adapter's dropout mask; None: no dropout."""
+        gate: [B, T, heads, value_dim], from `project`. key: draws the dropout mask of out_proj's adapter; None: no
+        dropout."""
         out = self.norm(out).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         return self.out_proj(out.astype(gate.dtype).reshape(*gate.shape[:2], -1), key)
 

@@ -65,7 +65,7 @@ class MLP(nnx.Module):
 
     def gate_up(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Multiplies x [B, T, hidden] by the gate and up matrices: (gate, up), each [B, T, intermediate], before the
-        activation. key: draws the adapters' dropout masks; None: no dropout."""
+        activation. It is the segment `expand`. key: draws the adapters' dropout masks; None: no dropout."""
         if self.config.fused_gate_up:
             both = self.gate_up_proj(x, key)
             half = self.config.intermediate_size

@@ -64,19 +64,19 @@ def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stre
 
 
 def _encode_int8(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
-    """`encode` for the format int8: {"codes": int8[..., blocks * 64], "scales": float32[..., blocks], max |x| / 127 of
-    each block}. blocks: float32[..., blocks, 64], the numbers. draws: numbers of the same shape, uniform from 0 to 1,
-    for stochastic rounding; None: codes are rounded to the nearest."""
+    """`encode` for the format int8: {"codes": int8[..., blocks * 64], whole numbers from -127 to 127, "scales":
+    float32[..., blocks], max |x| / 127 of each block}. blocks: float32[..., blocks, 64], the numbers. draws: numbers of
+    the same shape, uniform from 0 to 1, for stochastic rounding; None: codes are rounded to the nearest."""
     scales = jnp.abs(blocks).max(-1) / 127
     codes = jnp.clip(_rounded(blocks * _inverse(scales)[..., None], draws), -127, 127).astype(jnp.int8)
     return {"codes": codes.reshape(*scales.shape[:-1], -1), "scales": scales}
 
 
 def _encode_int4(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
-    """`encode` for the format int4: {"codes": uint8[..., blocks * 8], two codes a byte, "scales": uint8[..., blocks],
-    "largest": float32[..., 1], the largest |x| of each row}. blocks: float32[..., blocks, 16], the numbers; a row has a
-    multiple of 64 of them. draws: numbers of the same shape, uniform from 0 to 1, for stochastic rounding; None: codes
-    are rounded to the nearest."""
+    """`encode` for the format int4: {"codes": uint8[..., blocks * 8], two codes a byte (of each 64 numbers, the first
+    half in the low bits), "scales": uint8[..., blocks], "largest": float32[..., 1], the largest |x| of each row}.
+    blocks: float32[..., blocks, 16], the numbers; a row has a multiple of 64 of them. draws: numbers of the same shape,
+    uniform from 0 to 1, for stochastic rounding; None: codes are rounded to the nearest."""
     of_blocks = jnp.abs(blocks).max(-1)
     largest = of_blocks.max(-1, keepdims=True)
     scales = jnp.clip(jnp.floor(-_STEPS * jnp.log2(of_blocks * _inverse(largest))), 0, 255).astype(jnp.uint8)
