@@ -349,9 +349,9 @@ def _bias_follows(linear: Linear) -> bool:
 
 
 def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Array) -> jax.Array:
-    """Finishes the output of a linear whose merged weight was rounded: returns `out` with what gives the adapter its
-    gradients (if gradients are clipped, the rounded weight itself does), with dropout's noise, and with the bias if
-    `_bias_follows`.
+    """Finishes the output of a linear whose merged weight was rounded. Returns `out`, whose value only dropout's noise
+    changes, and the bias if `_bias_follows`. In the backward, the adapter gets its gradients from the result; if
+    gradients are clipped, it gets those through the rounded weight instead.
 
     Args:
       out: [..., out], the product of x and the rounded weight.

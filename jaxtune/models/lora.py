@@ -301,7 +301,8 @@ def without_adapter(model: Decoder) -> Decoder:
     """Returns the base of a model with an adapter: what it was before get_peft_model or load_adapter.
 
     Adapters of linears and experts are removed with DoRA's magnitudes, modules_to_save have their original weights, and
-    a model that was prepared for QAT computes with weights that are not rounded. Quantised weights stay quantised.
+    a model that was prepared for QAT computes without rounding weights and inputs. Quantised weights stay quantised.
+    Objectives that compare with a reference, such as DPO, compute it with this model.
 
     Returns:
       a new model, all frozen, that shares every array with `model`; it needs no memory, and training `model` does not

@@ -46,8 +46,8 @@ class Component:
 
 def check_words(key: str, words: Mapping[str, str]) -> None:
     """Raises ValueError unless every value of `words`, a precision map {pattern of module names: word}, is the word of
-    a dtype (DTYPES, such as "bf16") or of a format, such as "nf4"; patterns are not checked. key: what the map is
-    called in the error, such as "precision"."""
+    a dtype (DTYPES, such as "bf16") or of a format, such as "nf4"; patterns are not checked. `resolve` and the reading
+    of adapters' records call it. key: what the map is called in the error, such as "precision"."""
     for pattern, word in words.items():
         if word not in DTYPES and word not in LOADED:
             known = ", ".join((*DTYPES, *LOADED))

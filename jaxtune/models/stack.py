@@ -269,7 +269,7 @@ def layer_backward(
 
 def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
     """Builds the Block of a layer: nnx.merge(graph, trainable, frozen). Its argument `trainable` is last, so that
-    functools.partial can bind the others for differentiation by it. frozen: the other tensors."""
+    layer_backward can bind the others (functools.partial) and differentiate by it. frozen: the other tensors."""
     return nnx.merge(graph, trainable, frozen)
 
 
