@@ -198,17 +198,16 @@ def layer_backward(
     tile=None,
     dothers=None,
 ):
-    """Runs the backward of a layer, while arrays of its neighbours are exchanged. What `saved` lacks is recomputed.
+    """Runs the backward of a layer, with the copies and collectives of its neighbours; _stack_bwd calls it.
 
     Args:
       graph, spec, trainable, frozen, layout, key, tile: the arguments that the layer's forward had (layer_forward).
-      saved: {name: value} of the residuals that were kept or copied back, and of what the layer takes from outside.
+      saved: {name: value} of residuals and of what the layer takes from outside; what is missing is recomputed.
       doutput, dothers: layer_output's gradient; {name: gradient} of auxiliary values and of what later layers took.
       to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer that is next.
-      scatters: (Shard, gradient of the whole tensor) of the last layer's that ran, to be summed over devices.
+      scatters: pairs (Shard, gradient of the whole tensor) of the layer that ran before, to be summed over devices.
     Returns:
-      (gradients of `trainable`; of layer_input; {name: gradient} of what the layer takes; copies of `to_device`;
-        `gathers` whole; this device's parts of the summed `scatters`)
+      (gradients of trainable; of layer_input; {value taken: gradient}; to_device copied; gathers whole; Shards of sums)
     """
     values, block = dict(saved), nnx.merge(graph, trainable, frozen)
     segments = block.segments(tile, aux=tuple(dothers or {}))
@@ -246,7 +245,6 @@ def layer_backward(
             total = None
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(gradients[name] for name in segment.outputs if name in gradients)
-                # What the derivative computes again waits for the segment's gradient, and takes no memory before.
                 saved_inputs = {name: values[name] for name in segment.reads if name not in order.shared}
                 saved_inputs, doutputs, total = _barrier(order, saved_inputs, doutputs, total)
                 inputs = start(stage, [dense(saved_inputs.get(name, values[name])) for name in segment.reads])
