@@ -76,12 +76,13 @@ class PartConfig(Protocol):
     @property
     def hf_name(self) -> str:
         """The name of the part within a layer in Hugging Face's tensor names, such as self_attn; "" if its tensors have
-        no prefix."""
+        no prefix. Tensors of checkpoints and adapters are named by it (LayerSpec.hf_names)."""
         ...
 
     def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
-        """Builds the module with random weights. config: the config of the whole decoder, such as its hidden_size. key:
-        the JAX random key from which the weights are drawn. dtype: the dtype of the weights."""
+        """Builds the module with random weights; Block's constructor calls it. config: the config of the whole decoder,
+        which gives what the settings do not, such as hidden_size. key: the JAX random key from which the weights are
+        drawn. dtype: the dtype of the weights."""
         ...
 
 
@@ -177,8 +178,8 @@ class LayerSpec:
 
     def replaced(self, **configs: PartConfig | None) -> LayerSpec:
         """A new spec of the same layer with other configs of parts, given as keyword arguments by the parts' names
-        (mixer=...). None leaves a part's config as it is, and a name that no part has is ignored. Families call it when
-        they read from a config.json in which layers attention, MLP or mixer differ."""
+        (mixer=...). None leaves a part's config as it is, and a name that no part has is ignored. Families call it
+        where a config.json says that layers have different mixers or feed-forwards."""
 
         def one(part: Part) -> Part:
             """The part with its new config, if one was given for it."""
@@ -345,12 +346,14 @@ class DecoderConfig:
 
     @property
     def query_size(self) -> int:
-        """num_heads * head_dim: how many numbers a token's queries have over all heads."""
+        """num_heads * head_dim: how many numbers a token's queries have over all heads, by which q_proj and o_proj are
+        sized."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """num_kv_heads * head_dim: how many numbers a token's keys have over all heads, and its values as many."""
+        """num_kv_heads * head_dim: how many numbers a token's keys have over all heads, and its values as many; k_proj
+        and v_proj are sized by it."""
         return self.num_kv_heads * self.head_dim
 
 

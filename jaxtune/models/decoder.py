@@ -174,7 +174,8 @@ class Decoder(nnx.Module):
     @property
     def head_variable(self) -> nnx.Variable:
         """The variable with the head's weight, which is the embedding's if the head is tied: [vocab, hidden] of a
-        language model, [outputs, hidden] of another head. It is an nnx.Param if the head is trained."""
+        language model, [outputs, hidden] of another head. It is an nnx.Param if the head is trained. The loss, adapters
+        and the planner read it without knowing whether the head is tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def head_operands(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -378,7 +378,7 @@ class FakeQuant:
     @property
     def outtype(self) -> str | None:
         """The quantised type of GGUF files (a value of `jaxtune export --outtype`) that stores the grid's numbers
-        exactly; None if there is none."""
+        exactly, such as "q4_0"; None if there is none. Exports to GGUF compare it with what the user asks for."""
         return ROUNDINGS[self.format].outtype
 
     def represented_by(self, dtype: str) -> bool:

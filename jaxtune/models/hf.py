@@ -253,7 +253,7 @@ def load_base(
     precision: Mapping[str, str] | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads the base model of an adapter, without the adapter, in the dtype and format over which the adapter was
-    trained if its folder records them. Its linears compute in FP8 if the adapter was trained so.
+    trained if its folder records them. Its linears compute in FP8 if the adapter was trained so, in the same format.
 
     Args:
       adapter: a PEFT folder, whose config names the base.

@@ -245,15 +245,15 @@ class Linear(nnx.Module):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(out, in), the shape of the weight, also of a quantised one, whose codes have another shape; those of the
-        adapters follow from it."""
+        """(out, in), the shape of the weight, also of a quantised one, whose codes have another shape. The shapes of
+        the adapter's matrices follow from it."""
         out_size, in_size = self.weight.shape
         return out_size, in_size
 
     @property
     def stored_weight(self) -> jax.Array | Stored:
         """The weight in the form in which the model stores it: an array, or a quantised weight (Stored), whose variable
-        cannot be indexed as others are."""
+        cannot be indexed as others are. Products, savers and merges read it."""
         return self.weight.get_value()
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:
@@ -351,7 +351,7 @@ def _bias_follows(linear: Linear) -> bool:
 def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Array) -> jax.Array:
     """Finishes the output of a linear whose merged weight was rounded. Returns `out`, whose value only dropout's noise
     changes, and the bias if `_bias_follows`. In the backward, the adapter gets its gradients from the result; if
-    gradients are clipped, it gets those through the rounded weight instead.
+    gradients are clipped, it gets them through the rounded weight, and from the result only those of dropout's noise.
 
     Args:
       out: [..., out], the product of x and the rounded weight.

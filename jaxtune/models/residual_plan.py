@@ -137,8 +137,8 @@ class ResidualPlan:
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
-        """The plan in which each of num_layers layers has the plan `layer`. tile_tokens: the field of that name, tokens
-        of each row in a tile; None: there are no tiles."""
+        """The plan in which each of num_layers layers has the plan `layer`, such as run_stack's default, in which all
+        are kept. tile_tokens: the field of that name, tokens of each row in a tile; None: there are no tiles."""
         return cls((layer,) * num_layers, tile_tokens)
 
 

@@ -17,8 +17,9 @@ from jaxtune.models.families.common.table import WINDOW_PATTERN
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The type of each layer by sliding_window_pattern of the config.json `hf`, or full attention everywhere if there
-    is no window. It is the LayerTypes.default of FAMILY, for a file without layer_types."""
+    """The type of each layer ("sliding_attention" or "full_attention") by sliding_window_pattern of the config.json
+    `hf`, or full attention everywhere if there is no window. It is the LayerTypes.default of FAMILY, for a file without
+    layer_types."""
     return by_pattern(hf) if hf["sliding_window"] is not None else [FULL] * hf["num_hidden_layers"]
 
 

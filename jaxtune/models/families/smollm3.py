@@ -31,9 +31,9 @@ def _rotates(hf: Config) -> list[int]:
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The type of each layer where, with use_sliding_window, those without rotary positions slide, by the config.json
-    `hf`. Raises ValueError for another number of entries in no_rope_layers than layers. It is the LayerTypes.default of
-    FAMILY, for a file without layer_types."""
+    """The type of each layer ("sliding_attention" or "full_attention") where, with use_sliding_window, those without
+    rotary positions slide, by the config.json `hf`. Raises ValueError for another number of entries in no_rope_layers
+    than layers. It is the LayerTypes.default of FAMILY, for a file without layer_types."""
     slides = hf["use_sliding_window"] and hf["sliding_window"] is not None
     return [SLIDING if slides and not rotates else FULL for rotates in _rotates(hf)]
 

@@ -273,13 +273,14 @@ class Attention(nnx.Module):
         return *heads, *gates
 
     def _query(self, x: jax.Array, rotary) -> jax.Array:
-        """Norms a projected query x [B, T, heads, D] and rotates it. rotary: the rotary table; if it has a third array,
-        that scales the query by its position. None: the query is not rotated."""
+        """Norms a projected query x [B, T, heads, D] and rotates it, for `project`, `attended` and `step_giving`.
+        rotary: the rotary table; if it has a third array, that scales the query by its position. None: the query is not
+        rotated."""
         return scaled_by_position(rotate(self._normed("q_norm", x), rotary, self.config.interleaved_rotary), rotary)
 
     def _key(self, x: jax.Array, rotary) -> jax.Array:
-        """Norms a projected key x [B, T, kv_heads, D] and rotates it. rotary: the rotary table; None: the key is not
-        rotated."""
+        """Norms a projected key x [B, T, kv_heads, D] and rotates it, for `project`, `attended` and `first_state`.
+        rotary: the rotary table; None: the key is not rotated."""
         return rotate(self._normed("k_norm", x), rotary, self.config.interleaved_rotary)
 
     def _value(self, x: jax.Array) -> jax.Array:

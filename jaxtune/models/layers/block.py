@@ -237,7 +237,8 @@ class Block(nnx.Module):
         return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
 
     def matrices(self) -> list[PartMatrix]:
-        """The weight matrices of the layer that can have an adapter or be quantised, in the order of their products."""
+        """The weight matrices of the layer that can have an adapter or be quantised, in the order of their products.
+        models/lora.py lists a model's matrices by it."""
         named = (name for segment in self.segments() for name in segment.matrices)
         parted = ((name, name.partition(".")) for name in named)
         return [PartMatrix(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]

@@ -162,8 +162,9 @@ class Record:
 
 
 def checked(hf: Config, keys: Iterable[Key]) -> None:
-    """Raises ValueError for a value of a config.json (`hf`) that its key does not allow, with key and value. keys:
-    those that are checked; null is always allowed, and so is a key that is missing."""
+    """Raises ValueError for a value of a config.json (`hf`) that its key does not allow, with key and value;
+    Family.from_hf calls it first. keys: those that are checked; null is always allowed, and so is a key that is
+    missing."""
     for key in keys:
         if hf.get(key.name) is not None:
             key.check(f"config.json: {key.name}", hf[key.name])

@@ -214,7 +214,8 @@ class OneWindow:
         return {"layers": tuple(dataclasses.replace(layer, window=window) for layer in fields["layers"])}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{"sliding_window": the window of all layers of `config`, or None}; raises ValueError if they differ."""
+        """{"sliding_window": the window of all layers of `config`, or None if they have none}, for its config.json;
+        raises ValueError if layers have different windows."""
         return {"sliding_window": one_window(config, config.layers)}
 
 
