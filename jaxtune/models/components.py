@@ -27,8 +27,10 @@ type Named = Linear | ExpertLinear | Router | RMSNorm | LayerNorm | Embedding  #
 def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
     """Yields (Component, path, module) for every module of `model` that a precision map can name: linears, experts,
     routers, norms, the embedding and the head, but none of a teacher. The Component is what patterns are compared with:
-    the module's name in checkpoints, its kind and aliases, and whether it can be quantised. The path of attributes and
-    indices leads to the module, which is the model's own, not a copy. The arrays of `model` may be abstract."""
+    the module's name in checkpoints; its kind, "router" (also for what is inside a router), "norms" or ""; as an alias
+    of an embedding that is the head too, the head's name; and whether the module can be quantised, as linears and
+    experts of the layers can. The path of attributes and indices leads from the model to the module, which is the
+    model's own, not a copy. The arrays of `model` may be abstract. Functions here that apply or read maps call it."""
     norms, config = family(model.config.family).norms, model.config
     for path, module in nnx.iter_modules(model):
         if path[:1] == ("teacher",) or not isinstance(
@@ -51,11 +53,11 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
 def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) -> dict[str, str]:
     """Decides the precision of the modules of `model`, as `precision.resolve` does it: {module's name in checkpoints:
     word}, where a word is a dtype such as "bf16" or a format such as "nf4". Modules that keep the model's dtype because
-    neither argument concerns them are not in it. `model` is not changed.
+    neither argument concerns them are not in it. `model` is not changed. Loading, `follow` and `stored_as` go by it.
 
     Args:
       model: its arrays may be abstract.
-      words: the precision map, {pattern: word}.
+      words: the precision map, {pattern of module names: word}.
       rest: the format of the linears and experts in the layers that no pattern matches; None: none.
     Raises:
       ValueError: a pattern or word that does not fit the model.
@@ -65,8 +67,8 @@ def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) 
 
 def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
     """Sets the dtype in which each module of `model` multiplies (its attribute `compute`), in place; weights stay as
-    they are. found: {name: word} from `resolved`; a module that it does not name, or names with a format or the model's
-    own dtype, multiplies in the model's dtype."""
+    they are. found: {module's name in checkpoints: word} from `resolved`; a module that it does not name, or names with
+    a format or the model's own dtype, multiplies in the model's dtype. Loading, `follow` and `stored_as` call it."""
     for each, _, module in components(model):
         compute = DTYPES.get(found.get(each.name, ""))
         compute = None if compute == model.dtype else compute
@@ -147,16 +149,17 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
 
 
 def common_format(model: Decoder) -> str | None:
-    """The name of the format in which most of the quantised weights of `model` are, such as "nf4", of equally many the
-    first by name; None where no weight is quantised. Runs and adapters record it as load_in."""
+    """The name of the format in which most of the quantised weights of `model` are, such as "nf4"; of formats with
+    equally many weights, the first by name; None where no weight is quantised. Runs and adapters record it as load_in,
+    the format in which the model can be loaded again."""
     names = Counter(word for word in _words(model).values() if word in FORMATS)
     return min(names, key=lambda name: (-names[name], name), default=None)
 
 
 def _words(model: Decoder) -> dict[str, str]:
-    """{module's name: word} of all modules of `model`, as a precision map would say it: the format of a quantised
-    weight, such as "nf4"; else the word ("bf16", "fp16" or "fp32") of the dtype in which the module computes, which is
-    the model's dtype unless a map has set another."""
+    """{module's name in checkpoints: word} of all modules of `model` that a precision map can name, as a map would say
+    it: the format of a quantised weight, such as "nf4"; else the word ("bf16", "fp16" or "fp32") of the dtype in which
+    the module computes, which is the model's dtype unless a map has set another. common_format and followed read it."""
     found = {}
     for each, _, module in components(model):
         weight = module.weight.get_value()
@@ -166,12 +169,13 @@ def _words(model: Decoder) -> dict[str, str]:
 
 
 def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
-    """The precision map that `model` follows, by whole names: {module's name: word} of the modules that differ from
-    what model.load_in = common_format(model) and the model's dtype alone would give; {} if none does. Runs and adapters
-    record it, so that the model can be loaded again as it was.
+    """The precision map that `model` follows, with whole names as patterns: {module's name in checkpoints: word} of the
+    modules that differ from what the format common_format(model) for all linears and experts of the layers, and the
+    model's dtype for all else, would give; {} if none does. Runs and adapters record it, so that the model can be
+    loaded again as it was.
 
     plain: whether linears and experts of the layers that are in the model's own dtype beside quantised ones are listed.
-    False where the model's own files store them so."""
+    False where the model's own files store them so, and loading therefore needs no word for them."""
     own, usual = WORDS[jnp.dtype(model.dtype).name], common_format(model)
     words, found = _words(model), {}
     for each, *_ in components(model):

@@ -22,17 +22,17 @@ class RopeConfig:
 
     theta: float = 10000.0  # the base of the frequencies
     # "default" does not extend the context; "linear" divides positions by `factor`; "longrope" has a factor per
-    # dimension; "llama3" and "yarn" scale frequencies by wavelength; "proportional" spreads the frequencies of the
-    # rotated share over the whole head, whose halves are the pairs
+    # rotated pair; "llama3" and "yarn" scale frequencies by wavelength; "proportional" spreads the frequencies of the
+    # rotated share over the whole head: number i of its first half and number i of its second half are a pair
     kind: Literal["default", "linear", "llama3", "longrope", "proportional", "yarn"] = "default"
     partial_rotary_factor: float = 1.0  # the share of a head's dimensions that is rotated
-    factor: float = 1.0  # by which the context is extended
+    factor: float = 1.0  # by which the context is extended, and scaled frequencies are divided
     low_freq_factor: float = 1.0  # llama3: wavelengths above original context / this are scaled fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original context / this are not scaled
     original_max_position_embeddings: int = 0  # the context before the extension, in tokens; 0: max_position_embeddings
-    # longrope: divisors of the frequencies for documents within the original context
+    # longrope: divisors of the frequencies, one for each rotated pair, for documents within the original context
     short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()  # longrope: divisors for documents that are longer
+    long_factor: tuple[float, ...] = ()  # longrope: the same for documents that are longer
     # factor on cos and sin; None: the kind's own formula in `factor` (longrope, yarn)
     attention_factor: float | None = None
     beta_fast: float = 32.0  # yarn: dimensions that turn more often than this in the original context are not scaled
@@ -76,12 +76,13 @@ class PartConfig(Protocol):
     @property
     def hf_name(self) -> str:
         """The name of the part within a layer in Hugging Face's tensor names, such as self_attn; "" if its tensors have
-        no prefix."""
+        no prefix. Tensors of checkpoints and adapters are named by it (LayerSpec.hf_names)."""
         ...
 
     def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
-        """Builds the module with random weights. config: the config of the whole decoder, such as its hidden_size. key:
-        the JAX random key from which the weights are drawn. dtype: the dtype of the weights."""
+        """Builds the module with random weights; Block's constructor calls it. config: the config of the whole decoder,
+        which gives what the settings do not, such as hidden_size. key: the JAX random key from which the weights are
+        drawn. dtype: the dtype of the weights."""
         ...
 
 
@@ -176,8 +177,9 @@ class LayerSpec:
         return {part.name: part.config.hf_name if part.config else usual[part.name] for part in self.parts}
 
     def replaced(self, **configs: PartConfig | None) -> LayerSpec:
-        """A new spec of the same layer with other configs of parts, given as keyword arguments by the parts' names.
-        None leaves a part's config as it is, and a name that no part has is ignored."""
+        """A new spec of the same layer with other configs of parts, given as keyword arguments by the parts' names
+        (mixer=...). None leaves a part's config as it is, and a name that no part has is ignored. Families call it
+        where a config.json says that layers have different mixers or feed-forwards."""
 
         def one(part: Part) -> Part:
             """The part with its new config, if one was given for it."""
@@ -344,12 +346,14 @@ class DecoderConfig:
 
     @property
     def query_size(self) -> int:
-        """num_heads * head_dim: how many numbers a token's queries have over all heads."""
+        """num_heads * head_dim: how many numbers a token's queries have over all heads, by which q_proj and o_proj are
+        sized."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """num_kv_heads * head_dim: how many numbers a token's keys have over all heads, and its values as many."""
+        """num_kv_heads * head_dim: how many numbers a token's keys have over all heads, and its values as many; k_proj
+        and v_proj are sized by it."""
         return self.num_kv_heads * self.head_dim
 
 

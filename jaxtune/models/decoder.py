@@ -78,7 +78,8 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
     the document * hidden), plus or minus; the result has x's dtype. Training does so as regularisation (NEFTune,
     arXiv:2310.05914).
 
-    The noise depends neither on how documents are packed nor on how rows are divided over devices.
+    How large the noise can be does not depend on how documents are packed. The numbers drawn do not depend on how rows
+    are divided over devices.
 
     Args:
       layout: the document boundaries of the batch, which give the length of each token's document.
@@ -173,14 +174,16 @@ class Decoder(nnx.Module):
     @property
     def head_variable(self) -> nnx.Variable:
         """The variable with the head's weight, which is the embedding's if the head is tied: [vocab, hidden] of a
-        language model, [outputs, hidden] of another head. It is an nnx.Param if the head is trained."""
+        language model, [outputs, hidden] of another head. It is an nnx.Param if the head is trained. The loss, adapters
+        and the planner read it without knowing whether the head is tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def head_operands(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The two factors of the logits, which the loss multiplies itself, a part of the vocabulary at a time: (the
-        head's whole weight [vocab, hidden] as it is stored, gathered if it is divided over devices; the argument
-        `hidden`, the hidden states [..., hidden], cast to the dtype in which the logits are computed). That is the
-        hidden states' own dtype, or the one that a precision map gives the head (models/precision.py)."""
+        head's whole weight, [vocab, hidden] or of another head [outputs, hidden], as it is stored, gathered if it is
+        divided over devices; the argument `hidden`, the hidden states [..., hidden], cast to the dtype in which the
+        logits are computed). That is the hidden states' own dtype, or the one that a precision map gives the head
+        (models/precision.py)."""
         head, hidden = gathers.whole_beside(self.head_variable, hidden)
         return head, hidden.astype(self.head_compute or hidden.dtype)
 
@@ -192,14 +195,16 @@ class Decoder(nnx.Module):
 
     @property
     def weight_dtype(self) -> jnp.dtype:
-        """The dtype of the weights that are not quantised and that no precision map names: that of the final norm,
-        which is never trained whole beside adapters. A new head gets it."""
+        """The dtype of the weights that are not quantised and that no precision map names: that of the final norm's
+        weight, which is never trained whole beside adapters; or the model's dtype, if a precision map gives that norm
+        another one. A new head (models/reward.py) gets it."""
         return jnp.dtype(self.dtype) if self.norm.compute else self.norm.weight.get_value().dtype
 
     @property
     def name_or_path(self) -> str | None:
         """The folder or hub name that the weights were loaded from, as the caller named it; for random weights of
-        model_from_config the config's path; None if the Decoder was made directly."""
+        model_from_config the config's path, or "a config" if it was given as a mapping; None if the Decoder was made
+        directly."""
         return None if self.source is None else self.source.path
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -229,7 +234,9 @@ class Decoder(nnx.Module):
           x: [B, T, hidden], the input of the first layer, from which these embeddings are computed too.
           dropout_key: the key of the dropout mask of the adapter on the projection of x; None: no dropout.
           per_layer_rows: [B, T, layers * size], the tokens' rows of the table of these embeddings, for a model whose
-            table is on the host; None: they are looked up in the model's.
+            table is on the host; None: they are looked up in the model's table.
+        Raises:
+          ValueError: the table is on the host, and per_layer_rows is None.
         """
         if self.per_layer is None:
             return None
@@ -250,7 +257,8 @@ class Decoder(nnx.Module):
           shape: (rows, length) of the batch.
           segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document per
             row.
-          positions: int32[B, T]; None: they restart with each document.
+          positions: int32[B, T]; None: they restart with each document. If they are given, a document is taken to be as
+            long as its last token's position + 1, which decides its factors in longrope.
           max_documents: an upper bound on the documents of a row, which allows faster attention; None: not known.
         """
         with jax.named_scope("layout"):
@@ -295,7 +303,7 @@ class Decoder(nnx.Module):
             "router_sums", the sums for the experts' load-balancing loss.
           noise: (key, alpha) of NEFTune's noise on the embeddings in training (noised); None: no noise.
           per_layer_rows: [B, T, layers * size], the tokens' rows of the table of per-layer embeddings, where a run has
-            the table on the host; None: they are looked up in the model's.
+            the table on the host; None: they are looked up in the model's table.
 
         Returns:
           ([B, T, hidden] after the final norm, in the compute dtype; {name: sum over the layers} of the values `aux`

@@ -96,16 +96,16 @@ def int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
 
 
 def int8_scales(groups: jax.Array, dtype: str) -> jax.Array:
-    """The scales with which a weight is rounded to int8 in groups, [..., out, n, 1] in `dtype`, one for each group: its
+    """The scales with which `int8` rounds a weight in groups, [..., out, n, 1] in `dtype`, one for each group: its
     largest magnitude / 127, so 0 for a group of zeros. groups: float32[..., out, n, group], the weight in n groups a
     row. dtype: the name of the scales' dtype."""
     return (jnp.abs(groups).max(-1, keepdims=True) * np.float32(1 / 127)).astype(dtype)
 
 
 def int8_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
-    """The codes of a weight that is rounded to int8 in groups: whole numbers from -127 to 127, as float32[..., out, n,
+    """The codes of a weight that `int8` rounds in groups: whole numbers from -127 to 127, as float32[..., out, n,
     group], of which code * scale is the rounded weight. groups: the weight, of the same shape. scale: float32[..., out,
-    n, 1], from int8_scales; where it is 0, the codes are 0."""
+    n, 1], from int8_scales; where it is 0, the group has only zeros, and the codes are 0."""
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -127, 127)
 
 
@@ -127,7 +127,7 @@ def q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     Args:
       weight: [..., out, in], of any floating-point dtype.
       group_size: 32, the size of a block; it must divide `in`, and is not None.
-      dtype: of the result.
+      dtype: the name of the result's dtype, in which the products of scale and code must be exact.
     """
     scales, codes = signed_codes(_blocks(weight, group_size), 8, dtype)
     return (as_float16(scales) * (codes - 8)).astype(dtype).reshape(weight.shape)
@@ -143,7 +143,7 @@ def q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     Args:
       weight: [..., out, in], of any floating-point dtype.
       group_size: 32, the size of a block; it must divide `in`, and is not None.
-      dtype: of the result.
+      dtype: the name of the result's dtype, in which the products of scale and code must be exact.
     """
     scales, codes = q8_0_codes(_blocks(weight, group_size), dtype)
     return (as_float16(scales) * codes).astype(dtype).reshape(weight.shape)
@@ -153,7 +153,7 @@ def _as_declared(format: str, weight: jax.Array, group_size: int | None, dtype: 
     """Rounds a weight [..., out, in] to the values of a declared format of quantised weights (a key of
     formats.FORMATS): encodes it from float32 and decodes it to `dtype`, in the weight's shape. So training rounds as a
     checkpoint in the format does. It has no straight-through gradient; callers add it, such as `straight_through`.
-    group_size: None, because these formats have blocks of their own."""
+    group_size: None, because these formats have blocks of their own. dtype: the name of the result's dtype."""
     del group_size
     return formats.FORMATS[format].encode(weight.astype(jnp.float32)).decode(dtype)
 
@@ -162,7 +162,8 @@ def _as_declared(format: str, weight: jax.Array, group_size: int | None, dtype: 
 
 
 def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -8 and 7 times its
+    """The function `within` of the Rounding of int4, for clipped gradients, which pass only to numbers in the range.
+    Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -8 and 7 times its
     scale. Only a scale that was rounded down to 16 bits leaves numbers outside. group_size: how many consecutive
     weights of a row share a scale, not None. dtype: the name of the scales' dtype."""
     groups = _blocks(weight, group_size)
@@ -171,9 +172,11 @@ def _within_int4(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -127 and 127 times
-    its scale. Only a scale that was rounded down to 16 bits leaves numbers outside. group_size: how many consecutive
-    weights of a row share a scale; None: all of the row. dtype: the name of the dtype of groups' scales."""
+    """The function `within` of the Rounding of int8, for clipped gradients, which pass only to numbers in the range.
+    Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -127 and 127 times its
+    scale. Only a scale that was rounded down to 16 bits leaves numbers outside. group_size: how many consecutive
+    weights of a row share a scale; None: all of the row. dtype: the name of the dtype of groups' scales; it is not used
+    if group_size is None."""
     if group_size is None:
         return _within_declared("int8", weight, None, dtype)
     groups = _blocks(weight, group_size)
@@ -182,7 +185,8 @@ def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -8 and 7 times its
+    """The function `within` of the Rounding of q4_0, for clipped gradients, which pass only to numbers in the range.
+    Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -8 and 7 times its
     scale, which may be negative. The range ends at 7 scales on the side opposite the block's largest number.
     group_size: 32, the size of a block, not None. dtype: the name of the dtype that represents scale times code
     exactly."""
@@ -193,18 +197,21 @@ def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_q8_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -127 and 127 times
-    its scale. All are, except where float16 rounds scales down. group_size: 32, the size of a block, not None. dtype:
-    the name of the dtype that represents scale times code exactly."""
+    """The function `within` of the Rounding of q8_0, for clipped gradients, which pass only to numbers in the range.
+    Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -127 and 127 times its
+    scale. All are, except where float16 rounds scales down. group_size: 32, the size of a block, not None. dtype: the
+    name of the dtype that represents scale times code exactly."""
     blocks = _blocks(weight, group_size)
     largest = 127 * as_float16(q8_0_codes(blocks, dtype)[0])
     return between(blocks, -largest, largest).reshape(weight.shape)
 
 
 def _within_declared(format: str, weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """Returns a bool array of the shape of `weight` [..., out, in]: whether each number is in the range of a declared
-    format (a key of formats.FORMATS). group_size (None) and dtype are not used, because the format fixes its blocks and
-    scales; Rounding.within takes them for every format."""
+    """The function `within` of the Rounding of a declared format (a key of formats.FORMATS), for clipped gradients,
+    which pass only to numbers in the range. Returns a bool array of the shape of `weight` [..., out, in]: whether each
+    number's magnitude is at most the largest that the format has with the scale of the number's block. group_size
+    (None) and dtype are not used, because the format fixes its blocks and scales; Rounding.within takes them for every
+    format."""
     del group_size, dtype
     return within_stored(formats.FORMATS[format].encode(weight.astype(jnp.float32)), weight)
 
@@ -233,8 +240,8 @@ class Rounding:
 
 
 def _declared(format: str) -> Rounding:
-    """Makes the Rounding of a declared format (a key of formats.FORMATS), whose weights alone are rounded and which is
-    exported under its own name."""
+    """Makes the Rounding of a declared format (a key of formats.FORMATS) for ROUNDINGS: its weights alone are rounded,
+    and it is exported under its own name."""
     weights, within = (functools.partial(each, format) for each in (_as_declared, _within_declared))
     return Rounding(weights, within, block=formats.FORMATS[format].kinds[0].row_block, exports=(format,))
 
@@ -331,9 +338,9 @@ class FakeQuant:
             raise ValueError(f"{where}: {error}") from None
 
     def record(self) -> dict[str, str | int | dict[str, float] | None]:
-        """What files record of the grid, of which `of_record` makes it again: format, group_size (None if the format
-        has its own blocks) and dtype, and the observed scales of activations if there are any, without `inputs` and
-        `gradients`, which are no part of it."""
+        """What files record of the grid, of which `of_record` makes it again: {"format": ..., "group_size": ... (None
+        if the format has its own blocks), "dtype": ...}, and "input_global_scales": {name of a linear: observed scale
+        of its activations} if there are any. `inputs` and `gradients` are no part of it."""
         scales = {INPUT_SCALES: dict(self.input_scales)} if self.input_scales else {}
         return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype, **scales}
 
@@ -371,7 +378,7 @@ class FakeQuant:
     @property
     def outtype(self) -> str | None:
         """The quantised type of GGUF files (a value of `jaxtune export --outtype`) that stores the grid's numbers
-        exactly; None if there is none."""
+        exactly, such as "q4_0"; None if there is none. Exports to GGUF compare it with what the user asks for."""
         return ROUNDINGS[self.format].outtype
 
     def represented_by(self, dtype: str) -> bool:
@@ -385,8 +392,8 @@ class FakeQuant:
         return in_size % (self.group_size or ROUNDINGS[self.format].block) == 0
 
     def round(self, weight: jax.Array) -> jax.Array:
-        """Rounds a weight [..., out, in] to the grid; the result has its shape and the grid's dtype. It adds no
-        straight-through gradient; `straight_through` does."""
+        """Rounds a weight [..., out, in], whose `in` the grid `fits`, to the grid; the result has its shape and the
+        grid's dtype. It adds no straight-through gradient; `straight_through` does."""
         with jax.named_scope("fake_quantise"):
             return ROUNDINGS[self.format].weights(weight, self.group_size, self.dtype)
 
@@ -412,9 +419,10 @@ class FakeQuant:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rounded_inputs(spec: FakeQuant, x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Rounds the activations x [..., in] as the format of `spec` does, and returns them in their dtype. The backward
-    passes the gradient to x unchanged. If `spec` clips gradients, it is zero where x is outside the range. scale: the
-    observed one, float32[], or None, as the format needs it; it gets no gradient."""
+    """Rounds the activations x [..., in] as the format of `spec`, one that rounds activations, does, and returns them
+    in their dtype. The backward passes the gradient to x unchanged. If `spec` clips gradients, it is zero where x is
+    outside the range. scale: the observed one, float32[], or None, as the format needs it; it gets no gradient.
+    FakeQuant.round_inputs calls it."""
     activations = ROUNDINGS[spec.format].activations
     assert activations is not None and (scale is not None) == spec.observes
     with jax.named_scope("fake_quantise"):

@@ -282,11 +282,11 @@ MLP_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsBytes:
-    """Memory of a mixture of experts in addition to the residuals, for the planner, in multiples of the bytes of an
-    array. The sorted rows are each token's hidden state once for each of its experts; gate_up is the output of the
-    experts' gate and up products. The backward's peak is at one of two moments, of which the planner takes the larger.
-    At the first moment the backward has two arrays of gate_up's size. At the second moment it has one of these and
-    the gradients of the rows."""
+    """Memory of a mixture of experts in addition to the residuals, for the planner, in multiples of the bytes of the
+    array that each field's comment names first. The sorted rows are each token's hidden state once for each of its
+    experts; gate_up is the output of the experts' gate and up products. The backward's peak is at one of two moments,
+    of which the planner takes the larger. At the first moment the backward has two arrays of gate_up's size. At the
+    second moment it has one of these and the gradients of the rows."""
 
     forward: float  # of the layer's input: temporary values at the end of the layer's forward
     own: float  # of the layer's input: further values of the backward, at both moments
@@ -311,7 +311,7 @@ EXPERTS_BYTES = Fitted(
 @dataclasses.dataclass(frozen=True)
 class AllocatorBytes:
     """Memory that XLA's allocator takes beyond the sum of the values that exist at a time, for the planner. Each number
-    is a multiple of bytes."""
+    is a multiple of the bytes of the values that its comment names."""
 
     # of the bytes of values that are being copied to the host: those values with the gaps that they leave in memory
     leaving: float

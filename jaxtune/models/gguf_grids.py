@@ -18,15 +18,15 @@ from jaxtune.pallas.formats.division import divide
 
 
 def inverse(scales: jax.Array) -> jax.Array:
-    """Returns 1 / scales, and 0 where a scale is 0; by it numbers are divided to get codes, so that a block of zeros
-    has codes of zero."""
+    """Returns 1 / scales, float32[...] in the shape of `scales`, and 0 where a scale is 0. Numbers are multiplied by it
+    to get their codes here and in export, so that a block of zeros has codes of zero."""
     return jnp.where(scales == 0, 0, divide(jnp.ones_like(scales), jnp.where(scales == 0, 1, scales)))
 
 
 def _shortened(scales: jax.Array, kept: int, up: bool) -> jax.Array:
-    """Rounds float32 scales to 1 + `kept` significant bits; `kept` is 0 to 22. A shortened scale has exact products
-    with codes in 16 bits. up: True: to the next number of no smaller magnitude; False: to the nearest, and to that of
-    larger magnitude from the middle between two."""
+    """Rounds float32 scales of any shape and sign to 1 + `kept` significant bits; `kept` is 0 to 22. A shortened scale
+    has exact products with codes in 16 bits. up: True: to the next number of no smaller magnitude; False: to the
+    nearest, and to that of larger magnitude from the middle between two."""
     dropped = 23 - kept
     more = (1 << dropped) - 1 if up else 1 << (dropped - 1)
     bits = lax.bitcast_convert_type(scales, jnp.int32)

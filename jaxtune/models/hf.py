@@ -253,7 +253,7 @@ def load_base(
     precision: Mapping[str, str] | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads the base model of an adapter, without the adapter, in the dtype and format over which the adapter was
-    trained if its folder records them. Its linears compute in FP8 if the adapter was trained so.
+    trained if its folder records them. Its linears compute in FP8 if the adapter was trained so, in the same format.
 
     Args:
       adapter: a PEFT folder, whose config names the base.
@@ -331,8 +331,8 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 
 def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     """The content of config.json for a model that is saved. It is the one that the model was loaded with, or a new one
-    if the model's config was changed since. dtype, quantisation and the grid of quantisation-aware training (QAT) are
-    always those of the model now. With a vision tower that is saved too, it is the whole model's config.
+    if the model's config was changed since. dtype, architectures, quantisation and the grid of quantisation-aware
+    training (QAT) are always those of the model now. With a tower that is saved too, it is the whole model's config.
 
     tokenizer: gives the ids of special tokens that the config lacks; None: they stay missing. Raises ValueError for
     what config.json cannot say, such as several quantised formats or a QAT grid that model.dtype cannot represent."""
@@ -366,7 +366,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
     """Plans as which file tensors one tensor of a model is written: the returned Group (file_plan.py) lists their
-    names, shapes and dtypes and computes them later. A mixture's experts become several tensors.
+    names, shapes and dtypes and computes them later. A mixture's experts become several tensors where `files` says so.
 
     Args:
       name: Hugging Face's name of the tensor.
@@ -461,8 +461,8 @@ def checkpoint_tensors(weights: Weights) -> Planned:
 def write_checkpoint(
     folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int
 ) -> dict[str, shards.Written]:
-    """Writes weights, their index and config.json into an empty folder. One tensor of the model is computed at a time;
-    host memory also has the tensors that wait to be written (256 MiB, or one larger tensor).
+    """Writes weights, an index of several files, and config.json into a folder; the terminal shows the progress. One
+    tensor is computed at a time; host memory also has those that wait to be written (256 MiB, or one larger tensor).
 
     Args:
       folder: the empty folder.

@@ -47,13 +47,14 @@ class InputScale(nnx.Variable):
 
 def frozen(variable: nnx.Variable) -> Frozen:
     """Makes a `Frozen` variable, which is not trained, with the value (an array or a quantised weight) and the metadata
-    (logical axes) of `variable`, which stays as it is."""
+    (logical axes) of `variable`, which stays as it is. lora.freeze makes all tensors of a model so."""
     return Frozen(variable.get_value(), **variable.get_metadata())
 
 
 def trained(variable: nnx.Variable, value: jax.Array | jax.ShapeDtypeStruct) -> nnx.Param:
     """Makes an `nnx.Param`, which is trained, with this value, or only its shape and dtype, and the metadata (logical
-    axes) of another variable. The caller puts it in that variable's place in a module; `variable` stays as it is."""
+    axes) of another variable. The caller puts it in that variable's place in a module; `variable` stays as it is. The
+    embedding and the head are trained whole beside adapters so."""
     return nnx.Param(value, **variable.get_metadata())
 
 
@@ -65,8 +66,10 @@ def not_differentiated(frozens):
 
 
 def _differentiated(frozens):
-    """The forward rule of `not_differentiated`, which JAX calls only if a gradient is asked for. It raises a TypeError
-    that names one of `frozens` that the gradient would be of, because zeros would mislead."""
+    """The forward rule of `not_differentiated`, which JAX calls only if a gradient is asked for. It always raises a
+    TypeError that names one of the tensors that the gradient would be of, because zeros would mislead. frozens: the
+    tree with, in place of each tensor, an object of custom_vjp's symbolic zeros, whose attribute `perturbed` says
+    whether the gradient is asked for."""
     leaves = jax.tree_util.tree_leaves_with_path(frozens)
     names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
     raise TypeError(
@@ -242,15 +245,15 @@ class Linear(nnx.Module):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(out, in), the shape of the weight, also of a quantised one, whose codes have another shape; those of the
-        adapters follow from it."""
+        """(out, in), the shape of the weight, also of a quantised one, whose codes have another shape. The shapes of
+        the adapter's matrices follow from it."""
         out_size, in_size = self.weight.shape
         return out_size, in_size
 
     @property
     def stored_weight(self) -> jax.Array | Stored:
         """The weight in the form in which the model stores it: an array, or a quantised weight (Stored), whose variable
-        cannot be indexed as others are."""
+        cannot be indexed as others are. Products, savers and merges read it."""
         return self.weight.get_value()
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:
@@ -260,7 +263,7 @@ class Linear(nnx.Module):
         x: the activations that it multiplies. The rounding is tied to them; otherwise XLA would keep the rounded weight
         from the forward to the backward. The gradient passes the rounding to a trained weight as `straight_through`
         says. A frozen one gets none, and its adapter only if `fake_quant` clips gradients; otherwise _with_adapter
-        gives the adapter its own."""
+        gives the adapter its own. `fake_quant` must not be None."""
         assert self.fake_quant is not None
         weight = self.stored_weight
         if isinstance(self.weight, nnx.Param):
@@ -346,9 +349,9 @@ def _bias_follows(linear: Linear) -> bool:
 
 
 def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Array) -> jax.Array:
-    """Finishes the output of a linear whose merged weight was rounded: returns `out` with what gives the adapter its
-    gradients (if gradients are clipped, the rounded weight itself does), with dropout's noise, and with the bias if
-    `_bias_follows`.
+    """Finishes the output of a linear whose merged weight was rounded. Returns `out`, whose value only dropout's noise
+    changes, and the bias if `_bias_follows`. In the backward, the adapter gets its gradients from the result; if
+    gradients are clipped, it gets them through the rounded weight, and from the result only those of dropout's noise.
 
     Args:
       out: [..., out], the product of x and the rounded weight.

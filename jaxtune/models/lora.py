@@ -26,7 +26,7 @@ from jaxtune.pallas.formats import dense
 
 def savable(model: Decoder) -> tuple[str, str]:
     """The names that modules_to_save may contain for this model, which are the matrices that can be trained whole
-    beside adapters: ("embed_tokens", the name of the head, such as "lm_head")."""
+    beside adapters: ("embed_tokens", the name of the head, such as "lm_head"). get_peft_model refuses others."""
     return "embed_tokens", model.config.head.name
 
 
@@ -63,8 +63,9 @@ def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
 
 
 def stop_rounding(matrix: Linear | ExpertLinear) -> None:
-    """Changes a linear or experts, in place, so that they compute without the rounding of quantisation-aware training.
-    The caller gives one of a copied model."""
+    """Changes a linear or experts, in place, so that they compute without the rounding of quantisation-aware training:
+    neither weights nor inputs are rounded, and an observed scale of inputs is removed. The caller gives one of a copied
+    model. Adapters that are removed or merged, and QAT that is undone or converted, need it."""
     matrix.fake_quant = None
     if isinstance(matrix, Linear) and matrix.input_scale is not None:
         del matrix.input_scale
@@ -96,7 +97,7 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
     pattern that matches a name decides. Other names are left out.
 
     This is PEFT's rule for rank_pattern and alpha_pattern, whose patterns are regular expressions over the end of a
-    name, after a dot, or the whole name.
+    name, after a dot, or the whole name. get_peft_model and the loading of adapters call it.
 
     Args:
       key: the config's key that has the patterns, such as "rank_pattern", for error messages.
@@ -121,10 +122,10 @@ def _ends(name: str) -> list[str]:
 
 
 def select_targets(names: Sequence[str], target_modules: str | Sequence[str], experts: Sequence[str] = ()) -> list[str]:
-    """Returns the names of the linears that target_modules selects, in the order of `names`.
+    """Returns the names of the linears that get_peft_model's argument target_modules selects, in the order of `names`.
 
     Args:
-      names: of all linears.
+      names: of all linears that can have an adapter, such as "model.layers.0.self_attn.q_proj".
       target_modules: "all-linear"; a regular expression over the whole name; or a list of names or ends of names after
         a dot ("q_proj").
       experts: names of expert matrices, which target_parameters selects; only the error message names them.
@@ -159,11 +160,11 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
 
 
 def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) -> list[str]:
-    """Returns the names of the expert matrices that target_parameters selects, in the order of `names`: a target is the
-    whole name or its end, as in PEFT.
+    """Returns the names of the expert matrices that get_peft_model's argument target_parameters selects, in the order
+    of `names`: a target is the whole name or its end after a dot, as in PEFT. Without targets the result is [].
 
     Args:
-      names: of all expert matrices.
+      names: of all expert matrices, such as "model.layers.0.mlp.experts.down_proj"; [] in a model without experts.
       target_parameters: a list such as ["mlp.experts.down_proj"].
     Raises:
       ValueError: a target that matches nothing, or a string in place of a list.
@@ -300,7 +301,8 @@ def without_adapter(model: Decoder) -> Decoder:
     """Returns the base of a model with an adapter: what it was before get_peft_model or load_adapter.
 
     Adapters of linears and experts are removed with DoRA's magnitudes, modules_to_save have their original weights, and
-    a model that was prepared for QAT computes with weights that are not rounded. Quantised weights stay quantised.
+    a model that was prepared for QAT computes without rounding weights and inputs. Quantised weights stay quantised.
+    Objectives that compare with a reference, such as DPO, compute it with this model.
 
     Returns:
       a new model, all frozen, that shares every array with `model`; it needs no memory, and training `model` does not
@@ -326,8 +328,9 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     {name: value}; None if the model has no adapters.
 
     The most common rank and alpha are `r` and `lora_alpha`, and the others are in the patterns. A target is the last
-    part of names if all matrices with that part are adapted, else a whole name. adapter_config.json is written from
-    them, and gives_adapter compares them with a config.
+    part of names (of experts what follows the layer's number, such as mlp.experts.down_proj) if all matrices with that
+    part are adapted, else a whole name. adapter_config.json is written from these arguments, and gives_adapter compares
+    them with a config.
 
     Raises:
       ValueError: a setting that differs between modules although PEFT has one value for all.
@@ -405,11 +408,12 @@ def _saved(model: Decoder) -> list[str]:
 
 
 def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Divides a setting of all adapters, such as the rank, into a default and exceptions, as PEFT's config has it.
+    """Divides a setting of all adapters, such as the rank, into a default and exceptions, as PEFT's config has it (r
+    and rank_pattern, for example). adapter_settings calls it.
 
-    values: {module's name: its value of the setting}. Returns (the most common value, {last part of a name, or whole
-    name: value} of the modules with other values). A last part is used if all modules that end so have the same value.
-    """
+    values: {adapted matrix's name: its value of the setting}, not empty. Returns (the most common value, {last part of
+    a name, or whole name: value} of the matrices with other values). A last part is used if all adapted matrices that
+    end so have the same value."""
     default = Counter(values.values()).most_common(1)[0][0]
     by_part: dict[str, set] = {}
     for name, value in values.items():

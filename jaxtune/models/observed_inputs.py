@@ -33,8 +33,9 @@ class _Largest:
         self.found: dict[str, float] = {}  # {name of a linear: the largest magnitude so far}
 
     def note(self, name: str, magnitudes: jax.Array) -> None:
-        """Takes one linear's inputs into account. name: the linear's. magnitudes: float32[1, tokens], the largest of
-        each token."""
+        """Takes one linear's inputs into account: `found` gets the largest magnitude of these and of the earlier ones,
+        without padding. With its first argument bound, it is the linear's `observer`. name: the linear's. magnitudes:
+        float32[1, tokens], the largest magnitude of each token of the row that runs."""
         of_tokens = np.asarray(magnitudes).reshape(self.real.shape)
         seen = of_tokens.max(where=self.real, initial=0.0)
         self.found[name] = float(np.maximum(self.found.get(name, 0.0), seen))  # not finite if any is not
@@ -51,7 +52,8 @@ def observed_scales(
     numbers that compressed-tensors calls input_global_scale: 448 * 6 / the largest magnitude of the linear's inputs,
     computed in the dtype in which the linear multiplies, and 1 for a linear whose inputs are all zero.
 
-    The model runs forward, without rounding anything, over one row at a time. Padding is left out.
+    The model runs forward, its linears without rounding, over one row at a time. Padding is left out. Training with
+    such a format calls it before the first step.
 
     Args:
       model: the model, with or without an adapter. It is not changed.
@@ -90,9 +92,9 @@ def observed_scales(
 
 
 def with_input_scales(model: Decoder, scales: Mapping[str, float]) -> Decoder:
-    """A new model over the same arrays whose linears round their activations under these scales. model: prepared for
-    QAT in a format that observes scales. scales: {name of a linear: scale}; names of linears that are not rounded have
-    no effect.
+    """A new model over the same arrays whose linears round their activations under these scales; prepare_qat and
+    training call it. model: prepared for QAT in a format that observes scales; it is not changed. scales: {name of a
+    linear: scale}; names of linears that are not rounded have no effect.
 
     Raises:
       ValueError: a linear that is rounded has no scale.
@@ -111,14 +113,17 @@ def with_input_scales(model: Decoder, scales: Mapping[str, float]) -> Decoder:
 
 def known_scales(model: Decoder) -> dict[str, float]:
     """The scales of activations that a model has already, {name of a linear: scale}: those of a model that is prepared
-    for QAT, or of the QAT that rounded its weights (model.qat); {} if it has none, or only their shapes."""
+    for QAT, or else of the QAT that rounded its weights (model.qat); {} if it has neither. Scales of which a traced
+    model has only the shapes do not count. Training observes no scales if the model has some, and checkpoints record
+    them."""
     found = {name: linear.input_scale.get_value() for name, linear in linears(model) if linear.input_scale is not None}
     known = {name: float(scale) for name, scale in found.items() if not isinstance(scale, jax.ShapeDtypeStruct)}
     return known or dict(() if model.qat is None else model.qat.input_scales)
 
 
 def recorded(model: Decoder, spec: FakeQuant) -> FakeQuant:
-    """The grid that files record of a model that is prepared for QAT with `spec`: its `grid`, and the scales of
-    activations if the format observes them."""
+    """The grid that the files of adapters and converted models record of a model that is prepared for QAT with `spec`:
+    a FakeQuant with the format, group size and dtype of `spec` (`spec.grid`), and with the model's scales of
+    activations as `input_scales` if the format observes them."""
     pairs = tuple(sorted(known_scales(model).items())) if spec.observes else ()
     return dataclasses.replace(spec.grid, input_scales=pairs)

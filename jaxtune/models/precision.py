@@ -45,8 +45,9 @@ class Component:
 
 
 def check_words(key: str, words: Mapping[str, str]) -> None:
-    """Raises ValueError unless every value of `words`, a precision map, is the word of a dtype (DTYPES) or of a format,
-    such as "nf4". key: what the map is called in the error, such as "precision"."""
+    """Raises ValueError unless every value of `words`, a precision map {pattern of module names: word}, is the word of
+    a dtype (DTYPES, such as "bf16") or of a format, such as "nf4"; patterns are not checked. `resolve` and the reading
+    of adapters' records call it. key: what the map is called in the error, such as "precision"."""
     for pattern, word in words.items():
         if word not in DTYPES and word not in LOADED:
             known = ", ".join((*DTYPES, *LOADED))
@@ -91,8 +92,9 @@ def resolve(components: Sequence[Component], words: Mapping[str, str], rest: str
 
 
 def _known(components: Sequence[Component]) -> str:
-    """The names that a pattern can select among `components`, as a clause for errors: those of the layers without their
-    number, each once, and the others."""
+    """The end of `resolve`'s error for a pattern that matches nothing: a clause that says what a pattern is, and names
+    what a pattern can select among `components`: the names in layers without the layer's number, each once, then the
+    other names with their aliases, and the kinds ("router", "norms")."""
     of_layers = [each.name.split(".", 3)[3] for each in components if each.name.startswith("model.layers.")]
     others = [
         name for each in components for name in (each.name, *each.aliases) if not name.startswith("model.layers.")

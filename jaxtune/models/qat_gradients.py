@@ -32,8 +32,9 @@ def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Ar
 
 
 def _straight_through_fwd(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The forward rule of `straight_through`: (its result, the residual: the weight, from which the backward computes
-    again what was clipped; None if gradients are not clipped)."""
+    """The forward rule of `straight_through`, with its arguments (the grid, the weight [..., out, in], the activations
+    x): (its result, the residual: the weight, from which the backward computes again what was clipped; None if
+    gradients are not clipped)."""
     return straight_through(spec, weight, x), weight if spec.clips else None
 
 
@@ -51,12 +52,13 @@ straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
 def unclipped_gradients[A](spec: FakeQuant, merge: Callable[[A], jax.Array], lora: A, dmerged: jax.Array) -> A:
-    """The gradient of an adapter through a merged weight that is rounded to the grid `spec`, in the adapter's form. The
-    rounding passes the gradient where the merged weight is in the grid's range, and none elsewhere.
+    """The gradient of an adapter through a merged weight that is rounded to the grid `spec`, as a pytree like the
+    adapter. The rounding passes the gradient where the merged weight is in the grid's range, and none elsewhere. The
+    backwards of linears and experts with clipped gradients call it.
 
     Args:
       merge: (the adapter) -> the merged weight, float32[out, in].
-      lora: the adapter.
+      lora: the adapter, a pytree such as LoraWeights.
       dmerged: [out, in], the gradient of the rounded weight.
     """
     merged, pullback = jax.vjp(merge, lora)
@@ -97,9 +99,9 @@ adapter_gradients.defvjp(lambda out, x, a, b, scale: (out, (x, a, b)), _adapter_
 
 @jax.custom_vjp
 def gradients_of(out: jax.Array, term: jax.Array) -> jax.Array:
-    """Returns the array `out` unchanged. In the backward its gradient is also that of `term`, an array of the same
-    shape, whose value is not used. So the adapters of experts get the gradients of the term that they would add,
-    although `out` was computed from their rounded merged weights."""
+    """Returns the array `out` unchanged. In the backward the gradient of the result is passed to `out` and also to
+    `term`, an array of the same shape, whose value is not used. So the adapters of experts get the gradients of the
+    term that they would add, although `out` was computed from their rounded merged weights."""
     del term
     return out
 

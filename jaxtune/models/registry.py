@@ -76,7 +76,8 @@ _LANGUAGE = "model.language_model."
 
 def text_parts() -> dict[str, tuple[str, ...]]:
     """Lists the models with a vision tower, of which only the text part is loaded: {the whole model's model_type: the
-    model_types that its text part may have}. A text part whose config names none has the first."""
+    model_types that its text part may have}. A text part whose config names none has the first. text_config and
+    is_nested recognise such models by it."""
     parts: dict[str, tuple[str, ...]] = {}
     for name, declared in FAMILIES.items():
         for whole in declared.text_of:
@@ -129,7 +130,8 @@ def text_tensor_name(name: str) -> str | None:
 
 def is_passthrough(name: str, model_type: str) -> bool:
     """Whether the tensor of this name in a checkpoint is a passthrough tensor, such as a vision tower's: it is not
-    loaded, but copied when the model is saved. model_type: that of the text part; ValueError if it is not supported."""
+    loaded, but copied when the model is saved. Loading sorts a folder's tensors by it. model_type: that of the text
+    part; ValueError if it is not supported."""
     return name.startswith(family(model_type).passthrough_tensors)
 
 

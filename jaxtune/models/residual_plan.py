@@ -93,7 +93,8 @@ class LayerPlan(Mapping[str, Placement]):
         return tuple(residual.name for residual in residuals if self.of(residual) == placement)
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:
-        """The plan with the fewest named residuals that gives these residuals the same placements. So plans with equal
+        """Of the three plans with the `rest` keep, fp8 and recompute that give these residuals the same placements as
+        this one, the plan that is written with the fewest entries (str), the first of several. So plans with equal
         placements become equal values, for which a program is compiled only once.
 
         residuals: all residuals of the layer. Raises ValueError if the plan names one for recompute or fp8 that cannot
@@ -136,14 +137,14 @@ class ResidualPlan:
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
-        """The plan in which each of num_layers layers has the plan `layer`. tile_tokens: the field of that name, tokens
-        of each row in a tile; None: there are no tiles."""
+        """The plan in which each of num_layers layers has the plan `layer`, such as run_stack's default, in which all
+        are kept. tile_tokens: the field of that name, tokens of each row in a tile; None: there are no tiles."""
         return cls((layer,) * num_layers, tile_tokens)
 
 
 def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
     """All residuals that these `layers` (Blocks) have, each name once, in the order in which they are computed. Their
-    names are those that a plan may contain."""
+    names are those that a plan may contain, by which run_stack and the planner check plans."""
     found: dict[str, Residual] = {}
     for layer in layers:
         for residual in layer.residuals():
@@ -152,8 +153,8 @@ def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
 
 
 def unknown_residual(name: str, known: Iterable[str]) -> str:
-    """Returns the text of the error for `name`, a residual that a plan names and no layer has; the caller raises it. It
-    mentions the most similar of the `known` names, and all of them."""
+    """Returns the text of the error for `name`, a residual that a plan names and no layer has; the caller raises it.
+    The text mentions the most similar of the `known` names, if one is similar, and all of them."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
     hint = f" (nearest: {near[0]})" if near else ""

@@ -43,7 +43,8 @@ def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     Returns:
       a new model that shares every other array with `model`. It is saved as a text model, without passthrough tensors.
     Raises:
-      ValueError: a model with adapters, or with a head that is not a language model's.
+      ValueError: a model with adapters, or with another head that is not a language model's; `head` is a language
+        model's, and the model's own is another.
     """
     if model.config.head == head:
         return model

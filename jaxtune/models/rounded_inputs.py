@@ -65,8 +65,8 @@ def fp8_by_token(x: jax.Array) -> jax.Array:
 
 def mxfp4_activations(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in], `in` a multiple of 32, to MXFP4 with a scale for each block of 32 numbers, as
-    compressed-tensors does in its scheme MXFP4 (MXFP4.encode_activations). The result has x's dtype. `_rounded_inputs`
-    adds the straight-through gradient."""
+    compressed-tensors does in its scheme MXFP4 (MXFP4.encode_activations). The result has x's dtype.
+    `FakeQuant.round_inputs` adds the straight-through gradient."""
     return formats.MXFP4.encode_activations(x).decode(x.dtype)
 
 
@@ -81,7 +81,8 @@ def nvfp4_activations(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def nvfp4_scale(largest: jax.Array, dtype: str) -> jax.Array:
     """The scale for `nvfp4_activations`, float32[], of activations in `dtype` (its name) whose largest magnitude is
-    `largest`, float32[]."""
+    `largest`, float32[]: 448 * 6 / largest, rounded to `dtype`; 1 where that is infinite, as for activations of zero.
+    models/observed_inputs.py computes a linear's scale by it (Rounding.observed)."""
     return formats.NVFP4.global_scale(largest, jnp.dtype(dtype))
 
 
@@ -90,24 +91,25 @@ def nvfp4_scale(largest: jax.Array, dtype: str) -> jax.Array:
 
 def between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     """Returns a bool array of the shape of `numbers`: whether each number is between the least and the largest number
-    of its grid. A number beyond a bound by no more than 2^-22 of the bound counts as between, because the rounding of a
-    float32 scale may add that. numbers: float32[...]. low, high: the bounds, whose shapes broadcast to that of
-    `numbers`."""
+    of its grid; clipped gradients pass only to those. A number beyond a bound by no more than 2^-22 of the bound counts
+    as between, because the rounding of a float32 scale may add that. numbers: float32[...]. low, high: the bounds,
+    float32, whose shapes broadcast to that of `numbers`."""
     slack = np.float32(2**-22)
     return (numbers >= low - slack * jnp.abs(low)) & (numbers <= high + slack * jnp.abs(high))
 
 
 def within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
-    """Returns a bool array of the shape of `numbers`: whether each number is in the range that its scale has in a
-    format of quantised weights. stored: the numbers, encoded in the format. numbers: of any floating-point dtype."""
+    """Returns a bool array of the shape of `numbers`: whether each number's magnitude is at most the largest that a
+    format of quantised weights has with the number's scale; clipped gradients pass only to those. stored: the numbers,
+    encoded in the format. numbers: of any floating-point dtype."""
     largest = stored.largest()
     return between(numbers.astype(jnp.float32), -largest, largest)
 
 
 def within_int8_by_token(x: jax.Array) -> jax.Array:
     """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is between -128 and 127
-    times the scale of int8_by_token. The largest magnitude is at 127.5 scales, so a positive number of that magnitude
-    is not."""
+    times the scale of int8_by_token; clipped gradients pass only to those. A token's largest magnitude is at 127.5
+    scales, so a positive number of that magnitude is not in the range."""
     wide = x.astype(jnp.float32)
     scale = _token_scales(wide)
     return between(wide, -128 * scale, 127 * scale)
@@ -115,7 +117,8 @@ def within_int8_by_token(x: jax.Array) -> jax.Array:
 
 def within_int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
     """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is in the range of
-    int8_by_token_asymmetric. The rounded zero point moves that range by up to half a scale to one side."""
+    int8_by_token_asymmetric, from (-128 - zero point) to (127 - zero point) times the token's scale; clipped gradients
+    pass only to those. The rounded zero point moves that range by up to half a scale to one side."""
     wide = x.astype(jnp.float32)
     scale, zero = _token_zero_points(wide)
     return between(wide, (-128 - zero) * scale, (127 - zero) * scale)
@@ -131,12 +134,12 @@ def within_fp8_by_token(x: jax.Array) -> jax.Array:
 
 def within_mxfp4_activations(x: jax.Array) -> jax.Array:
     """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is between -6 and 6 times
-    the scale of its block in MXFP4."""
+    the scale of its block of 32 numbers in MXFP4; clipped gradients pass only to those."""
     return within_stored(formats.MXFP4.encode_activations(x), x)
 
 
 def within_nvfp4_activations(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is between -6 and 6 times
-    the scale of its block in NVFP4. scale: float32[], the observed scale of the whole tensor, as in
-    `nvfp4_activations`."""
+    the scale of its block of 16 numbers in NVFP4; clipped gradients pass only to those. scale: float32[], the observed
+    scale of the whole tensor, as in `nvfp4_activations`."""
     return within_stored(formats.NVFP4.encode_activations(x, scale), x)

@@ -46,7 +46,7 @@ def _scope(segment: Segment) -> contextlib.AbstractContextManager:
 
 def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
     """Runs a segment of the block in its profiling scope: one result for each of the segment's outputs. values: one for
-    each of its reads. context: what its `run` receives beside them."""
+    each of the segment's reads. context: the layer's spec, the batch's layout and the segment's dropout key."""
     with _scope(segment):
         return segment.run(block, context, *values)
 
@@ -58,7 +58,7 @@ def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -
     Args:
       block_of: builds the block from trainable tensors.
       trainable: the block's trainable tensors.
-      segment, context, inputs: the segment, what its `run` receives beside its inputs, and these.
+      segment, context, inputs: the segment, what its `run` receives beside values, and the values that it reads.
     """
 
     def run(trainable, *values):
@@ -76,7 +76,7 @@ def _barrier(order, saved_inputs, doutputs, total):
       order: the layer's BackwardOrder. total is tied to the others only if its weights_first is True.
       saved_inputs: {name: value} that the segment's derivative reads.
       doutputs: the gradients of the segment's outputs.
-      total: the sum of the layer's weight gradients so far.
+      total: the sum of the layer's weight gradients so far; None before the first.
     """
     if order.weights_first:
         return optimization_barrier((saved_inputs, doutputs, total))
@@ -198,15 +198,16 @@ def layer_backward(
     tile=None,
     dothers=None,
 ):
-    """Runs the backward of a layer, which recomputes what `saved` lacks: {name: value} of residuals and values taken.
+    """Runs the backward of a layer, with the copies and collectives of its neighbours; _stack_bwd calls it.
 
     Args:
       graph, spec, trainable, frozen, layout, key, tile: the arguments that the layer's forward had (layer_forward).
+      saved: {name: value} of residuals and of what the layer takes from outside; what is missing is recomputed.
       doutput, dothers: layer_output's gradient; {name: gradient} of auxiliary values and of what later layers took.
-      to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer below.
-      scatters: (Shard, gradient of the whole tensor) of the layer above's tensors, which are summed over devices.
+      to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer that is next.
+      scatters: pairs (Shard, gradient of the whole tensor) of the layer that ran before, to be summed over devices.
     Returns:
-      (gradients of trainable tensors or None; of layer_input; of values taken; copies; whole `gathers`; parts of sums)
+      (gradients of trainable; of layer_input; {value taken: gradient}; to_device copied; gathers whole; Shards of sums)
     """
     values, block = dict(saved), nnx.merge(graph, trainable, frozen)
     segments = block.segments(tile, aux=tuple(dothers or {}))
@@ -244,7 +245,6 @@ def layer_backward(
             total = None
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(gradients[name] for name in segment.outputs if name in gradients)
-                # What the derivative computes again waits for the segment's gradient, and takes no memory before.
                 saved_inputs = {name: values[name] for name in segment.reads if name not in order.shared}
                 saved_inputs, doutputs, total = _barrier(order, saved_inputs, doutputs, total)
                 inputs = start(stage, [dense(saved_inputs.get(name, values[name])) for name in segment.reads])
@@ -267,7 +267,7 @@ def layer_backward(
 
 def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
     """Builds the Block of a layer: nnx.merge(graph, trainable, frozen). Its argument `trainable` is last, so that
-    functools.partial can bind the others for differentiation by it. frozen: the other tensors."""
+    layer_backward can bind the others (functools.partial) and differentiate by it. frozen: the other tensors."""
     return nnx.merge(graph, trainable, frozen)
 
 
@@ -314,9 +314,10 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
 
 
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
-    """The forward rule of `_stack` (whose arguments these are): (its results, the residuals for `_stack_bwd`). It keeps
-    the layers' residuals by plan (some in FP8), and copies the offloaded ones of a layer to the host while the next
-    layer runs; the last layer's stay on the device."""
+    """The forward rule of `_stack` (whose arguments these are): (its results, (trainables, frozens, and for each layer
+    its gathered weights, kept residuals, residuals on the host and values taken, then layout, keys and sums), which
+    `_stack_bwd` reads). It keeps the layers' residuals by plan (some in FP8), and copies the offloaded ones of a layer
+    to the host while the next layer runs; the last layer's stay on the device."""
     kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1

@@ -17,7 +17,8 @@ MOST_LAYERS = 4096  # ten times as many as any published model has
 
 def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> None:
     """Raises ValueError unless the value is an integer (not a bool) from `least` to `most` (2^31 - 1 if not given),
-    both included. key: the name by which the error mentions the value, such as a config key."""
+    both included; sizes and counts from files and callers are checked so. key: the name by which the error mentions the
+    value, such as a config key."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
         bounds = f"from {least} to {most}" if most != LARGEST else f"of at least {least}"
         raise ValueError(f"{key} = {_shown(value)}: must be an integer {bounds}")
@@ -25,7 +26,8 @@ def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> None:
 
 def number(key: str, value: Any, above: float | None = None, least: float | None = None) -> None:
     """Raises ValueError unless the value is a finite number (not a bool) that is greater than `above` and at least
-    `least`; a bound that is None does not count. key: the name by which the error mentions the value."""
+    `least`; a bound that is None does not count. Factors and rates from config files are checked so. key: the name by
+    which the error mentions the value, such as a config key."""
     fits = isinstance(value, Real) and not isinstance(value, bool) and _finite(value)
     if not fits or (above is not None and value <= above) or (least is not None and value < least):
         bounds = "" if above is None else f" above {above:g}"
@@ -34,8 +36,8 @@ def number(key: str, value: Any, above: float | None = None, least: float | None
 
 
 def _finite(value: Real) -> bool:
-    """Whether `value`, a real number, is finite as a float; False for infinity, NaN, and an integer that is too large
-    for a float."""
+    """Whether `value`, a real number that `number` checks, is finite as a float; False for infinity, NaN, and an
+    integer that is too large for a float."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer that is too large for a float
@@ -43,40 +45,42 @@ def _finite(value: Real) -> bool:
 
 
 def positive(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a finite number above 0. key: the name by which the error mentions the
-    value."""
+    """Raises ValueError unless the value is a finite number (not a bool) above 0; factors from config files are checked
+    so. key: the name by which the error mentions the value, such as a config key."""
     number(key, value, above=0)
 
 
 def not_negative(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a finite number of at least 0. key: the name by which the error mentions
-    the value."""
+    """Raises ValueError unless the value is a finite number (not a bool) of at least 0; coefficients from config files
+    are checked so. key: the name by which the error mentions the value, such as a config key."""
     number(key, value, least=0)
 
 
 def boolean(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is True or False. key: the name by which the error mentions the value."""
+    """Raises ValueError unless the value is True or False; switches from config files are checked so. key: the name by
+    which the error mentions the value, such as a config key."""
     if not isinstance(value, bool):
         raise ValueError(f"{key} = {_shown(value)}: must be true or false")
 
 
 def text(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a string. key: the name by which the error mentions the value."""
+    """Raises ValueError unless the value is a string; names from config files are checked so. key: the name by which
+    the error mentions the value, such as a config key."""
     if not isinstance(value, str):
         raise ValueError(f"{key} = {_shown(value)}: must be a string")
 
 
 def mapping(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a mapping (an object in JSON). key: the name by which the error mentions
-    it; keys and values are not checked."""
+    """Raises ValueError unless the value is a mapping (an object in JSON), as some keys of config files must be; the
+    mapping's own keys and values are not checked. key: the name by which the error mentions the value."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{key} = {_shown(value)}: must be an object with keys of its own")
 
 
 def items(key: str, value: Any, of: Callable[[str, Any], None]) -> None:
-    """Raises ValueError unless the value is a list or tuple of which every item passes a check. of: the check, one of
-    this module's functions or another (key, item) -> None that raises. key: the name by which the error mentions the
-    value; an item is mentioned as key[index]."""
+    """Raises ValueError unless the value is a list or tuple of which every item passes a check; lists from config files
+    are checked so. of: the check, one of this module's functions or another (key, item) -> None that raises. key: the
+    name by which the error mentions the value; an item is mentioned as key[index]."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{key} = {_shown(value)}: must be a list")
     for index, item in enumerate(value):
@@ -84,15 +88,15 @@ def items(key: str, value: Any, of: Callable[[str, Any], None]) -> None:
 
 
 def texts(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a list or tuple of strings; a single string is refused. key: the name by
-    which the error mentions the value."""
+    """Raises ValueError unless the value is a list or tuple of strings, such as layer_types of a config.json; a single
+    string is refused. key: the name by which the error mentions the value."""
     items(key, value, text)
 
 
 def token_ids(key: str, value: Any) -> None:
     """Raises ValueError unless the value is a token id (an integer of at least 0), or a list or tuple of token ids,
-    which may be nested; an upper bound, the vocabulary, is not checked. key: the name by which the error mentions the
-    value."""
+    which may be nested; an upper bound, the vocabulary, is not checked. Special tokens of config files are checked so.
+    key: the name by which the error mentions the value."""
     if isinstance(value, list | tuple):
         items(key, value, token_ids)
     else:

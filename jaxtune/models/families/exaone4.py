@@ -17,17 +17,20 @@ from jaxtune.models.families.common.table import WINDOW_PATTERN
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The type of each layer by sliding_window_pattern of the config.json `hf`, or full attention everywhere if there
-    is no window. It is the LayerTypes.default of FAMILY, for a file without layer_types."""
+    """The type of each layer ("sliding_attention" or "full_attention") by sliding_window_pattern of the config.json
+    `hf`, or full attention everywhere if there is no window. It is the LayerTypes.default of FAMILY, for a file without
+    layer_types."""
     return by_pattern(hf) if hf["sliding_window"] is not None else [FULL] * hf["num_hidden_layers"]
 
 
 class _Layers(LayerTypes):
-    """LayerTypes in which, without a window in config.json, all layers have full attention and rotary positions."""
+    """The entry of EXAONE 4's table (key.Entry) for the key layer_types: LayerTypes, in which, without a window in
+    config.json, all layers have full attention and rotary positions."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": LayerSpecs by the types} of the config.json `hf`; {} without a window, which leaves the layers as
-        they were set before. fields: those set so far."""
+        an earlier entry set them: with full attention and rotary positions. fields: the fields of DecoderConfig that
+        are set so far. Raises ValueError for types that the family does not have, or that slide without a window."""
         read = super().read(hf, fields)
         return read if hf["sliding_window"] is not None else {}
 

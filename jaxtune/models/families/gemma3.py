@@ -15,21 +15,23 @@ from jaxtune.models.families.common.table import GEMMA, GEMMA_DEFAULTS, GEMMA_FI
 
 
 class _Rotary(RotaryByType):
-    """RotaryByType in which rope_theta and rope_scaling belong to full layers and rope_local_base_freq to sliding
-    ones."""
+    """The entry of Gemma 3's table (key.Entry) for its two rotary bases: RotaryByType, in which rope_theta and
+    rope_scaling belong to full layers and rope_local_base_freq to sliding ones."""
 
     keys = (*RotaryByType.keys, Key("rope_local_base_freq", (), above_one, 10_000.0))
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of one type of layer as one flat dict; those of sliding layers have a key of their own
-        in older files, rope_local_base_freq. layer_type: the type's name. hf: the config.json."""
+        """The rotary parameters of one type of layer as one flat dict, as `rope_parameters` returns it, such as
+        {"rope_type": "default", "rope_theta": 1e4}. The base of sliding layers is rope_local_base_freq in older files.
+        layer_type: "full_attention" or "sliding_attention". hf: the config.json."""
         if layer_type == SLIDING:
             hf = {"rope_theta": hf["rope_local_base_freq"], "rope_parameters": hf["rope_parameters"]}
         return rope_parameters(hf, layer_type)
 
     def write(self, config: DecoderConfig) -> Fields:
-        """rope_theta, rope_scaling (of full layers) and rope_local_base_freq (of sliding ones) for the config.json of
-        `config`; raises ValueError if the base of sliding layers has an extension, which that key cannot express."""
+        """{key: value} of rope_theta, rope_scaling (both of full layers) and rope_local_base_freq (of sliding ones) for
+        the config.json of `config`; raises ValueError if the base of sliding layers has an extension, which that key
+        cannot express."""
         sliding = config.rotary[1]
         if sliding.kind != "default":
             raise ValueError(

@@ -27,11 +27,13 @@ _GROWTH = ("llama_4_scaling_beta", ORIGINAL_POSITIONS)  # the keys of the querie
 
 
 class _Rotary(Rotary):
-    """Rotary with the factor on queries (RopeConfig.llama_4_scaling_beta), whose keys are required."""
+    """The entry of Ministral 3's table (key.Entry) for its rotary base: Rotary, with the factor on queries
+    (RopeConfig.llama_4_scaling_beta), whose two keys are required."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`; raises ValueError if a key of the
-        queries' factor is missing. `fields` is not used."""
+        queries' factor (llama_4_scaling_beta, original_max_position_embeddings) or another parameter is missing, or
+        does not fit the head. `fields` is not used, but all Entries take it."""
         given = self.given(hf)
         for key in _GROWTH:
             if given.get(key) is None:
@@ -41,7 +43,8 @@ class _Rotary(Rotary):
 
     def write(self, config: DecoderConfig) -> Fields:
         """Returns the two keys of config.json that describe the rotary embedding of `config`: {"rope_theta": its base,
-        "rope_scaling": its scaling, with the two numbers by which queries grow with their position}."""
+        "rope_scaling": a dict with its scaling and the two numbers by which queries grow with their position,
+        llama_4_scaling_beta and original_max_position_embeddings}."""
         [rope] = config.rotary
         scaling = rope_to_hf(rope) or {"rope_type": "default"}
         return {"rope_theta": rope.theta, "rope_scaling": scaling | {key: getattr(rope, key) for key in _GROWTH}}

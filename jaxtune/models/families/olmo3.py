@@ -15,11 +15,13 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
 class _Rotary(RotaryByType):
-    """RotaryByType in which an extension that a file gives for all layers applies to full layers only."""
+    """The entry of OLMo 3's table (key.Entry) for its two rotary bases: RotaryByType, in which an extension that a file
+    gives for all layers applies to full layers only."""
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of one type of layer as one flat dict. Sliding layers get the base alone, without an
-        extension, unless rope_parameters has an object for them. layer_type: the type's name. hf: the config.json."""
+        """The rotary parameters of one type of layer as one flat dict, as `rope_parameters` returns it. Sliding layers
+        get the base alone, {"rope_theta": ..., "rope_type": "default"}, without an extension, unless rope_parameters
+        has an object for them. layer_type: "full_attention" or "sliding_attention". hf: the config.json."""
         given = super().given_to(layer_type, hf)
         if layer_type == SLIDING and not isinstance((hf["rope_parameters"] or {}).get(SLIDING), dict):
             # The file has one object for all layers, whose extension applies to full layers only.

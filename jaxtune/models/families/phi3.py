@@ -12,19 +12,21 @@ from jaxtune.models.families.common.rope import ORIGINAL_POSITIONS, PARTIAL_ROTA
 
 
 class _Rotary(Rotary):
-    """Rotary with Phi-3's names for longrope, and the keys that transformers 4 requires."""
+    """The entry of Phi-3's table (key.Entry) for its rotary base: Rotary, with Phi-3's names for longrope, and the keys
+    that transformers 4 requires."""
 
     def given(self, hf: Config) -> Fields:
-        """The rotary parameters of a config.json (`hf`) as one flat dict, in which longrope has its current name
-        instead of the earlier "su" and "yarn"."""
+        """The rotary parameters of a config.json (`hf`) as one flat dict, as `rope_parameters` returns it, in which
+        longrope has its current name instead of the earlier "su" and "yarn"."""
         given = super().given(hf)
         if given["rope_type"] in ("su", "yarn"):  # the names of longrope in early files
             given["rope_type"] = "longrope"
         return given
 
     def write(self, config: DecoderConfig) -> Fields:
-        """rope_theta, rope_scaling (null for the kind default) and original_max_position_embeddings for the config.json
-        of `config`; raises ValueError for a kind of rotary base that transformers' class of Phi-3 does not have."""
+        """{key: value} of rope_theta, rope_scaling (None for the kind default) and original_max_position_embeddings for
+        the config.json of `config`; raises ValueError for a kind of rotary base that transformers' class of Phi-3 does
+        not have."""
         rope = config.rotary[0]
         original = rope.original_max_position_embeddings or config.max_position_embeddings
         scaling = None

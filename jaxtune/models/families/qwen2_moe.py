@@ -15,8 +15,9 @@ from jaxtune.models.families.common.table import NORM_TOPK_PROB, shared_experts
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The type of each layer where every second layer below max_window_layers slides, unlike in Qwen2, if the
-    config.json `hf` has a window. It is the LayerTypes.default of FAMILY, for a file without layer_types."""
+    """The type of each layer ("sliding_attention" or "full_attention") where every second layer below
+    max_window_layers, beginning with the first, slides, unlike in Qwen2, if the config.json `hf` has a window. It is
+    the LayerTypes.default of FAMILY, for a file without layer_types."""
     slides = hf["max_window_layers"] if hf["sliding_window"] is not None else 0
     return [SLIDING if i < slides and i % 2 == 0 else FULL for i in range(hf["num_hidden_layers"])]
 

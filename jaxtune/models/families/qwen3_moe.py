@@ -17,7 +17,7 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, EXPERT_SIZE, NO
 
 def _check_step(key: str, value: Any) -> None:
     """Raises ValueError unless decoder_sparse_step (`value`) is 1, so that every layer has experts, the only
-    arrangement that is supported. key: what the error calls the value."""
+    arrangement that is supported. It is the Key.check of that key. key: what the error calls the value."""
     values.whole(key, value)
     if value != 1:
         raise ValueError(f"{key} = {value}: only 1 is supported")

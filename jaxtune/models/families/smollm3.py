@@ -21,8 +21,8 @@ _bit = functools.partial(values.whole, least=0, most=1)
 
 def _rotates(hf: Config) -> list[int]:
     """For each layer 1 if it has rotary positions, otherwise 0. Despite its name, that is what the key no_rope_layers
-    of the config.json `hf` contains; without the key it follows from no_rope_layer_interval. Raises ValueError for
-    another number of entries than layers."""
+    of the config.json `hf` contains; without the key, or if its list is empty, it follows from no_rope_layer_interval:
+    every layer of that number has a 0. Raises ValueError for another number of entries than layers."""
     count, every = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
     rotates = hf["no_rope_layers"] or [int((index + 1) % every != 0) for index in range(count)]
     if len(rotates) != count:
@@ -31,26 +31,28 @@ def _rotates(hf: Config) -> list[int]:
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The type of each layer where, with use_sliding_window, those without rotary positions slide, by the config.json
-    `hf`. Raises ValueError for another number of entries in no_rope_layers than layers. It is the LayerTypes.default of
-    FAMILY, for a file without layer_types."""
+    """The type of each layer ("sliding_attention" or "full_attention") where, with use_sliding_window, those without
+    rotary positions slide, by the config.json `hf`. Raises ValueError for another number of entries in no_rope_layers
+    than layers. It is the LayerTypes.default of FAMILY, for a file without layer_types."""
     slides = hf["use_sliding_window"] and hf["sliding_window"] is not None
     return [SLIDING if slides and not rotates else FULL for rotates in _rotates(hf)]
 
 
 class _Layers(LayerTypes):
-    """LayerTypes in which no_rope_layers, and not the type, decides which layers have rotary positions."""
+    """The entry of SmolLM3's table (key.Entry) for the key layer_types: LayerTypes, in which no_rope_layers, and not
+    the type, decides which layers have rotary positions."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": LayerSpecs by the types of the config.json `hf`, without a rotary base where no_rope_layers has a
-        0}. fields: those set so far. Raises ValueError for unknown types, a missing window, or lists of another length
-        than there are layers."""
+        0}. fields: the fields of DecoderConfig that are set so far. Raises ValueError for unknown types, a missing
+        window, or lists of another length than there are layers."""
         layers = zip(super().read(hf, fields)["layers"], _rotates(hf), strict=True)
         return {"layers": tuple(dataclasses.replace(one, rotary=0 if rotates else None) for one, rotates in layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """layer_types and sliding_window for the config.json of `config`; another entry writes no_rope_layers. Raises
-        ValueError for windows that differ."""
+        """{"layer_types": ..., "sliding_window": ...} for the config.json of `config`; another entry writes
+        no_rope_layers, so layers are described here as if all had rotary positions. Raises ValueError for windows that
+        differ."""
         layers = tuple(dataclasses.replace(layer, rotary=0) for layer in config.layers)
         return super().write(dataclasses.replace(config, layers=layers))
 

@@ -60,8 +60,9 @@ class AttentionShape:
     hf_name: str = "self_attn"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> Attention:
-        """Builds the attention module. config: the decoder's settings, which hold where this shape has None. key: draws
-        the initial weights. dtype: of the weights."""
+        """Builds the attention module; Block's constructor calls it. config: the decoder's settings, which hold where
+        this shape has None. key: draws the initial weights. dtype: of the weights. Raises ValueError as Attention does,
+        for takes_keys with gives_keys or with a fused qkv_proj."""
         own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         del own["hf_name"]
         sharing = own.pop("gives_keys", None), own.pop("takes_keys", None)
@@ -147,9 +148,9 @@ class Attention(nnx.Module):
 
     @property
     def state_reads(self) -> tuple[str, ...]:
-        """Names of the residuals from which the caches of keys and values are filled after a prompt: ("key", "value"),
-        or ("key",) where the values are computed from the same residual; () where keys and values are another layer's.
-        """
+        """Names of the residuals from which `first_state` fills the caches of keys and values after a prompt: ("key",
+        "value"), or ("key",) where the values are computed from the same residual; () where keys and values are another
+        layer's. Generation keeps these residuals of a prompt's pass."""
         if self.takes:
             return ()
         return ("key",) if self.config.values_are_keys and self._normed_late else ("key", "value")
@@ -157,7 +158,8 @@ class Attention(nnx.Module):
     @property
     def in_matrices(self) -> tuple[str, ...]:
         """Names of the linears that read the layer's input: the projections of queries, keys and values that this
-        attention has, or its fused qkv_proj; in this order, in which adapters' keys are drawn."""
+        attention has, or its fused qkv_proj; in this order, in which adapters' keys are drawn. They are applied in one
+        operation."""
         if self.config.fused_qkv:
             return ("qkv_proj",)
         if self.takes:
@@ -239,7 +241,7 @@ class Attention(nnx.Module):
     def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
         """Computes queries, keys and values of an attention that has its own, ready for the kernels, normed and
         rotated: (query [B, T, heads, D], key and value [B, T, kv_heads, D]); with attention_gate, the gates [B, T,
-        heads, D] follow.
+        heads, D] follow. Generation calls it, and the segment `project` where nothing is normed late.
 
         Args:
           x: [B, T, hidden], the layer's normed input.
@@ -271,18 +273,20 @@ class Attention(nnx.Module):
         return *heads, *gates
 
     def _query(self, x: jax.Array, rotary) -> jax.Array:
-        """Norms a projected query x [B, T, heads, D] and rotates it. rotary: the rotary table; if it has a third array,
-        that scales the query by its position. None: the query is not rotated."""
+        """Norms a projected query x [B, T, heads, D] and rotates it, for `project`, `attended` and `step_giving`.
+        rotary: the rotary table; if it has a third array, that scales the query by its position. None: the query is not
+        rotated."""
         return scaled_by_position(rotate(self._normed("q_norm", x), rotary, self.config.interleaved_rotary), rotary)
 
     def _key(self, x: jax.Array, rotary) -> jax.Array:
-        """Norms a projected key x [B, T, kv_heads, D] and rotates it by the rotary table. rotary: None: the key is not
-        rotated."""
+        """Norms a projected key x [B, T, kv_heads, D] and rotates it, for `project`, `attended` and `first_state`.
+        rotary: the rotary table; None: the key is not rotated."""
         return rotate(self._normed("k_norm", x), rotary, self.config.interleaved_rotary)
 
     def _value(self, x: jax.Array) -> jax.Array:
-        """The values as attention reads them, from projected values x [B, T, kv_heads, D]. With value_norm each head's
-        values are divided by their root mean square, computed in float32; otherwise x is returned unchanged."""
+        """The values as attention reads them, [B, T, kv_heads, D], from projected values (or, where values are keys,
+        projected keys) x of that shape. With value_norm each head's values are divided by their root mean square,
+        computed in float32; otherwise x is returned unchanged."""
         if not self.config.value_norm:
             return x
         wide = x.astype(jnp.float32)
@@ -297,7 +301,8 @@ class Attention(nnx.Module):
         return getattr(self, norm)(x.reshape(shape)).reshape(x.shape)
 
     def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
-        """Projects the heads' outputs `out` [B, T, heads, D] by o_proj: [B, T, hidden].
+        """Projects the heads' outputs `out` [B, T, heads, D] by o_proj: [B, T, hidden]. The segment `mix` calls it, and
+        `step_giving` in generation.
 
         gate: [B, T, heads, D], whose sigmoid multiplies `out` first; None: no gate. key: draws the dropout mask of the
         adapter of o_proj; None: no dropout."""
@@ -322,8 +327,8 @@ class Attention(nnx.Module):
         Args:
           context: has the rotary tables.
           query: the residual of the segment `project`.
-          key, value: residuals of the same segment, or as an earlier layer gives them; no value is passed where values
-            are keys.
+          key, value: residuals of the same segment, or as an earlier layer gives them; where values are keys, no value
+            is passed, and the returned one is computed from `key`.
         """
         if not self._normed_late:
             return query, key, *value
@@ -334,8 +339,8 @@ class Attention(nnx.Module):
 
     def _attend(self, context: Context, *residuals: jax.Array):
         """The function `run` of the segment `attend`: (output [B, T, heads, D], the log-sum-exp of each query's scores,
-        which the backward reads). Tokens attend within their document, to themselves and earlier ones. context: has the
-        document boundaries and the window.
+        float32[B, heads, T], which the backward reads). Tokens attend within their document, to themselves and earlier
+        ones. context: has the document boundaries and the window.
 
         residuals: query, key and, unless values are keys, value. The segment `project` makes them, except a key and
         value that an earlier layer gives."""
@@ -351,8 +356,8 @@ class Attention(nnx.Module):
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
         """The caches (keys, values) for generation, each [B, kv_heads, capacity, D], filled with the prompts as
-        attention reads them: keys normed and rotated, and values normed if the config has value_norm. It is () where
-        keys and values are another layer's.
+        attention reads them: keys normed and rotated, and values normed if the config has value_norm. The capacity is
+        in tokens (cache_capacity). The result is () where keys and values are another layer's.
 
         Args:
           values: {name: value} of the residuals that state_reads names, computed from the prompts.
@@ -385,8 +390,8 @@ class Attention(nnx.Module):
 
     def step_giving(self, x: jax.Array, state, at: jax.Array, context: Context):
         """Runs the next N tokens of each row as `step` does (x: [B, N, hidden]; state: the caches; at: int32[B], the
-        first position; context), and has a third result: {name: (cache, new)} of the keys and of the values that this
-        layer gives to later layers; {} if it gives none.
+        first position; context), and has a third result: {name under which later layers take them: (cache, new)} of the
+        keys and of the values that this layer gives to later layers; {} if it gives none. Block.step calls it.
 
         If N is 1, `cache` [B, kv_heads, capacity, D] contains the new token, and `new` is None. Otherwise `cache` is
         the one before the N tokens, because a window's cache has no room for them and for all that they see, and `new`
@@ -419,7 +424,7 @@ class Attention(nnx.Module):
         feed-forward runs; the planner adds it to what that backward needs.
 
         It is a multiple of the query's bytes, fitted to compiled programs (models/fitted.py). sizes: the bytes of the
-        layer's residuals by name."""
+        layer's residuals by name, of one micro-batch on one device, and the device's name."""
         return ATTENTION_BYTES.of("cudnn", sizes.device).waiting * sizes["query"]
 
     def backward_bytes(self, sizes: Sizes) -> float:
@@ -429,7 +434,8 @@ class Attention(nnx.Module):
         They are the gradients of query, key and value, a second array of the query's size, values of the residual
         stream (a multiple of the layer's input), and the normed queries, keys and values if attention norms them when
         it reads them. If layers run in tiles of tokens, the backward's work space, a multiple of the query, is added,
-        and the stream has one value less. sizes: the bytes of the layer's residuals by name."""
+        and the stream has one value less. sizes: the bytes of the layer's residuals by name, of one micro-batch on one
+        device, with the number of tiles and the device's name."""
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
         stream = fit.stream * sizes["layer_input"]
         value = sizes[self.state_reads[-1]] if self.state_reads else 0.0
@@ -442,13 +448,14 @@ class Attention(nnx.Module):
 
 
 def _shared_names(name: str) -> tuple[str, str]:
-    """The names (`name`_key, `name`_value) of the keys and values that layers share under `name`, the value of
-    gives_keys or takes_keys."""
+    """The names ("{name}_key", "{name}_value") of the keys and the values that layers share, by which the block passes
+    them from one layer to another. name: the value of gives_keys or takes_keys."""
     return f"{name}_key", f"{name}_value"
 
 
 def _written_one(cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-    """Writes the keys or the values of one token of each row into a cache, and returns the new cache.
+    """Writes the keys or the values of one token of each row into a cache, and returns the new cache; `step_giving`
+    calls it when rows decode token by token.
 
     cache: [B, kv_heads, capacity, D]. new: [B, 1, kv_heads, D]. at: int32[B], the token's position; a row with a
     negative position is left unchanged."""
@@ -465,8 +472,8 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
       context: what the forward received: the layer's spec and the batch's layout.
       inputs: the residuals query, key and, unless values are keys, value; or query, and an earlier layer's key and
         value.
-      outputs: (the output, the log-sum-exp of each query's scores).
-      gradients: (the gradient of the output,).
+      outputs: (the output [B, T, heads, D], the log-sum-exp of each query's scores, float32[B, heads, T]).
+      gradients: (the gradient of the output,); the log-sum-exp has none.
     Returns:
       (gradients of the trainable tensors, or None if attention reads none of them; one gradient for each input)
     """

@@ -128,7 +128,7 @@ class Block(nnx.Module):
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
         """{name: its shape for one token} of the values that the layer's parts read from outside the layer: keys and
-        values of an earlier layer, or what the decoder computes for each layer; {} for most."""
+        values of an earlier layer, or what the decoder computes for each layer; {} for most. The stack passes them."""
         taken: dict[str, tuple[int, ...]] = {}
         for module in self.parts.values():
             taken |= getattr(module, "takes", {})
@@ -137,7 +137,7 @@ class Block(nnx.Module):
     @property
     def gives(self) -> dict[str, str]:
         """{the block's name of a residual: the name under which later layers take it}, for the values that the layer
-        shares with later ones, such as keys and values; {} for most layers."""
+        shares with later ones, such as keys and values; {} for most layers. The stack passes them on."""
         return {
             self._own_segments()[part][1][own]: name
             for part, module in self.parts.items()
@@ -152,7 +152,7 @@ class Block(nnx.Module):
 
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
         """Adds a part's output to x: the output passes its post-norm first if it has one, and is returned alone if x is
-        None.
+        None. On the residual stream it is scaled, as the layer's result is at the layer's end (_on_stream).
 
         part: the part's name. x: the value [B, T, hidden] that the output is added to: the residual stream, or in a
         stage whose sum is normed the sum of the outputs so far; None for the first part of such a stage. out: [B, T,
@@ -209,10 +209,10 @@ class Block(nnx.Module):
         return made + (() if part not in norms else (_sum_norm_segment(norms[part], made[-1].tokenwise),))
 
     def _own_segments(self) -> dict[str, tuple[tuple[Segment, ...], dict[str, str]]]:
-        """{part's name: (its segments, {the part's name of a residual: the block's name of it})}.
-
-        A segment or residual whose name an earlier part also uses is called `{part}_{name}` in the block, because the
-        names of a plan's residuals and of dropout keys must be unique within a layer."""
+        """{part's name: (its segments, with the block's names, {the part's name of a residual: the block's name of it,
+        for all residuals but OUTPUT})}. A segment or residual whose name an earlier part also uses is called
+        `{part}_{name}` in the block, because the names of a plan's residuals and of dropout keys must be unique within
+        a layer."""
         found: dict[str, tuple[tuple[Segment, ...], dict[str, str]]] = {}
         taken: dict[str, set[str]] = {"segments": set(), "residuals": set()}
 
@@ -230,15 +230,15 @@ class Block(nnx.Module):
         return found
 
     def residuals(self) -> tuple[Residual, ...]:
-        """The values that the layer's backward may read, layer_input first, in the order in which they are computed.
-
-        These are the values whose placement a plan decides. layer_output is not among them: it is the next layer's
-        input."""
+        """The values that the layer's backward may read, layer_input first, in the order in which they are computed. A
+        plan decides the placement of each. layer_output, which is the next layer's input, and auxiliary values are not
+        among them."""
         made = [residual for segment in self.segments() for residual in segment.makes]
         return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
 
     def matrices(self) -> list[PartMatrix]:
-        """The weight matrices of the layer that can have an adapter or be quantised, in the order of their products."""
+        """The weight matrices of the layer that can have an adapter or be quantised, in the order of their products.
+        models/lora.py lists a model's matrices by it."""
         named = (name for segment in self.segments() for name in segment.matrices)
         parted = ((name, name.partition(".")) for name in named)
         return [PartMatrix(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
@@ -296,8 +296,8 @@ class Block(nnx.Module):
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 
     def sizes_of(self, part: str, sizes: Sizes) -> Sizes:
-        """The layer's Sizes under the names that one part uses: the residuals of this part have its own names beside
-        the block's, because the formulas of the part look them up so.
+        """A copy of the layer's Sizes in which the residuals of one part have the part's own names beside the block's,
+        because the formulas of the part look them up so; `sizes` itself if the names are the same.
 
         part: the name of a mixer or feed-forward of the layer. sizes: by the block's names of residuals."""
         changed = {own: name for own, name in self._own_segments()[part][1].items() if own != name}

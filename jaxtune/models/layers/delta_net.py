@@ -70,8 +70,8 @@ class DeltaNetShape:
 
     @property
     def key_size(self) -> int:
-        """key_heads * key_dim: how many numbers all of a token's queries have, and all of its keys, over all heads. The
-        projection has twice this and `value_size` as outputs."""
+        """key_heads * key_dim: how many numbers a token's queries have over all heads, and its keys as many. The
+        projection of queries, keys and values has 2 * key_size + value_size outputs."""
         return self.key_heads * self.key_dim
 
     @property
@@ -81,8 +81,8 @@ class DeltaNetShape:
         return self.heads * self.value_dim
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> DeltaNet:
-        """Builds the gated delta net of these sizes. config: the decoder's, for all other settings. key: draws the
-        initial weights. dtype: of the weights."""
+        """Builds the gated delta net of these sizes; Block's constructor calls it. config: the decoder's, for all other
+        settings. key: draws the initial weights. dtype: of the weights."""
         return DeltaNet(self, config, key, dtype)
 
     def derivative_bytes(self, sizes: Sizes) -> float:
@@ -206,8 +206,8 @@ class DeltaNet(nnx.Module):
         """Projects x [B, T, hidden] to the three inputs of the delta net: (queries, keys and values; gates; rates).
 
         Queries, keys and values are concatenated, [B, T, 2 key_size + value_size]. Gates are [B, T, heads, value_dim].
-        Rates are b and a, from which beta and decay are computed, concatenated: [B, T, 2 heads]. key: draws the
-        adapters' dropout masks; None: no dropout."""
+        Rates are b and a, from which beta and decay are computed, concatenated: [B, T, 2 heads]. The segment `project`
+        calls it in training, and `step` in generation. key: draws the adapters' dropout masks; None: no dropout."""
         shape = self.shape
         if not shape.fused:
             qkv, gate, b, a = apply_fused(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), key)
@@ -254,7 +254,7 @@ class DeltaNet(nnx.Module):
 
         Query and key are [B, T, key_heads, key_dim], value is [B, T, heads, value_dim]; decay (the logarithm of a
         head's decay) and beta are float32[B, T, heads]. qkv: [B, T, 2 key_size + value_size], after the convolution.
-        rates: [B, T, 2 heads]."""
+        rates: [B, T, 2 heads], b and a from `project`. `tokens` calls it for whole rows, and `step` for new tokens."""
         shape = self.shape
         query, key, value = jnp.split(qkv, (shape.key_size, 2 * shape.key_size), axis=-1)
         query, key = (x.reshape(*x.shape[:2], shape.key_heads, shape.key_dim) for x in (query, key))
@@ -265,9 +265,10 @@ class DeltaNet(nnx.Module):
 
     def output(self, out: jax.Array, gate: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Norms the recurrence's output `out` [B, T, heads, value_dim], multiplies it by SiLU(gate), and projects it by
-        out_proj: [B, T, hidden].
+        out_proj: [B, T, hidden] in gate's dtype. The segment `mix` calls it, and `step` in generation.
 
-        gate: [B, T, heads, value_dim], from `project`. key: draws the adapter's dropout mask; None: no dropout."""
+        gate: [B, T, heads, value_dim], from `project`. key: draws the dropout mask of out_proj's adapter; None: no
+        dropout."""
         out = self.norm(out).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         return self.out_proj(out.astype(gate.dtype).reshape(*gate.shape[:2], -1), key)
 
@@ -292,8 +293,8 @@ class DeltaNet(nnx.Module):
         them).
 
         state: (the inputs of the convolution [B, taps - 1, 2 key_size + value_size], the recurrence's state float32[B,
-        heads, key_dim, value_dim]), from `first_state` or the previous step. It depends on no positions, so that `at`
-        and `context`, which every mixer gets, are not used.
+        heads, key_dim, value_dim]), from `first_state` or the previous step; the returned one has the same form. The
+        step depends on no positions, so that `at` and `context`, which every mixer gets, are not used.
         """
         window, state = state
         qkv, gate, rates = self.project(x)
@@ -314,7 +315,7 @@ class DeltaNet(nnx.Module):
         layer's feed-forward runs; the planner adds it to what that backward needs.
 
         It is a fixed multiple (models/fitted.py) of the bytes of the recurrence's output. sizes: the bytes of the
-        layer's residuals by name."""
+        layer's residuals by name, of one micro-batch on one device, and the device's name."""
         return DELTA_NET_BYTES.of("triton", sizes.device).waiting * sizes[_OUT]
 
     def backward_bytes(self, sizes: Sizes) -> float:
@@ -328,7 +329,8 @@ class DeltaNet(nnx.Module):
         float32, the matrices between tokens, the states and intermediate results. The kernels store two matrices and
         two states for each chunk, and the errors and the gradients of the values.
 
-        sizes: the bytes of the layer's residuals by name, with the compute dtype and the tokens of a row."""
+        sizes: the bytes of the layer's residuals by name, of one micro-batch on one device, with the compute dtype, the
+        tokens of a row and the device's name."""
         shape = self.shape
         tokens = sizes[_OUT] / (shape.value_size * sizes.dtype.itemsize)
         group = min(tokens, GROUP_TOKENS)

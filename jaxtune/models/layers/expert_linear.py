@@ -75,8 +75,9 @@ class ExpertLora(nnx.Module):
 
 def _merged(weight: jax.Array, lora: GroupedLora | None, transposed: bool) -> jax.Array:
     """One expert's weight [out, in] with its adapter merged in, which makes it float32; without one it keeps its dtype.
-    weight: [out, in], or [in, out] if `transposed`. lora: the adapter, a [r, in] and b [out, r], which have no axis of
-    experts here; None: there is none."""
+    `_merged_and_rounded` and its backward call it for one expert at a time. weight: an array, [out, in], or [in, out]
+    if `transposed`. lora: the adapter, a [r, in] and b [out, r], which have no axis of experts here; None: there is
+    none."""
     weight = weight.T if transposed else weight
     return weight if lora is None else merged_weight(weight, LoraWeights(lora.a, lora.b, None, lora.scale))
 
@@ -94,7 +95,8 @@ def _merged_and_rounded(
       transposed: whether `weight` is [E, in, out]; False: [E, out, in].
       weight: an array or quantised.
       lora: the adapters, or None.
-      x: the activations that the rounded weights will multiply, to which the rounding is tied.
+      x: the activations that the rounded weights will multiply. An optimization barrier ties the rounding to them, so
+        that forward and backward each round and no rounded weight is kept in between.
     """
     weight, lora, _ = optimization_barrier((weight, lora, x))
 
@@ -188,7 +190,8 @@ class ExpertLinear(nnx.Module):
 
     @property
     def trains(self) -> bool:
-        """Whether the weight trains, and so is an array with a gradient. It says nothing of the adapters."""
+        """Whether the weight trains (its variable is an nnx.Param), and so is an array with a gradient. It says nothing
+        of the adapters."""
         return isinstance(self.weight, nnx.Param)
 
     @property
@@ -212,7 +215,7 @@ class ExpertLinear(nnx.Module):
 
         x: the activations that they multiply. As in Linear, the rounding is tied to them, so that forward and backward
         each round; the gradient passes the rounding to trained weights as `straight_through` says. Frozen ones get
-        none, and their adapters only if `fake_quant` clips gradients."""
+        none, and their adapters only if `fake_quant` clips gradients. `fake_quant` must not be None."""
         assert self.fake_quant is not None
         if self.trains:
             weight = self.weight[...].swapaxes(1, 2) if self.transposed else self.weight[...]
@@ -238,8 +241,8 @@ class ExpertLinear(nnx.Module):
 
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
         """Multiplies each token of x [T, in] by the matrices of its experts: [rows, out], one row for each pair of
-        token and expert, sorted by expert, in x's dtype, adapters and biases included. Empty rows pad each expert's to
-        whole tiles.
+        token and expert, sorted by expert, in x's dtype, adapters and biases included. Empty rows pad the rows of each
+        expert to whole tiles. Under `fake_quant` weights and inputs are rounded. MoE.gate_up calls it.
 
         If a quantised weight must be decoded, the decoded weight is kept for the derivative, which is expected to be
         computed right after (`derivative_follows` of grouped_matmul). routing: which token and expert each row belongs
@@ -274,14 +277,16 @@ class ExpertLinear(nnx.Module):
         self, rows: jax.Array, lora: GroupedLora | None, routing: Routing, choice: jax.Array, weights: jax.Array
     ) -> jax.Array:
         """Multiplies rows [rows, in], one for each pair of token and expert and sorted by expert, by the experts'
-        matrices, and sums the results of each token: [T, out] in the rows' dtype, adapters and biases included.
+        matrices, and sums the results of each token: [T, out] in the rows' dtype, adapters and biases included. Under
+        `fake_quant` weights and rows are rounded. MoE.down calls it.
 
         Args:
           rows: they have been multiplied by the router's weights already.
           lora: the adapters, from `adapter()`; None: there are none.
           routing: which expert and token each row belongs to, from `route`.
-          choice: int32[T, k], each token's experts.
-          weights: [T, k], the router's weights, by which the biases are multiplied if there are any.
+          choice: int32[T, k], each token's experts; E for none.
+          weights: float32[T, k], the router's weights of these experts, by which the biases are multiplied if there are
+            any.
         """
         given = rows.dtype
         rows = rows.astype(self.compute or given)

@@ -69,7 +69,8 @@ def _gradients_at_once(values):
     """Returns `values`, any pytree of arrays, unchanged. In the backward, whatever reads the gradient of one of its
     arrays waits until the gradients of all have been computed.
 
-    The large operands from which the other gradients are computed can be freed by then, which lowers the peak memory.
+    MoE.down passes gate_up and the adapters of down_proj through it: when gate_up's gradient is read, the large
+    operands of the adapters' gradients can be freed already, which lowers the peak memory.
     """
     return values
 
@@ -86,8 +87,8 @@ class ExpertsShape:
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MoE:
-        """Builds the mixture of experts with these settings. config: the decoder's, for all other settings. key: draws
-        the initial weights. dtype: of the weights."""
+        """Builds the mixture of experts with these settings; Block's constructor calls it. config: the decoder's, for
+        all other settings. key: draws the initial weights. dtype: of the weights."""
         return MoE(dataclasses.replace(config, moe=self.moe), key, dtype)
 
 
@@ -128,8 +129,9 @@ class MoE(nnx.Module):
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, std=std, key=keys[1], dtype=dtype)
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        """The router's logits [B * T, E] over the E experts. x: the router's input [B, T, hidden], which it multiplies;
-        or, with a scaled router, which is a segment of its own, the logits [B, T, E] that it has computed."""
+        """The router's logits [B * T, E] over the E experts, float32 from a plain router. x: the router's input [B, T,
+        hidden], which it multiplies; or, with a scaled router, which is a segment of its own, the logits [B, T, E] that
+        it has computed, which are only reshaped."""
         x = x.reshape(-1, x.shape[-1])
         return self.router(x) if isinstance(self.router, Router) else x
 
@@ -146,8 +148,8 @@ class MoE(nnx.Module):
 
     @jax.named_scope("router")
     def router_sums(self, x: jax.Array, choice: jax.Array) -> RouterSums:
-        """The sums over tokens from which the router's losses (load balancing and z-loss) are computed; padding is left
-        out. They are a RouterSums, which can be added over layers and devices.
+        """The sums over tokens from which the router's losses (load balancing and z-loss) are computed, by the segment
+        `balance`; padding is left out. They are a RouterSums, which can be added over layers and devices.
 
         x: [B, T, hidden], the part's input (a scaled router's logits [B, T, E]). choice: int32[B * T, k], each token's
         experts; E for padding."""
@@ -156,10 +158,10 @@ class MoE(nnx.Module):
     @jax.named_scope("experts")
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
         """Multiplies each token of x [B, T, hidden] by the gate and up matrices of its experts: [rows, 2 *
-        expert_size], one row for each pair of token and expert, sorted by expert; empty rows pad each expert's to whole
-        tiles.
+        expert_size], one row for each pair of token and expert, sorted by expert; empty rows pad the rows of each
+        expert to whole tiles. It is the segment `expand`.
 
-        choice: int32[B * T, k], each token's experts; the number of experts stands for none, and gets no row."""
+        choice: int32[B * T, k], each token's experts; E, the number of experts, stands for none, and gets no row."""
         routing = route(choice, self.moe.num_experts)
         return self.experts.gate_up_proj.of_tokens(x.reshape(-1, x.shape[-1]), routing)
 
@@ -170,9 +172,9 @@ class MoE(nnx.Module):
 
         Args:
           gate_up: [rows, 2 * expert_size], rows sorted by expert, from the method `gate_up`.
-          choice: int32[B * T, k], each token's experts.
+          choice: int32[B * T, k], each token's experts; E for none.
           x: [B, T, hidden], the part's input, from which the router's weights are computed again (a scaled router's
-            logits [B, T, E]).
+            logits [B, T, E]). The products are computed in its dtype.
         """
         weights = self.router.weights(self._logits(x), choice)
         routing = route(choice, self.moe.num_experts)
@@ -201,10 +203,10 @@ class MoE(nnx.Module):
 
     def segments(self) -> tuple[Segment, ...]:
         """Its segments, in the order in which they run: `score` (a scaled router's logits), `route` (computes
-        `choice`), `balance` (the sums for the router's losses), `expand` (gate and up), `expand_shared` (gate and up of
-        a shared expert) and `contract` (activation and down projection). `score` and `expand_shared` are left out where
-        the model has no such router or expert. They tell the stack how to run the experts and the planner what they
-        cost."""
+        `choice`), `balance` (the sums for the router's losses, which the stack runs only if they are wanted), `expand`
+        (gate and up), `expand_shared` (gate and up of a shared expert) and `contract` (activation and down projection).
+        `score` and `expand_shared` are left out where the model has no such router or expert. They tell the stack how
+        to run the experts and the planner what they cost."""
         active, hidden = self.moe.experts_per_token, self.config.hidden_size
         choice = Residual("choice", recomputable=False, small=True)
 
@@ -282,9 +284,9 @@ class MoE(nnx.Module):
         """The function `run` of the segment `contract`: ([B, T, hidden],), the experts' output plus that of the shared
         expert, if there is one, times the sigmoid of its gate. context: has the dropout key.
 
-        gate_up, choice, shared_gate and shared_up are the residuals of the other segments, the last two None without a
-        shared expert; x is what the router's weights are computed from: the part's input, or a scaled router's logits.
-        """
+        gate_up [rows, 2 * expert_size], choice int32[B * T, k], and shared_gate and shared_up [B, T, shared_size] are
+        the residuals of the other segments, the last two None without a shared expert. x is what the router's weights
+        are computed from: the part's input [B, T, hidden], or a scaled router's logits [B, T, E]."""
         out = self.down(gate_up, choice, x)
         if shared_gate is not None and shared_up is not None:
             gate = jax.nn.sigmoid(self.shared_expert_gate(x, context.key))
@@ -306,8 +308,8 @@ class MoE(nnx.Module):
         """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals; the
         planner adds it to the peak.
 
-        It is a multiple of the layer's input that was fitted to compiled programs (models/fitted.py). sizes: the bytes
-        of the layer's residuals by name."""
+        It is a multiple of the bytes of the layer's input that was fitted to compiled programs (models/fitted.py).
+        sizes: the bytes of the layer's residuals by name, with the device's name and whether it is a Hopper GPU."""
         return EXPERTS_BYTES.of("mosaic" if sizes.hopper else "reference", sizes.device).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
@@ -319,7 +321,8 @@ class MoE(nnx.Module):
         hidden state for each of its experts. If the matrix product does not gather rows itself, the sorted rows are
         added, and if the weight is decoded, the decoded weight. If FP8 codes are multiplied, the rows' codes and the
         weight's transposed codes are added. In the result, `own` has the multiple of the layer's input and the shared
-        expert's bytes, and `around` all else. sizes: the bytes of the layer's residuals by name.
+        expert's bytes, and `around` all else. sizes: the bytes of the layer's residuals by name, the names of the
+        recomputed ones, the compute dtype, the device's name and whether it is a Hopper GPU.
         """
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up

@@ -25,8 +25,8 @@ class MLPShape:
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MLP:
-        """Builds the MLP of this width. config: the decoder's, for all other settings. key: draws the initial weights.
-        dtype: of the weights."""
+        """Builds the MLP of this width; Block's constructor calls it. config: the decoder's, for all other settings.
+        key: draws the initial weights. dtype: of the weights."""
         return MLP(dataclasses.replace(config, intermediate_size=self.intermediate_size), key, dtype)
 
 
@@ -65,7 +65,7 @@ class MLP(nnx.Module):
 
     def gate_up(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Multiplies x [B, T, hidden] by the gate and up matrices: (gate, up), each [B, T, intermediate], before the
-        activation. key: draws the adapters' dropout masks; None: no dropout."""
+        activation. It is the segment `expand`. key: draws the adapters' dropout masks; None: no dropout."""
         if self.config.fused_gate_up:
             both = self.gate_up_proj(x, key)
             half = self.config.intermediate_size
@@ -75,9 +75,9 @@ class MLP(nnx.Module):
 
     def down(self, gate: jax.Array, up: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Computes the MLP's output down(activation(gate) * up), [B, T, hidden], from gate and up [B, T, intermediate],
-        with a derivative that needs little memory (_down).
+        which are from `gate_up`, with a derivative that needs little memory (_down).
 
-        key: draws the adapter's dropout mask; None: no dropout."""
+        key: draws the dropout mask of down_proj's adapter; None: no dropout."""
         return _down(self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
 
     def segments(self) -> tuple[Segment, ...]:
@@ -113,7 +113,7 @@ class MLP(nnx.Module):
 
         It counts the activation's output, those of gate and up that are recomputed in the backward instead of kept, and
         values of the residual stream, a multiple of the layer's input (models/fitted.py). sizes: the bytes of the
-        layer's residuals by name."""
+        layer's residuals by name, the names of the recomputed ones, and what `_fitted` reads."""
         dropped = sum(sizes[name] for name in ("gate", "up") if name in sizes.recomputed)
         return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
 
@@ -128,7 +128,7 @@ class MLP(nnx.Module):
 
         `around` is another multiple of the layer's input, for gradients of the layer's other segments (the functions in
         which its parts run) that are in memory at the same time. The multiples are in models/fitted.py. sizes: the
-        bytes of the layer's residuals by name.
+        bytes of the layer's residuals by name, the number of tiles, and what `_fitted` reads.
         """
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
@@ -150,7 +150,9 @@ class MLP(nnx.Module):
     def _in_place(self, sizes: Sizes) -> bool:
         """Whether the kernel of pallas/gated computes the activation's gradient for these sizes, which writes the
         gradients of gate and up over gate and up. True on a Hopper GPU, for shapes, dtypes and activations that the
-        kernel supports; otherwise the reference implementation runs, which needs more memory."""
+        kernel supports; otherwise the reference implementation runs, which needs more memory. sizes: the bytes of
+        `gate` among the layer's residuals, with the compute dtype, the tokens of a row, and whether the device is a
+        Hopper GPU."""
         numbers = sizes.length * self.config.intermediate_size
         runs = mosaic.unsupported(sizes.dtype, numbers, self.config.activation) is None
         return runs and sizes.hopper and sizes["gate"] / sizes.dtype.itemsize < mosaic.MOST

@@ -65,8 +65,8 @@ class PerLayerGate(nnx.Module):
 
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape for one token} of the value that the part reads from outside the layer: the layer's embedding of
-        the token, which the decoder gives; the block passes it in."""
+        """{"per_layer_input": (size,)}, the name and the shape for one token of the value that the part reads from
+        outside the layer: the layer's embedding of the token, which the decoder gives; the block passes it in."""
         return {PER_LAYER: (self.size,)}
 
     def segments(self) -> tuple[Segment, ...]:
@@ -101,9 +101,9 @@ class PerLayerGate(nnx.Module):
         return sizes["per_layer_gate"] + 3.0 * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """An estimate of the bytes that the part's backward needs in addition to the residuals, for the planner:
-        gradients of the gate and of the embedding, their product, and two values of the residual stream. sizes: the
-        bytes of the layer's residuals by name."""
+        """An estimate of the bytes that the part's backward needs in addition to the residuals, for the planner. `own`
+        of the result counts gradients of the gate and of the embedding, their product, and two values of the residual
+        stream; `around` is 0, and covers_mixer False. sizes: the bytes of the layer's residuals by name."""
         return Scratch(3.0 * sizes["per_layer_gate"] + 2.0 * sizes["layer_input"], 0.0, covers_mixer=False)
 
 
@@ -141,7 +141,7 @@ class PerLayerInputs(nnx.Module):
     @property
     def needs_rows(self) -> bool:
         """Whether the table here has no rows, because a run has it on the host, so that each call must be given the
-        rows of its tokens."""
+        rows of its tokens; a call without them raises ValueError."""
         return self.weight.shape[0] == 0
 
     def __call__(
@@ -175,9 +175,10 @@ class PerLayerInputs(nnx.Module):
         return [both[:, :, index] for index in range(self.layers)]
 
     def _looked_up(self, tokens: jax.Array, take) -> jax.Array:
-        """The rows [B, T, layers * size] of the table for the tokens int32[B, T], by the function `take` of a call. Of
-        a table in host memory that is not an argument of a program (such as that of a model that a run has returned),
-        the host looks them up, so that the device never has the whole table."""
+        """The rows [B, T, layers * size] of the table for the tokens int32[B, T], by the function `take` of a call, in
+        the table's dtype. Of a table in host memory that is not an argument of a program (such as that of a model that
+        a run has returned), the host looks them up, so that the device never has the whole table. Raises ValueError if
+        the table here has no rows (needs_rows)."""
         table = self.weight.get_value()
         if self.needs_rows:
             raise ValueError("the table of per-layer embeddings is on the host: this pass must be given its rows")

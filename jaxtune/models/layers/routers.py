@@ -49,8 +49,8 @@ class Router(nnx.Module):
         k]; 0 where the token has no expert. They are the softmax over the chosen logits if the config renormalises,
         else the softmax over all E; gradients pass to the logits.
 
-        logits: float32[T, E], the router's. choice: int32[T, k], the numbers of each token's experts; E where it has
-        none."""
+        logits: float32[T, E], from a call of the router. choice: int32[T, k], the numbers of each token's experts; E
+        where it has none."""
         return expert_weights(logits, choice, renormalize=self.renormalize)
 
 
@@ -92,6 +92,7 @@ class ScaledRouter(nnx.Module):
         k]; 0 where the token has no expert. They are the softmax over the chosen logits times the experts'
         per_expert_scale.
 
-        logits: [T, E], the router's. choice: int32[T, k], the numbers of each token's experts; E where it has none."""
+        logits: [T, E], from a call of the router, reshaped. choice: int32[T, k], the numbers of each token's experts; E
+        where it has none."""
         scale = self.per_expert_scale[...].astype(jnp.float32).at[choice].get(mode="clip")
         return expert_weights(logits, choice, renormalize=True) * scale

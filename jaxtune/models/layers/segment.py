@@ -336,8 +336,9 @@ class FeedForward(LayerPart, Protocol):
 
 
 def matrix_of(module: nnx.Module, name: str) -> Any:
-    """Looks up the Linear or ExpertLinear of a module by its dotted name, such as "experts.down_proj", as
-    Segment.matrices has it. It is the module's own, not a copy."""
+    """Looks up the Linear or ExpertLinear of a part or block (`module`) by its dotted name, such as
+    "experts.down_proj", as Segment.matrices has it. The result is the module's own matrix, not a copy. Block.matrices
+    and the counts of work per segment call it."""
     for part in name.split("."):
         module = getattr(module, part)
     return module
@@ -346,7 +347,7 @@ def matrix_of(module: nnx.Module, name: str) -> Any:
 def weights_per_token(segment: Segment, matrix: Any) -> int:
     """How many numbers of a segment's matrix one token is multiplied by, from which work and FLOPs are counted: all of
     a linear's weight, and of a matrix of experts only the weights of the experts that the token is routed to
-    (segment.experts_per_token). matrix: a Linear or ExpertLinear."""
+    (segment.experts_per_token). segment: a segment that multiplies by the matrix. matrix: a Linear or ExpertLinear."""
     if not matrix.num_experts:
         return math.prod(matrix.sizes)
     return math.prod(matrix.sizes[1:]) * segment.experts_per_token

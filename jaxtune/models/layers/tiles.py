@@ -16,17 +16,18 @@ from jaxtune.models.layers.segment import Context, Segment, multiplications
 
 def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
     """Names of the values that neighbouring tokenwise segments of a layer pass to each other, such as an MLP's gate and
-    up. segments: the layer's chain; () if it has no such segments.
+    up; () if the layer has no such segments. segments: the layer's chain.
 
     If these segments run over tiles, the values exist for one tile only. So tiles are possible only if a plan
-    recomputes all of them in the backward."""
+    recomputes all of them in the backward; `described` (models/stack_layers.py) and the planner check that."""
     return tuple(name for chain in _chains(segments) for s in chain for name in s.outputs if s is not chain[-1])
 
 
 def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
     """Finds the runs of consecutive tokenwise segments in a layer's chain, `segments`, that can run over tiles; [] if
-    there is none. Each has at least two segments, its last one has a single output, and no segment outside the run
-    reads a value that is passed within it."""
+    there is none. Each run has at least two segments, its last segment has a single output, and no segment outside the
+    run reads a value that is passed within it. `in_tiles` joins these runs, and `tiled_residuals` names their values.
+    """
     runs = [tuple(run) for tokenwise, run in itertools.groupby(segments, lambda s: s.tokenwise) if tokenwise]
 
     def closed(run: tuple[Segment, ...]) -> bool:
@@ -40,8 +41,9 @@ def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
 
 
 def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tuple[Segment, ...]:
-    """Returns a layer's chain of segments in which each run of consecutive tokenwise segments is replaced by one
-    segment that runs over tiles; a chain without such runs is returned unchanged.
+    """Returns a layer's chain of segments in which each run of consecutive tokenwise segments that `_chains` finds is
+    replaced by one segment that runs over tiles; a chain without such runs is returned unchanged. Block.segments calls
+    it under a plan that has tiles.
 
     Args:
       module: the block of the segments, from whose matrices the duration of the joined segment is computed.
@@ -114,6 +116,7 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
 
 def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], beside: tuple[jax.Array, ...], tile: int):
     """Runs `step` for each tile of the second axis and overwrites `arrays` with its results: (the last sums, arrays).
+    The forward and the backward of a joined segment (`_joined`) call it.
 
     This is no lax.scan, because a scan stacks its outputs in new arrays, and XLA keeps inputs and outputs until the
     backward.

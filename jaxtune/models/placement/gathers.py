@@ -19,7 +19,7 @@ from jaxtune.models.placement.partition import TENSORS, Shard, shards
 
 def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """Looks up rows of a table: take(table, index), for a variable whose array is [n, ...], which the devices may
-    divide.
+    divide. Token embeddings and per-layer embeddings are looked up by it.
 
     A divided table is not gathered for a few of its rows: each device takes the rows that it has for the indices of all
     devices, and receives those for its own indices from the others. It is gathered whole if all devices in all look up
@@ -31,7 +31,8 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
       take: (table, index) -> table[index], with the derivative that the lookup is to have; for a divided table it gets
         this device's part and row numbers in it.
     Returns:
-      take(table, index) of the whole table, complete on this device. The table's gradient is a Shard if it is divided.
+      take(table, index) of the whole table, [*index.shape, ...], complete on this device. The table's gradient is a
+        Shard if the table is divided.
     """
     value = variable.get_value()
     if not isinstance(value, Shard):
@@ -89,7 +90,7 @@ _rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
 
 def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (the whole array of a variable, x unchanged), for a variable such as the head's weight, which is not
-    needed before the hidden states x are computed.
+    needed before the hidden states x are computed (Decoder.head_operands).
 
     A Shard is gathered only after x is there, and if it trains, its gradient is scattered before x's gradient is passed
     on. Otherwise XLA keeps the whole array and its gradient in memory for as long as it can combine several
@@ -120,7 +121,8 @@ _gathered_beside.defvjp(
 @jax.custom_vjp
 def _gathered(shard: Shard) -> jax.Array:
     """Gathers `shard`, this device's part of a tensor, with a derivative: returns the whole array. The gradient of the
-    Shard is this device's part of the sum of all devices' gradients (`scatter`)."""
+    Shard is this device's part of the sum of all devices' gradients (`scatter`). `rows_of` calls it for a table whose
+    rows are not exchanged one by one."""
     return gather(shard)
 
 
@@ -134,8 +136,8 @@ def gather(shard: Shard) -> jax.Array:
 
 
 def scatter(shard: Shard, gradient: jax.Array) -> Shard:
-    """Sums the gradients that the devices have computed of a divided tensor, and returns this device's part of the sum,
-    as a Shard. Call it inside `partition.divided`.
+    """Sums the gradients that the devices along the mesh axis `fsdp` have computed of a divided tensor, and returns
+    this device's part of the sum as a Shard, in the gradient's dtype. Call it inside `partition.divided`.
 
     The sum is computed in float32. With two devices the gradients are sent in their own dtype, which are half the
     bytes, because a sum of two numbers is rounded only once in either case. If the Shard names a format (`sync`), they
@@ -154,21 +156,23 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
 
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:
-    """The Shards of layer number `index`, which must be gathered before it runs; [] if no layer has that number, as
-    after the last one or before the first. trainables, frozens: the trained and the other tensors of each layer."""
+    """The Shards of layer number `index` (from 0), which the stack must gather before that layer runs, in the order of
+    leaves; [] if no layer has that number, as after the last one or before the first, or if nothing in it is divided.
+    trainables, frozens: for each layer its trained tensors, and its other tensors."""
     return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
 
 
 def first_gathered(trainables, frozens) -> list[jax.Array]:
-    """Gathers the Shards of the first layer, which no earlier layer can gather while it computes: their whole arrays.
-    trainables, frozens: the trained and the other tensors of each layer."""
+    """Gathers the Shards of the first layer, which no earlier layer can gather while it computes: returns their whole
+    arrays, in the order of leaves. The stack's forward begins with it. trainables, frozens: for each layer its trained
+    tensors, and its other tensors."""
     return [gather(shard) for shard in shards_of_layer(trainables, frozens, 0)]
 
 
 def with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
     """Pairs each Shard of a layer's trainable tensors with the gradient of its whole tensor, for CollectiveSchedule's
-    scatters: a list in order of leaves. Tensors that are not divided are left out. gradients: a tree with the structure
-    of `trainable`."""
+    scatters: a list in order of leaves. Tensors that are not divided are left out. trainable: a tree whose leaves are
+    arrays and Shards. gradients: a tree with the same structure, with an array for each of them."""
     pairs = jax.tree.map(
         lambda leaf, gradient: (leaf, gradient) if isinstance(leaf, Shard) else None,
         trainable,

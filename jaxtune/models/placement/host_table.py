@@ -16,13 +16,15 @@ _PATH = ("per_layer", "weight")
 
 
 def table_of(state: nnx.State) -> Array | None:
-    """The table in a Decoder's `state`, [vocabulary, layers * size]; None if the state has none. It is the table of
-    per-layer embeddings, which is in host memory if the run keeps it there."""
+    """The table of per-layer embeddings in a Decoder's `state`, [vocabulary, layers * size]; None if the state has
+    none. It is a numpy array in host memory if the run keeps it there, else an array on the device or only its shape.
+    """
     return next((variable.get_value() for path, variable in nnx.to_flat_state(state) if path == _PATH), None)
 
 
 def with_table(state: nnx.State, table: Array) -> nnx.State:
-    """A new state with `table` in place of the table of `state`, which has one; all other variables are the same."""
+    """A new state with `table` in place of the table of `state`, which has one; all other variables are the same. A run
+    moves the table to the host or to the device so."""
 
     def one(path, variable):
         found = tuple(getattr(key, "key", None) for key in path) == _PATH

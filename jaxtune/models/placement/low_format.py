@@ -34,19 +34,21 @@ _BITS = {"bf16": 16.0, "int8": 8.0 + 32 / BLOCK, "int4": 4.0 + 8 / INT4_BLOCK}
 
 
 def bytes_per_number(format: SyncFormat) -> float:
-    """Bytes of a number in a format, with its share of the block's scale: 2.0, 1.0625 or 0.5625. The planner computes
-    the time of sending gradients from it."""
+    """Bytes of a number in a format, with its share of the block's scale: 2.0 in bf16, 1.0625 in int8, 0.5625 in int4.
+    The planner computes the time of sending gradients from it."""
     return _BITS[format] / 8
 
 
 def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stream: int = 0) -> dict[str, jax.Array]:
-    """Encodes float32[..., n] in a low format, for `decode`; n is a multiple of 64.
+    """Encodes float32[..., n] in a low format, for `decode`; n is a multiple of 64. Devices send each other what it
+    returns.
 
     Args:
       x: the numbers.
-      format: the format.
+      format: "bf16", "int8" or "int4" (the module describes them).
       seed: uint32[2], from which stochastic rounding draws; None: numbers are rounded to the nearest.
-      stream: different for arrays that are rounded with the same seed.
+      stream: a number that must differ between arrays that are rounded with the same seed, so that each has its own
+        random numbers.
     Returns:
       {"codes": uint16[..., n], the bits of bfloat16; int8[..., n]; or uint8[..., n / 2], two int4 a byte}; for int8
         also "scales": float32[..., n / 64]; for int4 "scales": uint8[..., n / 16] and "largest": float32[..., 1], the
@@ -62,19 +64,19 @@ def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stre
 
 
 def _encode_int8(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
-    """`encode` for the format int8: {"codes": int8[..., blocks * 64], "scales": float32[..., blocks], max |x| / 127 of
-    each block}. blocks: float32[..., blocks, 64], the numbers. draws: numbers of the same shape, uniform from 0 to 1,
-    for stochastic rounding; None: codes are rounded to the nearest."""
+    """`encode` for the format int8: {"codes": int8[..., blocks * 64], whole numbers from -127 to 127, "scales":
+    float32[..., blocks], max |x| / 127 of each block}. blocks: float32[..., blocks, 64], the numbers. draws: numbers of
+    the same shape, uniform from 0 to 1, for stochastic rounding; None: codes are rounded to the nearest."""
     scales = jnp.abs(blocks).max(-1) / 127
     codes = jnp.clip(_rounded(blocks * _inverse(scales)[..., None], draws), -127, 127).astype(jnp.int8)
     return {"codes": codes.reshape(*scales.shape[:-1], -1), "scales": scales}
 
 
 def _encode_int4(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Array]:
-    """`encode` for the format int4: {"codes": uint8[..., blocks * 8], two codes a byte, "scales": uint8[..., blocks],
-    "largest": float32[..., 1], the largest |x| of each row}. blocks: float32[..., blocks, 16], the numbers; a row has a
-    multiple of 64 of them. draws: numbers of the same shape, uniform from 0 to 1, for stochastic rounding; None: codes
-    are rounded to the nearest."""
+    """`encode` for the format int4: {"codes": uint8[..., blocks * 8], two codes a byte (of each 64 numbers, the first
+    half in the low bits), "scales": uint8[..., blocks], "largest": float32[..., 1], the largest |x| of each row}.
+    blocks: float32[..., blocks, 16], the numbers; a row has a multiple of 64 of them. draws: numbers of the same shape,
+    uniform from 0 to 1, for stochastic rounding; None: codes are rounded to the nearest."""
     of_blocks = jnp.abs(blocks).max(-1)
     largest = of_blocks.max(-1, keepdims=True)
     scales = jnp.clip(jnp.floor(-_STEPS * jnp.log2(of_blocks * _inverse(largest))), 0, 255).astype(jnp.uint8)
@@ -100,18 +102,20 @@ def _int4_scales(scales: jax.Array, largest: jax.Array) -> jax.Array:
 
 
 def _inverse(scales: jax.Array) -> jax.Array:
-    """1 / scales, float32 of the same shape; 0 for scales that are not normal numbers, which some devices take for 0:
-    their inverse is not finite."""
+    """1 / scales, float32 of the same shape, by which numbers are multiplied before they are rounded to codes; 0 for
+    scales that are zero or subnormal, which some devices take for 0, so that their inverse would not be finite."""
     return jnp.where(scales >= jnp.finfo(jnp.float32).tiny, 1 / scales, 0)
 
 
 def weights_in_blocks(usual: jax.Array) -> jax.Array:
-    """By what numbers are divided before they are encoded in int4, and multiplied after, so that those that are usually
-    small keep more of their digits beside large ones of the same block.
+    """The weights by which numbers are divided before they are encoded in int4, and multiplied after they are decoded,
+    so that those that are usually small keep more of their digits beside large ones of the same block.
 
     A weight is the root of a number's usual size as a part of the largest one in its block, which is midway between the
     same weight for all, with which the sum of all errors is smallest, and errors in proportion to each number. It is at
     least 1/8, so that a number that is larger than usual for once does not cost the others of its block their digits.
+
+    The quantised sum of gradients calls it (train/program/gradient_sync.py).
 
     Args:
       usual: float32[n], the numbers' usual sizes, in any unit; n is a multiple of 16.
@@ -147,7 +151,8 @@ def reduce_scatter(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stre
     returns this device's part, within jax.shard_map: (float32[n], the sum of all devices' x[i] on the i-th of them;
     float32[devices, n], what rounding took from this device's x, which error feedback adds to the next step's). n is a
     multiple of 64. seed: uint32[2], for stochastic rounding, which must differ between devices; None: numbers are
-    rounded to the nearest. stream: different for arrays that are rounded with the same seed."""
+    rounded to the nearest. stream: different for arrays that are rounded with the same seed. It is the first leg of the
+    quantised sum of gradients (train/program/gradient_sync.py) and of part_of_sum."""
     sent = encode(x, format, seed, stream)
     received = {name: jax.lax.all_to_all(part, axes, 0, 0, tiled=True) for name, part in sent.items()}
     return decode(received, format).sum(0), x - decode(sent, format)
@@ -156,17 +161,18 @@ def reduce_scatter(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stre
 def all_gather(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: int = 0):
     """Collects float32[n] of all devices along the mesh axes `axes`, which exchange it in a low format, within
     jax.shard_map: (float32[devices, n], the same bits on all devices; float32[n], what rounding took from this device's
-    x, for error feedback). n is a multiple of 64. seed: uint32[2], for stochastic rounding; None: numbers are rounded
-    to the nearest. stream: different for arrays that are rounded with the same seed."""
+    x, which error feedback adds to the next step's). n is a multiple of 64. seed: uint32[2], for stochastic rounding;
+    None: numbers are rounded to the nearest. stream: different for arrays that are rounded with the same seed. It is
+    the second leg of the quantised sum of gradients (train/program/gradient_sync.py)."""
     sent = encode(x, format, seed, stream)
     gathered = {name: jax.lax.all_gather(part, axes) for name, part in sent.items()}
     return decode(gathered, format), x - decode(sent, format)
 
 
 def part_of_sum(gradient: jax.Array, axes: Axes, axis: int, count: int, format: SyncFormat) -> jax.Array:
-    """Sums an array, `gradient`, over the `count` devices along the mesh axes `axes`, and returns this device's equal
-    part along `axis` of the array, float32: jax.lax.psum_scatter in a low format, rounded stochastically.
-    gathers.scatter calls it, within jax.shard_map.
+    """Sums an array, `gradient` (of any floating-point dtype), over the `count` devices along the mesh axes `axes`, and
+    returns this device's equal part of the sum, float32, cut along `axis` of the array: jax.lax.psum_scatter in a low
+    format, rounded stochastically. gathers.scatter calls it, within jax.shard_map. `count` divides that axis.
 
     The seed is a checksum of the array's bits, so that the same arrays give the same sum, without a key that would have
     to be passed to each layer's backward.

@@ -3,11 +3,10 @@
 Training runs in one shard_map over the whole mesh (`divided`), so that a model and its kernels see plain local arrays,
 as on one device. `AXES` declares the mesh's axes, `data` and `fsdp`. The rows of a batch are divided over all of them.
 Tensors are whole on the devices along `data`; along `fsdp`, each device has a part (a `Shard`) of the tensors that
-declare an axis to divide. These are gathered before they are used (gathers.py; the stack gathers a layer's weights one
-layer ahead), except frozen tensors that the plan keeps whole on every device (`declared_resident`). Sums over rows,
-among them gradients, are each device's own until they are added up: gradients of a Shard over `fsdp` at once, which
-leaves each device its part, all others once a step. A model asks here what it must know about other devices
-(`part_of_rows`, `total`); where nothing is divided, these give 0 and the unchanged values.
+declare an axis to divide. These are gathered before they are used (gathers.py), except frozen tensors that the plan
+keeps whole on every device (`declared_resident`). Sums over rows, among them gradients, are each device's own until
+they are added up: gradients of a Shard over `fsdp` at once, which leaves each device its part, all others once a step.
+A model asks here what it must know about other devices (`part_of_rows`, `total`).
 
 A module declares a tensor's logical axes in its variable's metadata: `nnx.Param(value, axes=("out", "in"))`. Small
 tensors (norms, biases, routers) and adapters declare none: exchanges in each layer would cost more than the memory that
@@ -138,10 +137,10 @@ def make_mesh(*sizes: int) -> Mesh:
 
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
     """Wraps a function in jax.shard_map, so that every device of the mesh runs it on its own part of the arrays;
-    in_specs and out_specs are the specs of its arguments and results. Returns the function itself for a mesh of one
-    device or None. Nothing checks that arrays which the specs call whole are equal on all devices. Inside, jax.grad
-    must be taken of this device's own share of a sum over devices: if the differentiated function summed it by psum,
-    each gradient would be counted once for every device (see `total`)."""
+    in_specs and out_specs are trees of PartitionSpecs for its arguments and results (`specs`). Returns the function
+    itself for a mesh of one device or None. Nothing checks that arrays which the specs call whole are equal on all
+    devices. Inside, jax.grad must be taken of this device's own share of a sum over devices: if the differentiated
+    function summed it by psum, each gradient would be counted once for every device (see `total`)."""
     if mesh is None or mesh.size == 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -149,10 +148,8 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
 
 @contextlib.contextmanager
 def compiling(mesh: Mesh) -> Iterator[None]:
-    """The context in which a program that is entirely inside `divided` is lowered and compiled for the mesh.
-
-    It turns off Shardy, which has nothing to partition there but takes as long as all later passes. For 32 layers of
-    Llama-3.3-70B on two devices, XLA's passes took 130 s with it and 67 s without; memory was the same."""
+    """The context in which a program that is entirely inside `divided` is lowered and compiled for the mesh. It turns
+    off Shardy, which has nothing to partition there: for 32 layers of 70B, XLA took 130 s with it and 67 s without."""
     with jax.set_mesh(mesh), private_jax.config.use_shardy_partitioner(False):
         yield
 
@@ -181,7 +178,8 @@ def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Places an array as `put` does; one that is on these devices already is copied between them, not via the host."""
+    """Places an array as `put` does, for frozen weights; one that is on these devices already, but not placed so, is
+    copied between them, not via the host. Returns the new array, or the same one if it is placed so already."""
     current = array.sharding if isinstance(array, jax.Array) else None
     if current is None or current == sharding or current.device_set != sharding.device_set:
         return put(array, sharding)
@@ -189,9 +187,9 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
-    """Places two trees of arrays, a model's trained tensors and the rest, on the same devices, so that one computation
-    can take both: (trained, rest). In a run of one process they stay as they are. If each of several has every array
-    whole, it gets its own copies on one device; otherwise `divide` says how the mesh has them."""
+    """Places two trees of arrays, a run's trained tensors and the rest of its model, on the same devices, so that one
+    computation can take both: (trained, rest). In a run of one process they stay as they are. If each of several
+    processes has every array whole, it gets its own copies on one device; otherwise they are placed by `shardings`."""
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
     if all(array.is_fully_replicated for array in elsewhere):
@@ -203,8 +201,8 @@ def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
 
 
 def addressable(tree: Any) -> list[Any]:
-    """The arrays of a tree that this process can check alone, such as for NaN: [tree] if it has all of every array,
-    otherwise a list of the parts of floating-point arrays that are on its own devices."""
+    """The arrays of a tree, such as a tensor, that this process can check alone, as loading checks for NaN: [tree] if
+    it has all of every array, otherwise a list of the parts of floating-point arrays that are on its own devices."""
     leaves = jax.tree.leaves(tree)
     if all(leaf.is_fully_addressable for leaf in leaves):
         return [tree]
@@ -231,7 +229,7 @@ def on_host(array: Any) -> np.ndarray:
 
 @functools.cache
 def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
-    """Makes a compiled program (cached) that copies an array to a sharding between devices, not by way of the host."""
+    """Makes the program (cached) that copies an array on these devices to a sharding, not by way of the host."""
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
@@ -239,21 +237,22 @@ def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _row_axes() -> tuple[str, ...]:
-    """Names of the mesh axes that divide rows in the function that is being traced; () outside of `divided`."""
+    """Names of the mesh axes of several devices that divide rows in the function being traced; () outside `divided`."""
     mesh = jax.sharding.get_abstract_mesh()
     names = (axis.name for axis in AXES)
     return tuple(name for name in names if name in mesh.manual_axes and mesh.shape[name] > 1)
 
 
 def part_of_rows() -> jax.Array | int:
-    """The number of this device's equal part of the rows, int32[] from 0, for dropout; 0 outside `divided`."""
+    """The index, int32[] from 0, of this device's equal part of the batch's rows, by which dropout and noise are drawn
+    as if one device drew them for all rows; 0 outside `divided`."""
     axes = _row_axes()
     return jax.lax.axis_index(axes) if axes else 0
 
 
 def total(sums: Any) -> Any:
-    """Sums arrays over devices: sums over this device's rows become sums over all rows; Shards are summed over `fsdp`
-    already. It serves values that are no sum over rows themselves, such as a product of two sums. The gradient of the
+    """Sums a tree of arrays over devices: sums over this device's rows become sums over all rows; Shards are summed
+    over `fsdp` already. It serves values that are no sum over rows, such as a product of two sums. The gradient of the
     total is that of this device's share; since every device computes the same from the total, the gradients add up to
     the whole once. Outside of `divided` it returns `sums` unchanged."""
     return _total(sums) if _row_axes() else sums
@@ -274,7 +273,6 @@ def _total(sums):
     axes = _row_axes()
 
     def one(leaf):
-        """Sums a leaf, an array or a Shard, over the axes that it is not summed over yet."""
         over = tuple(axis for axis in axes if axis != TENSORS) if isinstance(leaf, Shard) else axes
         return jax.lax.psum(leaf, over) if over else leaf
 
@@ -329,15 +327,15 @@ def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
 
 
 def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
-    """For each array of a tree of variables, in order, whether devices divide it; none without a mesh (None)."""
+    """For each array of a tree of nnx variables, in the order of leaves, whether devices divide it, which the optimizer
+    must know; none is divided without a mesh (None)."""
     return [_is_shard(leaf) for leaf in jax.tree.leaves(divide(tree, mesh), is_leaf=_is_shard)]
 
 
 def bytes_per_device(tree: Any, parts: int) -> float:
-    """Bytes of a tree of variables on a device if `parts` devices divide tensors, for plans; arrays may be abstract."""
+    """Bytes of a tree of nnx variables (also abstract) on each device if `parts` devices divide tensors, for plans."""
 
     def one(leaf):
-        """Bytes of a leaf, an array or a Shard, on each device."""
         size = float(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize)
         return size / leaf.count**2 if isinstance(leaf, Shard) else size  # a Shard's shape is of `count` such arrays
 
@@ -345,8 +343,8 @@ def bytes_per_device(tree: Any, parts: int) -> float:
 
 
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
-    """(bytes, elements) of the whole arrays of those variables of a tree that would be divided if `parts` devices
-    divide tensors; the planner computes the time of gathers from them."""
+    """(bytes, elements) of those arrays of a tree of nnx variables, each counted whole, that would be divided if
+    `parts` devices divide tensors; the planner computes the time of gathers from them."""
     arrays = [shard.array for shard in shards(divided_into(tree, parts))]
     counts = [float(math.prod(array.shape)) for array in arrays]
     return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)
@@ -360,7 +358,6 @@ def divided_into(tree: Any, count: int, sync: SyncFormat | None = None) -> Any:
         return tree
 
     def one(variable):
-        """Marks the arrays of a variable; any other leaf is returned unchanged."""
         if not isinstance(variable, nnx.Variable):
             return variable
         axes = _axes(variable, count)
@@ -388,7 +385,8 @@ def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
 
 def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
     """The state `frozen` with empty `axes` in the metadata of the variables of the first `resident` of `layers` layers,
-    so that `divide` leaves them whole on every device. If these are all layers, embedding and head get them too."""
+    so that `divide` leaves them whole on every device. If these are all layers, all other variables (embedding, head)
+    get them too. `frozen` is returned unchanged for `resident` 0. The plan says how many layers (ResidualPlan)."""
     if not resident:
         return frozen
 
@@ -404,7 +402,8 @@ def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
 
 
 def divide_like(divided_tree: Any, tree: Any) -> Any:
-    """A copy of `tree`, such as gradients, with arrays in Shards where the leaves of `divided_tree` are Shards."""
+    """A copy of `tree`, such as a step's sums of gradients, with arrays in Shards (of the same axis, count and sync)
+    where the leaves of `divided_tree`, such as the trained tensors from `divide`, are Shards. No array is cut."""
 
     def one(leaf, array):
         return dataclasses.replace(leaf, array=array) if isinstance(leaf, Shard) else array
@@ -413,7 +412,8 @@ def divide_like(divided_tree: Any, tree: Any) -> Any:
 
 
 def undivided(tree: Any) -> Any:
-    """The tree with the `array` of each Shard in place of the Shard: this device's part, not the whole array."""
+    """A tree with the `array` of each Shard in place of the Shard: in `divided` this device's part, outside of it the
+    whole array. Nothing is gathered. Programs of steps return plain arrays so."""
     return jax.tree.map(lambda leaf: leaf.array if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)
 
 
@@ -444,13 +444,14 @@ def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """The NamedShardings of a tree of variables on a mesh: divided where `divide` divides them, otherwise whole."""
+    """The NamedShardings by which a tree of nnx variables is placed on a mesh: the tree with a sharding in place of
+    each array, which divides it where `divide` does and otherwise has it whole on every device."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), undivided(specs(divide(tree, mesh))))
 
 
 def require_undivided(states: Any, what: str) -> None:
-    """Raises ValueError if an array of `states`, a module's state, is divided over devices: generation needs whole
-    weights. what: the caller's name, for the message."""
+    """Raises ValueError if an array of `states`, a module's state, is divided over devices: generation and the
+    observation of activations need whole weights. what: what the message calls the caller, such as "generate"."""
     for leaf in jax.tree.leaves(states):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
             raise ValueError(
@@ -461,15 +462,14 @@ def require_undivided(states: Any, what: str) -> None:
 
 
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
-    """The NamedShardings on a mesh of opt_state, an optimizer's states, which are placed like the `trainable` tensors
-    that they belong to. A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit
-    states, factors) along its first, if evenly. The update computes the same for every sharding."""
+    """The NamedShardings on a mesh of opt_state, an optimizer's states, in its structure. In parts that have a state
+    for each tensor of `trainable`, a state of its tensor's shape is divided along the same axis, another one (blocks of
+    8-bit states, factors) along its first, if evenly. All others are whole. The update works with every sharding."""
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
     everywhere = NamedSharding(mesh, WHOLE)
 
     def beside(tensor, leaf):
-        """The sharding of a state `leaf` of the tensor `tensor`."""
         if not isinstance(tensor, Shard):
             return everywhere
         axis = tensor.axis if leaf.shape == tensor.array.shape else 0
@@ -481,7 +481,6 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
         return jax.tree.structure(tree) == structure
 
     def one(tree):
-        """The shardings of a part of opt_state, where it has a state for each trainable tensor; else `everywhere`."""
         if not is_like(tree):
             return everywhere
         return jax.tree.unflatten(structure, list(map(beside, tensors, jax.tree.leaves(tree))))
@@ -490,11 +489,12 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
 
 
 def shards(tree: Any) -> list[Shard]:
-    """Collects the Shards of a tree, which gathers make whole, in order of its leaves; other leaves are left out."""
+    """Collects the Shards of a tree, in the order of its leaves, for gathers; other leaves are left out."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_shard) if isinstance(leaf, Shard)]
 
 
 def with_whole(tree: Any, arrays: Sequence[jax.Array]) -> Any:
-    """Replaces the Shards of a tree by their whole arrays, which are given as `arrays`, in the order of `shards`."""
+    """A new tree in which the Shards of `tree` are replaced by their whole arrays (`arrays`, in the order of `shards`);
+    the stack makes a layer's weights so from what it gathered."""
     whole = iter(arrays)
     return jax.tree.map(lambda leaf: next(whole) if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)

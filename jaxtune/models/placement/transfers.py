@@ -41,7 +41,7 @@ IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 
 def copies_start_at_once() -> contextlib.AbstractContextManager:
     """Returns a context in which XLA's scheduler takes every traced kernel to last a microsecond, so that it starts
-    copies at once.
+    copies at once. The stack traces the forward and the backward of every layer in it.
 
     Layers without copies use it as well. XLA chooses the algorithm of a matrix product by the text of its instruction,
     and this setting is part of that text. With the same text everywhere, different plans give the same bits.
@@ -75,9 +75,10 @@ def cut(arrays: Sequence[jax.Array], stages: Sequence[float]) -> tuple[Pieces, .
 
 
 def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
-    """Cuts an array along its first axis (or its second, if the first has size 1) into slices of about `piece_bytes`
-    each, so that each slice can be copied to or from the host while a stage computes. The result has the slices and the
-    axis, from which `join` makes the array again. An array that is smaller than `piece_bytes` stays one slice."""
+    """Cuts an array along its first axis (or its second, if the first has size 1 and there is a second) into slices of
+    at most about `piece_bytes` (more if the axis is too short), so that each can be copied while a stage computes. The
+    result has the slices and the axis, from which `join` makes the array again. An array that is smaller than
+    `piece_bytes` stays one slice."""
     axis = 0 if array.shape[0] > 1 or array.ndim == 1 else 1
     count = max(1, min(-(-array.nbytes // piece_bytes), array.shape[axis]))
     bounds = [array.shape[axis] * i // count for i in range(count + 1)]
@@ -86,7 +87,7 @@ def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
 
 def join(pieces: Pieces) -> jax.Array:
     """Joins the slices of `pieces`, after they were copied, to the array that `cut` had cut, of the same shape and
-    dtype; a single slice is returned without a copy."""
+    dtype; a single slice is returned without a copy. The stack's backward makes offloaded residuals whole by it."""
     return pieces.arrays[0] if len(pieces.arrays) == 1 else jnp.concatenate(pieces.arrays, axis=pieces.axis)
 
 

@@ -81,8 +81,8 @@ class Family:
         missing keys get the family's defaults.
 
         Raises:
-          ValueError: a value that its key does not allow, a missing key, or an unsupported feature, which is one whose
-            key has a value that is not null, false, zero or empty.
+          ValueError: a value that its key does not allow, a missing key, or an unsupported feature: one of the keys in
+            `refused` (or table.REFUSED) has a value that is not null, false, zero or empty.
         """
         checked(hf, self.declared)
         experts = any("moe" in entry.gives for entry in self.entries)
@@ -104,9 +104,9 @@ class Family:
         return config
 
     def to_hf(self, config: DecoderConfig) -> Fields:
-        """The config.json with which transformers 4 and 5 load a model with this DecoderConfig. What belongs to the
-        weights (dtype, quantisation) is not in it, and the ids of special tokens are null; models/hf.py adds them when
-        it saves a model.
+        """The config.json, {key: value}, with which transformers 4 and 5 load a model with this DecoderConfig. What
+        belongs to the weights (dtype, quantisation) is not in it, and the ids of special tokens are None; models/hf.py
+        adds all of these when it saves a model.
 
         Raises:
           ValueError: a feature that config.json of this family cannot express.
@@ -119,8 +119,8 @@ class Family:
 
     def _require_whole_heads(self, config: DecoderConfig) -> None:
         """Raises ValueError if a rotary base of `config` rotates only a part of each head, and transformers' class of
-        the family cannot do that: it would ignore the factor and compute something else. The factor of the kind
-        "proportional" is another one, which rope_scaling has in all families."""
+        the family cannot do that: it would ignore the factor and compute something else. from_hf and to_hf call it. The
+        factor of the kind "proportional" is another one, which rope_scaling has in all families."""
         if PARTIAL_ROTARY in self.entries:
             return
         for rope in config.rotary:

@@ -38,16 +38,16 @@ _GLOBAL = ("head_dim", "num_key_value_heads")  # keys of per_layer_config that a
 def _check_direction(key: str, value: Any) -> None:
     """Raises ValueError unless `value`, the entry use_bidirectional_attention of a config.json, is "vision", with which
     the tokens of an image see each other in both directions. That changes nothing in text, which is all that jaxtune
-    trains. key: what the error calls the value."""
+    trains. It is the Key.check of that key, and not called for null. key: what the error calls the value."""
     if value != "vision":
         raise ValueError(f"{key} = {value!r} is not supported: only 'vision', which changes nothing in text, and null")
 
 
 def _check_layers(key: str, value: Any) -> None:
-    """Check of per_layer_config, {index of a layer: {key: its value in that layer}}, in which transformers 5.23 writes
-    the sizes of global layers; earlier files have them in the keys global_head_dim and num_global_key_value_heads.
-    Raises ValueError for an index that is no number, a key that is not in _GLOBAL, or a size that is no positive
-    integer.
+    """The Key.check of per_layer_config, {index of a layer: {key: its value in that layer}}, in which transformers 5.23
+    writes the sizes of global layers; earlier files have them in the keys global_head_dim and
+    num_global_key_value_heads. Raises ValueError for an index that is no number, a key that is neither head_dim nor
+    num_key_value_heads, or a size that is no positive integer.
 
     key: what the error calls the value. value: the per_layer_config.
     """
@@ -63,8 +63,8 @@ def _check_layers(key: str, value: Any) -> None:
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The types of all layers of the config.json `hf`, which has no layer_types: every sixth is global, the others
-    slide (for LayerTypes.default)."""
+    """The types of all layers of the config.json `hf`, which has no layer_types: every sixth is global
+    ("full_attention"), the others slide ("sliding_attention"). It is the LayerTypes.default of Gemma 4."""
     return [SLIDING if (index + 1) % 6 else FULL for index in range(hf["num_hidden_layers"])]
 
 
@@ -90,10 +90,10 @@ def prepared(hf: Config) -> Fields:
 
 def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
     """The sizes of global layers from per_layer_config of the config.json `hf`, {"global_head_dim": ...,
-    "num_global_key_value_heads": ...}, the keys that earlier files have for all global layers. A size that
-    per_layer_config does not give is head_dim or num_key_value_heads.
+    "num_global_key_value_heads": ...}, the keys that earlier files have for all global layers; `prepared` puts them
+    into the config. A size that per_layer_config does not give is head_dim or num_key_value_heads.
 
-    types: the type of each layer.
+    types: the type of each layer, "full_attention" (global) or "sliding_attention".
 
     Raises:
       ValueError: layers of one type with different sizes, sizes for layers that slide or do not exist, or another
@@ -119,15 +119,17 @@ def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
 
 
 class _Rotary(RotaryByType):
-    """Reads and writes Gemma 4's rotary bases, one for each type of layer. The key rope_parameters alone has them.
-    The base of global layers rotates heads of global_head_dim, which are wider than those of sliding layers."""
+    """The entry of Gemma 4's table (key.Entry) for its rotary bases, one for each type of layer: RotaryByType, in which
+    the key rope_parameters alone has them. The base of global layers rotates heads of global_head_dim, which are wider
+    than those of sliding layers."""
 
     keys = (Key("rope_parameters", (), check_parameters, None),)
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of the layers of one type (layer_type) as one flat dict, from the config.json `hf` or,
-        without rope_parameters, those of Gemma 4; raises ValueError if there are none for the type. With the rope_type
-        default, partial_rotary_factor is left out, because transformers' class then rotates whole heads."""
+        """The rotary parameters of the layers of one type (layer_type, "full_attention" or "sliding_attention") as one
+        flat dict, as `rope_parameters` returns it: from the config.json `hf` or, without rope_parameters, those of
+        Gemma 4. Raises ValueError if rope_parameters has none for the type. With the rope_type default,
+        partial_rotary_factor is left out, because transformers' class then rotates whole heads."""
         given = (hf["rope_parameters"] or _ROPE).get(layer_type)
         if not isinstance(given, Mapping):
             raise ValueError(
@@ -152,8 +154,8 @@ class _Rotary(RotaryByType):
         }
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{"rope_parameters": {type of layer: its rotary parameters}} for the config.json of a model with this
-        `config`."""
+        """{"rope_parameters": {type of layer: its rotary parameters as one flat dict}} for the config.json of a model
+        with this `config`: the inverse of `read`."""
         ropes = zip(self.types, config.rotary, strict=True)
         return {
             "rope_parameters": {
@@ -164,24 +166,26 @@ class _Rotary(RotaryByType):
 
 
 class _Layers(LayerTypes):
-    """LayerTypes for Gemma 4, in which the output of every layer is multiplied by a scalar of that layer."""
+    """The entry of Gemma 4's table (key.Entry) for the key layer_types: LayerTypes, in which the output of every layer
+    is also multiplied by a scalar of that layer."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"layers": LayerSpecs as LayerTypes reads them from the config.json `hf` and `fields`, the fields read so
-        far, with output_scale set}"""
+        """{"layers": LayerSpecs as LayerTypes reads them from the config.json `hf`, with output_scale set}. fields: the
+        fields of DecoderConfig that are set so far. Raises ValueError for types that the family does not have, or a
+        window that is missing."""
         layers = super().read(hf, fields)["layers"]
         return {"layers": tuple(dataclasses.replace(layer, output_scale=True) for layer in layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """What LayerTypes writes for the config.json of `config`, whose layers are taken without their sharing of keys
-        and values, which another key says. Raises ValueError for layers that are of no type, or that differ within a
-        type."""
+        """{key: value} of layer_types, sliding_window and the keys of global layers' attention for the config.json of
+        `config`, as LayerTypes writes them. The layers' sharing of keys and values is left out, because another key
+        says it. Raises ValueError for layers that are of no type, or that differ within a type."""
         return super().write(dataclasses.replace(config, layers=tuple(map(_unshared, config.layers))))
 
 
 def _shape_of(layer: LayerSpec) -> AttentionShape:
     """The AttentionShape of a layer, the settings of its attention; AttentionShape() if the layer has none of its own
-    and takes the decoder's."""
+    and takes the decoder's. The functions here that read and write the sharing of keys and values call it."""
     shape = layer.config_of("mixer") or AttentionShape()
     assert isinstance(shape, AttentionShape)
     return shape
@@ -202,9 +206,9 @@ def _unshared(layer: LayerSpec) -> LayerSpec:
 
 
 class _Sharing:
-    """The Entry for num_kv_shared_layers, the number of last layers that have no keys and values of their own. Each
-    takes those of the last layer of its type before them. Their MLP has twice the width if use_double_wide_mlp is
-    true."""
+    """The entry of Gemma 4's table (key.Entry) for num_kv_shared_layers, the number of last layers that have no keys
+    and values of their own. Each takes those of the last layer of its type before them. Their MLP has twice the width
+    if use_double_wide_mlp is true."""
 
     gives = ()
     keys = (
@@ -214,9 +218,10 @@ class _Sharing:
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """Reads which layers share keys and values from the config.json `hf`. Returns {"layers": the LayerSpecs of
-        `fields`, changed}: each of the last num_kv_shared_layers layers takes the keys and values of the last layer of
-        its type (sliding or full attention) before all of these, which is marked as giving them. The layers that take
-        them get an MLP of twice the width if use_double_wide_mlp is true.
+        `fields`, the fields of DecoderConfig that earlier entries set, changed}: each of the last num_kv_shared_layers
+        layers takes the keys and values of the last layer of its type (sliding or full attention) before all of these,
+        which is marked as giving them. The layers that take them get an MLP of twice the width if use_double_wide_mlp
+        is true.
 
         Raises:
           ValueError: a layer that shares has no layer of its type before the sharing ones.
@@ -250,17 +255,19 @@ class _Sharing:
 
 
 def unused_tensors(config: DecoderConfig) -> tuple[str, ...]:
-    """Prefixes of tensor names that a checkpoint of a model with this `config` may have and that are not loaded: keys
-    and values of the layers that take those of earlier layers. Published checkpoints have them all the same (for
-    Family.unused_tensors)."""
+    """Prefixes of tensor names, such as "model.layers.20.self_attn.k_proj.", that a checkpoint of a model with this
+    `config` may have and that are not loaded: projections and norms of keys and values of the layers that take those of
+    earlier layers; () if no layer does. Published checkpoints have them all the same. It is the Family.unused_tensors
+    of Gemma 4."""
     takers = [index for index, layer in enumerate(config.layers) if _shape_of(layer).takes_keys is not None]
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
     return tuple(f"model.layers.{index}.self_attn.{name}." for index in takers for name in names)
 
 
 class _PerLayer:
-    """Translates between config.json and DecoderConfig for per-layer embeddings (it implements key.Entry): their sizes,
-    and the stage of every layer that adds them. 0 for hidden_size_per_layer_input means that there are none."""
+    """The entry of Gemma 4's table (key.Entry) for per-layer embeddings, which translates between config.json and
+    DecoderConfig: their sizes, and the stage of every layer that adds them. 0 for hidden_size_per_layer_input means
+    that there are none."""
 
     gives = ("per_layer_size", "per_layer_vocab_size")
     keys = (
@@ -289,9 +296,9 @@ class _PerLayer:
 
 
 class _Experts:
-    """The Entry for experts in parallel with the MLP, which all layers have if enable_moe_block is true: sets
-    DecoderConfig.moe and the stages of the layers. MLP and experts each have a norm before and after them, and their
-    sum has one more."""
+    """The entry of Gemma 4's table (key.Entry) for experts in parallel with the MLP, which all layers have if
+    enable_moe_block is true: sets DecoderConfig.moe and the stages of the layers. MLP and experts each have a norm
+    before and after them, and their sum has one more. `record` has the keys of the experts' MoEConfig."""
 
     gives = ("moe",)
     record = Record(
@@ -306,8 +313,8 @@ class _Experts:
     keys = (Key("enable_moe_block", (), values.boolean, False), *record.keys)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"moe": the experts that the config.json `hf` describes, "layers": the LayerSpecs of `fields` with them}; {}
-        for a dense model.
+        """{"moe": the MoEConfig that the config.json `hf` describes, "layers": the LayerSpecs of `fields` with such
+        experts}; {} for a dense model. fields: the fields of DecoderConfig that earlier entries set.
 
         Raises:
           ValueError: enable_moe_block is true, and a size of the experts is missing.

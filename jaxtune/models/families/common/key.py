@@ -46,8 +46,8 @@ class Entry(Protocol):
         ...
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{field: value} from a config.json in which every declared key has a value. fields: those set so far. hf:
-        that config.json."""
+        """{field of DecoderConfig: value} from a config.json (`hf`) in which every declared key has a value. fields:
+        the fields that earlier entries have set, in the same form."""
         ...
 
     def write(self, config: Any) -> Fields:
@@ -63,7 +63,7 @@ class Key:
     A default is a value, or a function of the config.json in which all keys that were declared earlier have values.
 
         Key("rms_norm_eps", "norm_eps", values.positive, 1e-6)
-        Key("logits_scaling", "logit_scale", values.positive, 1.0, conversion=RECIPROCAL)
+        Key("logit_scale", "logit_scale", values.positive, 0.0625, conversion=FLOAT)
     """
 
     name: str
@@ -72,7 +72,7 @@ class Key:
     """The field of DecoderConfig, or of a Record's object, that it sets, or several that it sets to the same value; ()
     if other entries read the key."""
     check: Check
-    """Raises ValueError for a value that is not allowed."""
+    """(what errors call the key, the value) -> None; raises ValueError for a value that is not allowed."""
     default: Any = REQUIRED
     """The value for a file without the key; REQUIRED: such a file is refused."""
     null: Any = LEFT_OUT
@@ -102,8 +102,9 @@ class Key:
         return dict.fromkeys(self.gives, value)
 
     def write(self, config: Any) -> Fields:
-        """{key: its value} for the config.json of a DecoderConfig (or of a Record's object); {} for a key that sets no
-        field and has no `written`."""
+        """{key: its value} for the config.json of `config`, a DecoderConfig (or of a Record's object): what `written`
+        returns, or else the value of the first field that the key sets, converted back; {} for a key that sets no field
+        and has no `written`."""
         if self.written is not None:
             return {self.name: self.written(config)}
         if not self.gives:
@@ -116,9 +117,9 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The Entry for several keys of config.json that describe one object, such as a MoEConfig or the shape of a mixer.
-    `made` makes the object from a config.json, and `described` makes the keys from the object; `read` and `write` do so
-    for the object in a field of DecoderConfig."""
+    """An entry of families' tables (Entry) for several keys of config.json that describe one object, such as a
+    MoEConfig or the shape of a mixer. `made` makes the object from a config.json, and `described` makes the keys from
+    the object; `read` and `write` do so for the object in a field of DecoderConfig."""
 
     make: type
     """The class of the object."""
@@ -161,8 +162,9 @@ class Record:
 
 
 def checked(hf: Config, keys: Iterable[Key]) -> None:
-    """Raises ValueError for a value of a config.json (`hf`) that its key does not allow, with key and value. keys:
-    those that are checked; null is always allowed, and so is a key that is missing."""
+    """Raises ValueError for a value of a config.json (`hf`) that its key does not allow, with key and value;
+    Family.from_hf calls it first. keys: those that are checked; null is always allowed, and so is a key that is
+    missing."""
     for key in keys:
         if hf.get(key.name) is not None:
             key.check(f"config.json: {key.name}", hf[key.name])

@@ -34,8 +34,8 @@ class LayerType:
     """The keys of the layers' mixer; None: it is attention of the decoder's shape."""
 
     def fits(self, layer: LayerSpec) -> bool:
-        """Whether a layer can be written as this type: it has the type's kind of mixer and its rotary base, and no
-        window unless the type has one."""
+        """Whether a layer can be written to config.json as this type: it has the type's kind of mixer and its rotary
+        base, and no window unless the type has one. LayerTypes.write chooses each layer's type by it."""
         made = layer.config_of("mixer")
         of_mixer = made is None if self.mixer is None else isinstance(made, self.mixer.make)
         return of_mixer and layer.rotary == self.rotary and (self.window or layer.window is None)
@@ -73,11 +73,13 @@ def from_max_window_layers(hf: Config) -> list[str]:
 
 
 def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: Sequence[str]) -> list[str]:
-    """The name of each layer's type, from the key layer_types, or from `default` if the config.json has none. hf: the
-    config.json.
+    """The name of each layer's type, from the key layer_types, or from `default` if the config.json has none or an
+    empty list. LayerTypes.read calls it.
 
-    known: the names that the family has.
-
+    Args:
+      hf: the config.json, in which every declared key has a value.
+      default: (the config.json) -> the name of each layer's type, for files without the key.
+      known: the names of types that the family has.
     Raises:
       ValueError: another number of entries than layers, or a type that is not in `known`.
     """
@@ -90,12 +92,12 @@ def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: S
 
 
 def window_of(hf: Config) -> int | None:
-    """The window in tokens from the key sliding_window of a config.json. hf: the config.json.
-
-    None if it is at least as long as max_position_embeddings, because full attention is then the same and faster.
+    """The window in tokens from the key sliding_window of a config.json (`hf`), for its sliding layers (LayerTypes,
+    OneWindow). None if the window is at least as long as max_position_embeddings, because full attention is then the
+    same and faster.
 
     Raises:
-      ValueError: there is no window, or it is below 1.
+      ValueError: sliding_window is null or below 1.
     """
     window = hf["sliding_window"]
     if not isinstance(window, int) or window < 1:
@@ -104,7 +106,8 @@ def window_of(hf: Config) -> int | None:
 
 
 def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None:
-    """The window in tokens that all of `layers`, some layers of `config`, have; None for no window or no layers.
+    """The window in tokens that all of `layers`, some layers of `config`, have, for the key sliding_window that
+    LayerTypes and OneWindow write; None for no window or no layers.
 
     Raises:
       ValueError: they have different windows, which one config.json cannot express.
@@ -119,8 +122,8 @@ def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes:
-    """The Entry for the key layer_types: gives each LayerSpec in DecoderConfig.layers the window, rotary base and mixer
-    of the layer's type, and writes the types of layers back."""
+    """An entry of families' tables (key.Entry) for the key layer_types: gives each LayerSpec in DecoderConfig.layers
+    the window, rotary base and mixer of the layer's type, and writes the types of layers back."""
 
     default: Callable[[Config], Sequence[str]]
     """Computes the types for a config.json without layer_types; it may read all keys of the family."""
@@ -140,8 +143,8 @@ class LayerTypes:
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, each with the window, rotary base and mixer of its type} by the
-        config.json `hf`. fields: those set so far. Raises ValueError for types that the family does not have, or a
-        window that is missing."""
+        config.json `hf`. fields: the fields of DecoderConfig that earlier entries set, `layers` among them. Raises
+        ValueError for types that the family does not have, or a window that is missing."""
         types = {kind.name: kind for kind in self.types}
         names = layer_types(hf, self.default, tuple(types))
         mixers = {kind.name: kind.mixer.made(hf) for kind in self.types if kind.mixer is not None}
@@ -158,7 +161,8 @@ class LayerTypes:
 
     def write(self, config: DecoderConfig) -> Fields:
         """{key: value} of layer_types, sliding_window and the keys of the types' mixers for the config.json of
-        `config`. sliding_window is left out if no type has a window, and a mixer's keys if no layer has it.
+        `config`. If no layer has a window, `needs_window` says what sliding_window is; it is left out if no type has a
+        window, as a mixer's keys are if no layer has that mixer.
 
         Raises:
           ValueError: layers that are of no type, or layers of one type with different windows or mixers.
@@ -196,20 +200,22 @@ class LayerTypes:
 
 
 class OneWindow:
-    """The Entry for a sliding_window that all layers have: sets it in each LayerSpec, and writes it back. Null in the
-    file means that no layer has a window."""
+    """An entry of families' tables (key.Entry) for a sliding_window that all layers have: sets it in each LayerSpec,
+    and writes it back. Null in the file means that no layer has a window."""
 
     keys = (SLIDING_WINDOW,)
     gives = ()
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, each with the window of the config.json `hf`}, None for a window that
-        is null or at least as long as the context. Raises ValueError for a window of 0."""
+        is null or at least as long as the context. fields: the fields of DecoderConfig that earlier entries set. Raises
+        ValueError for a window of 0."""
         window = None if hf["sliding_window"] is None else window_of(hf)
         return {"layers": tuple(dataclasses.replace(layer, window=window) for layer in fields["layers"])}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{"sliding_window": the window of all layers of `config`, or None}; raises ValueError if they differ."""
+        """{"sliding_window": the window of all layers of `config`, or None if they have none}, for its config.json;
+        raises ValueError if layers have different windows."""
         return {"sliding_window": one_window(config, config.layers)}
 
 
@@ -231,8 +237,8 @@ def switched_window(hf: Config) -> Fields:
 
 
 def _first_window(config: DecoderConfig) -> int:
-    """The value of max_window_layers that is written for `config`: the index of the first layer with a window, or the
-    number of layers if none has one."""
+    """The value of max_window_layers that is written to config.json for `config` (Key.written): the index of the first
+    layer with a window, or the number of layers if none has one."""
     return next((i for i, layer in enumerate(config.layers) if layer.window is not None), config.num_layers)
 
 
@@ -245,8 +251,9 @@ UPPER_WINDOWS = (
 
 
 class MLPLayers:
-    """The Entry for mlp_only_layers and decoder_sparse_step, which say which layers of a model with experts have an MLP
-    instead: replaces the feed-forward of these LayerSpecs, and writes mlp_only_layers back."""
+    """An entry of families' tables (key.Entry) for mlp_only_layers and decoder_sparse_step, which say which layers of a
+    model with experts have an MLP instead: replaces the feed-forward of these LayerSpecs, and writes mlp_only_layers
+    back."""
 
     keys = (
         Key("mlp_only_layers", (), functools.partial(values.items, of=any_count), ()),
@@ -256,7 +263,8 @@ class MLPLayers:
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, with an MLP of the width intermediate_size in the layers that have no
-        experts by the config.json `hf`}: those in mlp_only_layers, and all but every decoder_sparse_step-th."""
+        experts by the config.json `hf`}: those in mlp_only_layers, and all but every decoder_sparse_step-th. fields:
+        the fields of DecoderConfig that earlier entries set."""
         mlp: PartConfig = MLPShape(hf["intermediate_size"])
         layers = (
             layer.replaced(mlp=mlp)

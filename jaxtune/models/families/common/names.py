@@ -42,7 +42,8 @@ QWEN_EXPERTS = ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")
 def tensor_name(
     path: Sequence[Any], norms: Mapping[str, str], layers: Sequence[LayerSpec] = (), head: str = "lm_head"
 ) -> str:
-    """The name that a Decoder's tensor has in a checkpoint, such as model.layers.0.mlp.up_proj.weight.
+    """The name that a Decoder's tensor has in a checkpoint, such as model.layers.0.mlp.up_proj.weight; loading, saving
+    and precision maps name tensors by it.
 
     Args:
       path: the attributes and indices that lead from the Decoder to the tensor, such as ("layers", 0, "mlp", "up_proj",

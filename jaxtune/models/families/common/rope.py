@@ -41,9 +41,9 @@ _CHECKS: dict[str, Check] = {
 
 
 def check_parameters(key: str, value: Any) -> None:
-    """Check of rope_parameters or rope_scaling (`value`), which is one object, or one object for each type of layer;
-    raises ValueError for a value that its parameter does not allow. Parameters that are null or not known are allowed.
-    key: what the error calls `value`."""
+    """Check (Key.check) of rope_parameters or rope_scaling (`value`), which is one object, or one object for each type
+    of layer; raises ValueError for a value that is no object, or a parameter whose value is not allowed. Parameters
+    that are null or not known are allowed. key: what the error calls `value`."""
     values.mapping(key, value)
     for name, check in _CHECKS.items():
         if value.get(name) is not None:
@@ -56,9 +56,9 @@ def check_parameters(key: str, value: Any) -> None:
 def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
     """Returns the rotary parameters of a config.json as one flat dict, such as {"rope_type": "linear", "rope_theta":
     1e4, "factor": 2.0}, from the keys of transformers 4 or 5. rope_type is always in it; parameters that are null are
-    left out.
+    left out. Rotary and RotaryByType read a file by it.
 
-    If both are there, rope_scaling takes precedence, as in transformers.
+    If rope_scaling and rope_parameters are both there, rope_scaling takes precedence, as in transformers.
 
     Args:
       hf: the config.json.
@@ -76,10 +76,11 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
 
 
 def rope_config(hf: Config, given: Config) -> RopeConfig:
-    """The RopeConfig of a config.json's rotary parameters, with the defaults of transformers' modeling_rope_utils.
+    """The RopeConfig of a config.json's rotary parameters, with the defaults of transformers' modeling_rope_utils. The
+    families' entries for rotary bases call it when they read.
 
     Args:
-      hf: the whole config.json, for head_dim and the numbers of positions.
+      hf: the whole config.json, for head_dim, max_position_embeddings and original_max_position_embeddings.
       given: the rotary parameters, as one flat dict from `rope_parameters`. rope_type is "default", "linear", "llama3",
         "longrope", "proportional" or "yarn".
     Raises:
@@ -133,9 +134,10 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
 
 
 def rope_to_hf(rope: RopeConfig) -> Fields | None:
-    """The value of rope_scaling in config.json for a RopeConfig (`rope`), a dict; None for the default kind, which
-    needs none. theta is not in it, because it is the key rope_theta, nor is partial_rotary_factor, unless the kind is
-    proportional, because families that use it write it as a key of its own (PARTIAL_ROTARY)."""
+    """The value of rope_scaling in config.json for a RopeConfig (`rope`), a dict such as {"rope_type": "linear",
+    "factor": 2.0}; None for the default kind, which needs none. theta is not in it, because it is the key rope_theta,
+    nor is partial_rotary_factor, unless the kind is proportional, because families that use it write it as a key of its
+    own (PARTIAL_ROTARY). The families' entries for rotary bases call it when they write."""
     if rope.kind == "default":
         return None
     scaling: Fields = {"rope_type": rope.kind, "factor": rope.factor}
@@ -162,9 +164,10 @@ PARTIAL_ROTARY = Key(
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """The Entry for a model with one rotary base: reads the keys of config.json about it into DecoderConfig.rotary, and
-    writes them back so that transformers 4 and 5 both read them. `given` finds the parameters in a file, and families
-    whose files have them elsewhere override it."""
+    """An entry of families' tables (key.Entry) for a model with one rotary base: reads the keys of config.json about it
+    into DecoderConfig.rotary, and writes them back so that transformers 4 and 5 both read them. `given` finds the
+    parameters in a file, and families whose files have them elsewhere override it. `keys` and `gives` are the keys that
+    it reads and the field that it sets."""
 
     default: Config = dataclasses.field(default_factory=dict)
     """The rope_parameters of a config.json that has neither rope_parameters nor rope_scaling."""
@@ -199,16 +202,17 @@ class Rotary:
 
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Rotary):
-    """The Entry for a model with a rotary base for each type of layer: reads rope_parameters, which has one object for
-    each type, into DecoderConfig.rotary, and writes it back. `given_to` finds the parameters of one type in a file, and
-    families whose files have them elsewhere override it."""
+    """An entry of families' tables (key.Entry) for a model with a rotary base for each type of layer: reads
+    rope_parameters, which has one object for each type, into DecoderConfig.rotary, and writes it back. `given_to` finds
+    the parameters of one type in a file, and families whose files have them elsewhere override it."""
 
     types: tuple[str, ...] = (FULL, SLIDING)
     """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of the layers of one type as one flat dict; families override it. layer_type: a name
-        in the key layer_types. hf: the config.json."""
+        """The rotary parameters of the layers of one type as one flat dict, as `rope_parameters` returns it, such as
+        {"rope_type": "default", "rope_theta": 1e4}. `read` calls it for each type; families whose files have the
+        parameters elsewhere override it. layer_type: a name in the key layer_types. hf: the config.json."""
         return rope_parameters(hf, layer_type)
 
     def read(self, hf: Config, fields: Config) -> Fields:
@@ -217,8 +221,9 @@ class RotaryByType(Rotary):
         return {"rotary": tuple(rope_config(hf, self.given_to(name, hf)) for name in self.types)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """rope_theta, rope_scaling, and rope_parameters with an object for each of `types`, for the config.json of
-        `config`. transformers 4 reads the first two, transformers 5 the third."""
+        """{key: value} of rope_theta and rope_scaling (of the first type's base), and rope_parameters with an object
+        for each of `types`, for the config.json of `config`. transformers 4 reads the first two, transformers 5 the
+        third."""
         # In addition to rope_scaling, which transformers 4 reads; transformers 5 would read a wrong base of sliding
         # layers from that alone.
         parameters = {

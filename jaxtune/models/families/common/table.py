@@ -20,15 +20,17 @@ _ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
 
 def check_activation(key: str, value: Any) -> None:
     """Raises ValueError unless `value` is the name of a supported activation in config.json: "silu", "swish" (the
-    same), "gelu_pytorch_tanh" or "gelu" (ACTIVATIONS). key: what the error calls the value."""
+    same), "gelu_pytorch_tanh" or "gelu" (ACTIVATIONS). It is the Key.check of hidden_act and hidden_activation. key:
+    what the error calls the value."""
     values.text(key, value)
     if value not in ACTIVATIONS:
         raise ValueError(f"{key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
 
 
 def check_window_pattern(key: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a sliding_window_pattern: a number of layers, or a string with a letter L or
-    G for each layer, as in EXAONE 4 ("LLLG"). key: what the error calls the value."""
+    """Raises ValueError unless `value` is a sliding_window_pattern: a number of layers of at least 1, or a string of
+    the letters L and G that is repeated over the layers, as in EXAONE 4 ("LLLG"). It is the Key.check of that key. key:
+    what the error calls the value."""
     if not isinstance(value, str):
         values.whole(key, value)
     elif not value or set(value) - set("LG"):
@@ -144,7 +146,7 @@ def shared_experts(*keys: Key, **fixed) -> Record:
 
 def _check_silu(key: str, value: Any) -> None:
     """Raises ValueError unless the activation (`value`) is "silu", the only one that a gated delta net's convolution
-    supports. key: what the error calls the value."""
+    supports. It is the Key.check of hidden_act in models with delta nets. key: what the error calls the value."""
     values.text(key, value)
     if value != "silu":
         raise ValueError(f"{key} {value!r}: a gated delta net's convolution ends in silu")
@@ -152,7 +154,7 @@ def _check_silu(key: str, value: Any) -> None:
 
 def _check_gate(key: str, value: Any) -> None:
     """Raises ValueError unless attn_output_gate (`value`), by which q_proj gives each head a gate, is true, as in every
-    known model of Qwen3-Next and Qwen3.5. key: what the error calls the value."""
+    known model of Qwen3-Next and Qwen3.5. It is the Key.check of that key. key: what the error calls the value."""
     values.boolean(key, value)
     if not value:
         raise ValueError(
@@ -162,8 +164,9 @@ def _check_gate(key: str, value: Any) -> None:
 
 
 def _every_fourth_full(hf) -> list[str]:
-    """The type of each layer where each full_attention_interval-th layer has full attention and the others delta nets,
-    by the config.json `hf`. It is declared as LayerTypes.default, for a file without layer_types."""
+    """The type of each layer ("full_attention" or "linear_attention") where each full_attention_interval-th layer has
+    full attention and the others delta nets, by the config.json `hf`. It is declared as LayerTypes.default, for a file
+    without layer_types."""
     every = hf["full_attention_interval"]
     return [rope.LINEAR if (index + 1) % every else rope.FULL for index in range(hf["num_hidden_layers"])]
 
