@@ -319,7 +319,7 @@ def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | 
         f"attention_{kernel.__name__.removesuffix('_kernel')}",
         gpu_kernel.interpreter(),
         out_type=out_type,
-        grid=(_INTERPRETED_PROGRAMS if gpu_kernel.interpreter() is not None else multiprocessors(),),
+        grid=(_programs(),),
         grid_names=("programs",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
@@ -536,6 +536,35 @@ def _halved_key_gradients(operands, upper, blocks: Blocks, value_blocks: Blocks,
     return dkey, gradient(mosaic_halves_keys.half_value_kernel, (query, key, dout, stat), value, value_blocks)
 
 
+def _programs() -> int:
+    """The number of programs of a kernel: one for each multiprocessor, or two in Pallas' interpreter."""
+    return _INTERPRETED_PROGRAMS if gpu_kernel.interpreter() is not None else multiprocessors()
+
+
+def _head_shares(query, key, blocks: Blocks) -> int:
+    """Into how many shares `backward` divides the query heads of each key head for the kernels of dk and dv, which
+    compute every share as if it had a key head of its own. It is 1 if there are enough tiles of keys to occupy more
+    than half of the multiprocessors, which is so except for a few rows with one or two key heads: then it is the
+    smallest number that gives each multiprocessor a tile, or else the number of query heads of a key head.
+
+    query [B, T, heads, D] and key [B, T, kv_heads, D] are padded; blocks: how the kernel of dk divides its work."""
+    rows, length, heads, dim = query.shape
+    group, size = heads // key.shape[2], blocks.own * (1 if dim > NARROW else WARPGROUPS)
+    tiles = rows * (length // size) * key.shape[2]
+    if 2 * tiles > _programs():
+        return 1
+    return next(n for n in range(1, group + 1) if group % n == 0 and (n == group or n * tiles >= _programs()))
+
+
+def _sum_of_shares(gradient, shares: int):
+    """Adds the gradients of the shares of each key head, in float32 and in their order: [B, T, kv_heads, D] from
+    [B, T, kv_heads * shares, D], in the dtype of `gradient`."""
+    if shares == 1:
+        return gradient
+    parts = gradient.reshape(*gradient.shape[:2], -1, shares, gradient.shape[-1])
+    return parts.astype(jnp.float32).sum(3).astype(gradient.dtype)
+
+
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by the Mosaic kernels, in the
     operands' shapes and dtypes and 0 at padding. dsinks is None without sinks. The same call gives the same bits.
@@ -554,11 +583,14 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     operands, options = (query, key, value, dout, stat, scaled_delta), dict(scale=scale, soft_cap=soft_cap)
     dquery = _query_gradient(operands, lower, _blocks("dquery", query, layout, window), layout, options)
     key_blocks = _blocks("dkey", query, layout, window)
+    shares = _head_shares(query, key, key_blocks)
+    shared = (query, *(jnp.repeat(array, shares, axis=2) for array in (key, value)), *operands[3:])
     if query.shape[-1] == HALVED:
         value_blocks = _blocks("dvalue", query, layout, window)
-        dkey, dvalue = _halved_key_gradients(operands, upper, key_blocks, value_blocks, layout, options)
+        partial = _halved_key_gradients(shared, upper, key_blocks, value_blocks, layout, options)
     else:
-        dkey, dvalue = _key_gradients(operands, upper, key_blocks, layout, options)
+        partial = _key_gradients(shared, upper, key_blocks, layout, options)
+    dkey, dvalue = (_sum_of_shares(array, shares) for array in partial)
     dsinks = None
     if sinks is not None:
         real = jnp.arange(length) < layout.doc_end
