@@ -34,6 +34,7 @@ from jaxtune.train.objectives.teachers import teacher_shapes, with_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
+from jaxtune.train.planning.devices import Device, float32_time
 from jaxtune.train.planning.host_table import NO_TABLE, Table, table_of
 from jaxtune.train.planning.layer_costs import LayerKind, Work, kind_of
 from jaxtune.train.planning.sizes import nbytes, weight_bytes
@@ -106,6 +107,7 @@ class StepCost:
     logit_bytes: float
     head_gradient_bytes: float  # after the loss: gradient of a trained head
     head_trains: bool  # whether the output head trains; False: it has no gradient
+    head_dtype: jnp.dtype  # the dtype in which the head multiplies: the compute dtype, or its own by a precision map
     trained: float  # number of trained parameters
     trained_here: float  # those that this device updates
     has_experts: bool = False  # whether any layer has a mixture of experts
@@ -144,6 +146,12 @@ class StepCost:
         rows = 2 * self.rows * self.length / self.devices * self.table.row_bytes
         fixed = {**self.fixed, "frozen weights": self.fixed["frozen weights"] - self.table.bytes, TABLE_ROWS: rows}
         return dataclasses.replace(self, fixed=fixed, table_on_host=True)
+
+    def head_time(self, device: Device) -> float:
+        """How many times as long a product with the head takes on `device` as one in the compute dtype: more than 1 for
+        a head in float32 beside 16 bits, as a precision map may ask for."""
+        wide = self.head_dtype == jnp.float32 and self.dtype.itemsize < 4
+        return float32_time(device.name) if wide else 1.0
 
     @property
     def table_rows_bytes(self) -> float:
@@ -220,6 +228,7 @@ def step_cost(
     more = 1.0 if keeps_model else 1 - 1 / parts  # the divided weights stay beside the gathered ones if they are kept
     head = model.head_variable
     head_bytes, head_gradient_bytes = _head_costs(model, dtype, storage)
+    head_dtype = jnp.dtype(model.head_compute or dtype)
     return StepCost(
         rows=config.rows_per_step,
         length=length,
@@ -237,9 +246,10 @@ def step_cost(
         fixed=fixed,
         cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
         head_bytes=head_bytes,
-        logit_bytes=8.0 if shape.final_soft_cap is not None else 4.0 + dtype.itemsize,
+        logit_bytes=8.0 if shape.final_soft_cap is not None else 4.0 + head_dtype.itemsize,
         head_gradient_bytes=head_gradient_bytes,
         head_trains=isinstance(head, nnx.Param),
+        head_dtype=head_dtype,
         trained=trained_bytes / 4,
         trained_here=share * trained_bytes / 4,
         has_experts=any(s.experts_per_token for kind in kinds for s in kind.block.segments()),

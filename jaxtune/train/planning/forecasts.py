@@ -386,7 +386,7 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
     hidden = tokens * parts.hidden_size * parts.dtype.itemsize
     logits = (chunk + -chunk % 8) * parts.vocab_size * parts.logit_bytes  # XLA pads to a multiple of 8
     products = 3 if parts.head_trains else 2
-    flops = 2.0 * products * parts.vocab_size * parts.hidden_size * tokens
+    flops = 2.0 * products * parts.vocab_size * parts.hidden_size * tokens * parts.head_time(device)
     fit = _step_time(device)
     passes = tokens * parts.vocab_size * fit.logit_bytes / device.copy
     if parts.head_trains:  # every chunk reads and writes the gradient's sum
