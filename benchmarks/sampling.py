@@ -18,6 +18,8 @@ itself. All processes share one cache of compiled programs, empty at the beginni
     adapter         full slots with an adapter of rank 16 on all linears and without it, in turns in one process:
                     milliseconds of a decoding step in each turn, and `share`, the speed with the adapter as a share of
                     that without.
+    transformers    tokens per second of transformers' own `generate` on the same shape, prompts and lengths, sampled,
+                    all rows in one batch; bf16 weights, its default attention and cache, after a run of eight tokens.
     mismatch        the packaged model with an adapter: log-probabilities of 16 x 96 sampled tokens against the forward
                     pass of training, in absolute value.
 """
@@ -78,6 +80,7 @@ CASES = {
     "30b_a3b": Case("qwen3-30b-a3b", (64, 256)),
     "gemma4_12b": Case("gemma-4-12b", (64,)),
     "8b_adapter": Case("llama-3.1-8b", adapter=(64, 128)),
+    "transformers_8b": Case("llama-3.1-8b", others=("transformers",)),
     "mismatch": Case({}),
     "first_cold": Case("llama-3.1-8b", others=("first_answer",)),
     "first_cached": Case("llama-3.1-8b", others=("first_answer",)),
@@ -222,6 +225,39 @@ def lognormal(model: Any, full_rate: float, rows: int) -> dict[str, float]:
     }
 
 
+def by_transformers(case: Case, slots: int, new: int) -> dict[str, float]:
+    """Its rate on a random model of the case's shape. Weights are made on the GPU, in bf16."""
+    import numpy as np
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    from benchmarks.shapes import SHAPES
+
+    hf = dict(SHAPES[case.shape] if isinstance(case.shape, str) else case.shape)
+    hf.pop("architectures", None)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf.pop("model_type"), **hf), dtype=dtype).eval()
+    draw = np.random.default_rng(0)
+    prompts = torch.tensor(draw.integers(3, hf["vocab_size"] - 1, (slots, _PROMPT)), device=device)
+
+    def seconds(count: int) -> float:
+        options = GenerationConfig(
+            max_new_tokens=count, min_new_tokens=count, do_sample=True, temperature=1.0, top_k=0, pad_token_id=0
+        )
+        began = time.perf_counter()
+        rows = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=options)
+        assert rows.shape == (slots, _PROMPT + count), rows.shape
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    seconds(8)
+    taken = seconds(new)
+    return {"tokens_per_second": slots * new / taken, "seconds": taken}
+
+
 def mismatch() -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
@@ -276,6 +312,9 @@ def measure(name: str, options: argparse.Namespace, say: Callable[[str, Any], No
         say("first_answer", first_answer(case, started))
         if not case.slots:
             return
+    if "transformers" in case.others:
+        say("transformers_64", by_transformers(case, 64, _NEW))
+        return
     model, rates = made(case), {}
     new = 24 if name == "tiny" else _NEW
     for slots in case.slots:

@@ -2,8 +2,9 @@
 
     python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed|pairs]
                                     [--objective sft|dpo|dpo_precomputed] [--load-in nf4|fp8] [--compute fp8]
-                                    [--qat int4] [--precision norms=fp32,layers.0.*=bf16] [--plan keep|recompute|...|auto] [--budget-gb 24]
-                                    [--micro-batches 1] [--data 1] [--fsdp 1] [--output FILE.json]
+                                    [--qat int4] [--precision norms=fp32,layers.0.*=bf16]
+                                    [--plan keep|recompute|...|auto] [--budget-gb 24] [--micro-batches 1]
+                                    [--data 1] [--fsdp 1] [--output FILE.json]
 
 The programs are the Trainer's own. Each record holds tokens/s (all slots), model FLOP utilisation, peak memory of the
 process, compile seconds (cold, in a process of its own that fills the compilation cache; cached, in the measured
