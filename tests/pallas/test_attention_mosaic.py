@@ -183,7 +183,7 @@ def test_every_item_is_done_once_however_many_programs_there_are(monkeypatch):
     compare(SEGMENTS, {}, 1, 1)
 
 
-@pytest.mark.parametrize(("case", "dim"), [("packed", DIM), ("window_sinks", 512)])
+@pytest.mark.parametrize(("case", "dim"), [("packed", DIM), ("soft_cap", 512)])
 def test_query_heads_of_a_key_head_are_shared_out_where_there_are_few_tiles(monkeypatch, case, dim):
     """On a GPU every case here has fewer tiles of keys than multiprocessors."""
     monkeypatch.setattr(mosaic, "_INTERPRETED_PROGRAMS", 24)
@@ -191,19 +191,19 @@ def test_query_heads_of_a_key_head_are_shared_out_where_there_are_few_tiles(monk
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "dim", "shares"),
+    ("rows", "heads", "kv_heads", "dim", "window", "shares"),
     [
-        (8, 16, 1, 512, 1),  # Gemma 4 12B's global layers: 256 tiles of 64 keys
-        (1, 16, 1, 512, 8),  # 32 tiles: eight shares are the fewest that occupy 132 multiprocessors
-        (1, 8, 2, 256, 4),  # E4B's sliding layers: 64 tiles, and four query heads a key head are all there are
-        (2, 8, 2, 256, 1),
-        (1, 32, 8, 128, 1),  # 8B: 128 tiles of 128 keys
+        (8, 16, 1, 512, None, 1),  # Gemma 4 12B's global layers: 256 tiles of 64 keys
+        (1, 16, 1, 512, None, 8),  # 32 tiles: eight shares are the fewest that occupy 132 multiprocessors
+        (1, 8, 2, 512, None, 4),  # E4B's global layers: 64 tiles, and four query heads a key head are all there are
+        (1, 8, 2, 256, 512, 1),  # its sliding layers
+        (1, 32, 8, 128, None, 1),  # 8B: 128 tiles of 128 keys
     ],
 )
-def test_shares_of_query_heads(rows, heads, kv_heads, dim, shares):
+def test_shares_of_query_heads(rows, heads, kv_heads, dim, window, shares):
     query, key = (jax.ShapeDtypeStruct((rows, 2048, count, dim), jnp.bfloat16) for count in (heads, kv_heads))
     with dispatch.compile_for((9, 0)):
-        assert mosaic._head_shares(query, key, mosaic.BACKWARD_KEY[dim]) == shares
+        assert mosaic._head_shares(query, key, mosaic.BACKWARD_KEY[dim], window) == shares
 
 
 @pytest.mark.parametrize("form", [{}, FORMS["no_turns"]], ids=["heuristic", "no_turns"])

@@ -541,17 +541,19 @@ def _programs() -> int:
     return _INTERPRETED_PROGRAMS if gpu_kernel.interpreter() is not None else multiprocessors()
 
 
-def _head_shares(query, key, blocks: Blocks) -> int:
+def _head_shares(query, key, blocks: Blocks, window: int | None) -> int:
     """Into how many shares `backward` divides the query heads of each key head for the kernels of dk and dv, which
     compute every share as if it had a key head of its own. It is 1 if there are enough tiles of keys to occupy more
     than half of the multiprocessors, which is so except for a few rows with one or two key heads: then it is the
-    smallest number that gives each multiprocessor a tile, or else the number of query heads of a key head.
+    smallest number that gives each multiprocessor a tile, or else the number of query heads of a key head. It is 1 with
+    a sliding window shorter than the rows too, whose tiles take so little time that shares win none (measured).
 
-    query [B, T, heads, D] and key [B, T, kv_heads, D] are padded; blocks: how the kernel of dk divides its work."""
+    query [B, T, heads, D] and key [B, T, kv_heads, D] are padded; blocks: how the kernel of dk divides its work; window:
+    of the call, None without one."""
     rows, length, heads, dim = query.shape
     group, size = heads // key.shape[2], blocks.own * (1 if dim > NARROW else WARPGROUPS)
     tiles = rows * (length // size) * key.shape[2]
-    if 2 * tiles > _programs():
+    if 2 * tiles > _programs() or (window is not None and window < length):
         return 1
     return next(n for n in range(1, group + 1) if group % n == 0 and (n == group or n * tiles >= _programs()))
 
@@ -583,7 +585,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     operands, options = (query, key, value, dout, stat, scaled_delta), dict(scale=scale, soft_cap=soft_cap)
     dquery = _query_gradient(operands, lower, _blocks("dquery", query, layout, window), layout, options)
     key_blocks = _blocks("dkey", query, layout, window)
-    shares = _head_shares(query, key, key_blocks)
+    shares = _head_shares(query, key, key_blocks, window)
     shared = (query, *(jnp.repeat(array, shares, axis=2) for array in (key, value)), *operands[3:])
     if query.shape[-1] == HALVED:
         value_blocks = _blocks("dvalue", query, layout, window)
