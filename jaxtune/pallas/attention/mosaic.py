@@ -548,8 +548,8 @@ def _head_shares(query, key, blocks: Blocks, window: int | None) -> int:
     smallest number that gives each multiprocessor a tile, or else the number of query heads of a key head. It is 1 with
     a sliding window shorter than the rows too, whose tiles take so little time that shares win none (measured).
 
-    query [B, T, heads, D] and key [B, T, kv_heads, D] are padded. blocks: how the kernel of dk divides its work. window:
-    of the call, None without one."""
+    query [B, T, heads, D] and key [B, T, kv_heads, D] are padded. blocks: how the kernel of dk divides its work.
+    window: of the call, None without one."""
     rows, length, heads, dim = query.shape
     group, size = heads // key.shape[2], blocks.own * (1 if dim > NARROW else WARPGROUPS)
     tiles = rows * (length // size) * key.shape[2]
