@@ -391,11 +391,15 @@ def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monk
     assert before == generate(models[0], prompts, 8) != after == generate(models[1], prompts, 8)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])
-def test_experts_without_a_sort_give_the_same_tokens(name, monkeypatch):
+def test_experts_without_a_sort_give_the_same_tokens(name, adapted, monkeypatch):
     """As few_rows' kernels compute them, in plain JAX here; also beside slots that are empty. A shared expert has
     none."""
     model, asked = golden_model(name), []
+    if adapted:
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = adapted_model(freeze(model), 1, r=4, target_parameters=parameters)
     monkeypatch.setattr(plain_layer, "experts_have_kernels", lambda *call: asked.append(call) or True)
     prompts = prompts_of(model.config.vocab_size)
     found = mixed(Sampler(model, slots=9, length=64), prompts, 9)

@@ -154,18 +154,21 @@ def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
     if other or type(moe.router) is not Router or not all(_are_plain(matrix, x.dtype) for matrix in experts):
         return None
     gate_up, down = (matrix.weight[...] for matrix in experts)
+    loras = experts[0].adapter(), experts[1].adapter()
     activation = moe.config.activation
-    if not experts_have_kernels(x, gate_up, down, settings.experts_per_token, activation):
+    if not experts_have_kernels(x, (gate_up, down), settings.experts_per_token, activation, loras):
         return None
     choice = moe.choose(x[:, None], context.layout.doc_end > 0)
     weights = moe.router.weights(moe.router(x), choice)
-    return experts_down(experts_gated(x, gate_up, choice, weights, activation), down, choice)
+    gated = experts_gated(x, gate_up, choice, weights, activation, loras[0])
+    return experts_down(gated, down, choice, loras[1])
 
 
 def _are_plain(matrix: ExpertLinear, dtype) -> bool:
-    """Whether the experts' matrices `matrix` are plain arrays [E, out, in] of the dtype `dtype`, and products with them
-    are nothing else (no bias, adapter or rounding, and no dtype of its own), which few_rows' kernels can multiply."""
-    weight, more = matrix.stored_weight, (matrix.bias, matrix.lora, matrix.fake_quant, matrix.compute)
+    """Whether the experts' matrices `matrix` are plain arrays [E, out, in] of the dtype `dtype`, with or without
+    adapters, and products with them are nothing else (no bias or rounding, and no dtype of its own), which few_rows'
+    kernels can multiply."""
+    weight, more = matrix.stored_weight, (matrix.bias, matrix.fake_quant, matrix.compute)
     plain = not matrix.transposed and all(part is None for part in more)
     return plain and isinstance(weight, jax.Array) and weight.dtype == dtype
 

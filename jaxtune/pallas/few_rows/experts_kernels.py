@@ -12,6 +12,8 @@ def expert_kernel(
     weight,
     choice,
     factors,
+    a,
+    b,
     out,
     COUNT: tl.constexpr,
     CHOICES: tl.constexpr,
@@ -25,6 +27,9 @@ def expert_kernel(
     SLOTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
+    RANK: tl.constexpr,
+    A_RANK: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """The kernel of experts_gated and experts_down: the products of tokens with the matrices of the experts that they
     chose. Grid: (SIZE / ROWS, EXPERTS + 1). A program of expert e multiplies ROWS rows of its matrix by the tokens that
@@ -36,6 +41,9 @@ def expert_kernel(
     SIZE, INNER] with the rows of gate before those of up, and out [COUNT * CHOICES, SIZE] is activation(gate) * up *
     factor, where gate and up are rounded to x's dtype, and the rest is float32 until the result is rounded.
 
+    If RANK is not 0, W + SCALE B A is multiplied in place of each expert's matrix W. Each program multiplies its tokens
+    by its expert's A too, and at the end adds this times its rows of B to its sum, in float32.
+
     A token's numbers are one column of the tensor cores' product, so their bits depend neither on the other tokens nor
     on the column.
 
@@ -43,6 +51,8 @@ def expert_kernel(
       choice: int32[COUNT, CHOICES], the experts of each token, all different; any other number than 0 to EXPERTS - 1 is
         no expert.
       factors: float32[COUNT, CHOICES], the router's weights; not read if ACTIVATION is 0.
+      a: [EXPERTS, A_RANK, INNER], in x's dtype; None if RANK is 0.
+      b: [EXPERTS, SIZE, A_RANK], in x's dtype, with an activation 2 * SIZE rows as weight has; None if RANK is 0.
       INNER: the number of columns that are summed over, a multiple of DEPTH.
       SIZE: the number of rows of a matrix (of gate, or of up), a multiple of ROWS.
       DEPTH: the columns that are read in one step.
@@ -51,6 +61,8 @@ def expert_kernel(
         again for each further SLOTS of them.
       ACTIVATION: 0: none; 1: silu; 2: the tanh approximation of gelu.
       STAGES: how many steps are read ahead.
+      RANK: 0: there are no adapters; otherwise A_RANK, rounded up to what a warp group multiplies.
+      SCALE: the factor on x A^T, before it is rounded to x's dtype.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     begin, expert = tl.program_id(0) * ROWS, tl.program_id(1)
@@ -70,7 +82,14 @@ def expert_kernel(
         place = tl.max(tl.where(chosen == expert, places[None, :], -1), axis=1)
         member = (place >= 0).to(tl.int32)
         count, number = tl.sum(member), tl.cumsum(member) - 1
-        matrix = weight + expert.to(tl.int64) * ((2 if ACTIVATION else 1) * SIZE * INNER)
+        SIDES: tl.constexpr = 2 if ACTIVATION else 1
+        wide = expert.to(tl.int64)
+        matrix = weight + wide * (SIDES * SIZE * INNER)
+        if RANK > 0:
+            ranks = tl.arange(0, RANK)
+            thin_lines = a + wide * (A_RANK * INNER) + ranks[:, None] * INNER
+            sides = b + wide * (SIDES * SIZE * A_RANK) + rows[:, None] * A_RANK + ranks[None, :]
+            exists = ranks < A_RANK
         for first in range(0, count, SLOTS):
             slots = first + tl.arange(0, SLOTS)
             found = (member > 0)[:, None] & (number[:, None] == slots[None, :])
@@ -79,6 +98,8 @@ def expert_kernel(
             lines = pairs // CHOICES if ACTIVATION else pairs
             total = tl.zeros([ROWS, SLOTS], tl.float32)
             up = tl.zeros([ROWS, SLOTS], tl.float32)
+            if RANK > 0:
+                inner = tl.zeros([RANK, SLOTS], tl.float32)
             for step in tl.range(0, INNER // DEPTH, num_stages=STAGES):
                 columns = step * DEPTH + tl.arange(0, DEPTH)
                 part = tl.load(x + lines[None, :] * INNER + columns[:, None], mask=filled[None, :], other=0.0)
@@ -86,6 +107,15 @@ def expert_kernel(
                 total = tl.dot(tl.load(tile, eviction_policy="evict_first"), part, total)
                 if ACTIVATION:
                     up = tl.dot(tl.load(tile + SIZE * INNER, eviction_policy="evict_first"), part, up)
+                if RANK > 0:
+                    thin = tl.load(thin_lines + columns[None, :], mask=exists[:, None], other=0.0)
+                    inner = tl.dot(thin, part, inner)
+            if RANK > 0:
+                scaled = (inner * SCALE).to(DTYPE)
+                total = tl.dot(tl.load(sides, mask=exists[None, :], other=0.0), scaled, total)
+                if ACTIVATION:
+                    side = tl.load(sides + SIZE * A_RANK, mask=exists[None, :], other=0.0)
+                    up = tl.dot(side, scaled, up)
             line = pairs % CHOICES * COUNT + pairs // CHOICES
             if ACTIVATION:
                 line = pairs

@@ -8,6 +8,7 @@ import pytest
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.few_rows import added_norm, experts_down, experts_gated, gated_product, placed, products
+from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import LoraWeights
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls
 
@@ -68,13 +69,20 @@ EXPERTS = {
 }
 
 
+@pytest.mark.parametrize("rank", [None, 16, 64])
 @pytest.mark.parametrize("case", EXPERTS)
-def test_products_with_experts_fit_a_hopper_gpu(case, tmp_path):
-    """In half of a multiprocessor's shared memory, so that two programs share it."""
+def test_products_with_experts_fit_a_hopper_gpu(case, rank, tmp_path):
+    """In half of a multiprocessor's shared memory, so that two programs share it; with adapters and without."""
     count, k, experts, hidden, inner, at_once = EXPERTS[case]
 
+    def lora(matrices):
+        if rank is None:
+            return None
+        _, rows, columns = matrices.shape
+        return GroupedLora(jnp.zeros((experts, rank, columns), matrices.dtype), jnp.zeros((experts, rows, rank)), 2.0)
+
     def run(x, gate_up, down, choice, weights):
-        return experts_down(experts_gated(x, gate_up, choice, weights, "silu"), down, choice)
+        return experts_down(experts_gated(x, gate_up, choice, weights, "silu", lora(gate_up)), down, choice, lora(down))
 
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
         matrices = array(experts, 2 * inner, hidden), array(experts, hidden, inner)
