@@ -14,6 +14,7 @@ from tiny_models import adapted_model, golden_model, tiny_model
 from jaxtune import Decoder, Sampler, generate
 from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.files.quant import quantize
+from jaxtune.models.generation import plain_layer
 from jaxtune.models.generation.converted import Convertible
 from jaxtune.models.generation.divided import DividedSampler, copy_on, devices_of
 from jaxtune.models.generation.generate import training_logprobs
@@ -388,6 +389,23 @@ def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monk
     assert {id(codes): array for codes, array in sampler._converted._kept.values()} == decoded
     after = [row.ids for row in sampler.run(prompts, 8)]
     assert before == generate(models[0], prompts, 8) != after == generate(models[1], prompts, 8)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])
+def test_experts_without_a_sort_give_the_same_tokens(name, adapted, monkeypatch):
+    """As few_rows' kernels compute them, in plain JAX here; also beside slots that are empty. A shared expert has
+    none."""
+    model, asked = golden_model(name), []
+    if adapted:
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = adapted_model(freeze(model), 1, r=4, target_parameters=parameters)
+    monkeypatch.setattr(plain_layer, "experts_have_kernels", lambda *call: asked.append(call) or True)
+    prompts = prompts_of(model.config.vocab_size)
+    found = mixed(Sampler(model, slots=9, length=64), prompts, 9)
+    assert bool(asked) == (name != "qwen2_moe")
+    monkeypatch.undo()
+    assert_same(found, mixed(Sampler(model, slots=3, length=64), prompts, 9))
 
 
 @pytest.mark.parametrize("settings", [{"lora_alpha": 8}, {"use_rslora": True}], ids=str)

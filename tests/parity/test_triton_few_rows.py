@@ -12,7 +12,17 @@ import pytest
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.few_rows import added_norm, gated_product, placed, products, reference
+from jaxtune.pallas.few_rows import (
+    added_norm,
+    experts_down,
+    experts_gated,
+    experts_have_kernels,
+    gated_product,
+    placed,
+    products,
+    reference,
+)
+from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import LoraWeights
 
 HOPPER = (9, 0)
@@ -149,3 +159,135 @@ def test_heads_are_normed_turned_and_written(rotates, norms):
         near(new, expected, 5e-4)
         np.testing.assert_array_equal(new[1], old[1])  # of the row that does not decode
         np.testing.assert_array_equal((new != old).any(-1).sum((1, 2)), [2, 0, 2, 2])
+
+
+def choice_of(kind: str, tokens: int, k: int, experts: int):
+    """Experts of tokens, all different. `spread`: by chance, but nobody chooses expert 0; `one`: all tokens choose the
+    last expert, beside others; `idle`: as spread, and every third token has none."""
+    draws = jax.random.uniform(jax.random.key(9), (tokens, experts)).at[:, 0].set(-1.0)
+    draws = draws.at[:, experts - 1].set(2.0) if kind == "one" else draws
+    choice = jax.lax.top_k(draws, k)[1].astype(jnp.int32)
+    return jnp.where(jnp.arange(tokens)[:, None] % 3 == 0, experts, choice) if kind == "idle" else choice
+
+
+def experts_case(tokens: int, k: int, experts: int, hidden: int = 128, inner: int = 64):
+    """(x, gate_up, down, the router's weights)."""
+    x, gate_up = normal(tokens, hidden), normal(experts, 2 * inner, hidden, seed=1, scale=0.1)
+    weights = jax.nn.softmax(normal(tokens, k, seed=3, dtype=jnp.float32))
+    return x, gate_up, normal(experts, hidden, inner, seed=2, scale=0.1), weights
+
+
+@pytest.mark.parametrize("kind", ["spread", "one", "idle"])
+@pytest.mark.parametrize(("tokens", "k", "experts"), [(2, 8, 16), (65, 1, 4), (65, 8, 40), (17, 3, 5)])
+def test_tokens_meet_their_experts(tokens, k, experts, kind):
+    """Also where more tokens choose an expert than are multiplied at once. What nothing writes would be NaN."""
+    choice, (x, gate_up, down, weights) = choice_of(kind, tokens, k, experts), experts_case(tokens, k, experts)
+    with interpreted(HOPPER):
+        h = experts_gated(x, gate_up, choice, weights, "silu")
+        parts = experts_down(h, down, choice)
+    assert [dispatch.record[name][0] for name in ("experts_gated", "experts_down")] == ["triton"] * 2
+    want = reference.experts_gated(x, gate_up, choice, weights, "silu", None)
+    assert h.shape == (tokens * k, 64) and h.dtype == x.dtype
+    near(h, want)
+    near(parts, reference.experts_down(wide(h), wide(down), choice, None), 1e-5)
+    assert parts.shape == (k, tokens, 128) and parts.dtype == jnp.float32
+    idle = np.asarray(choice == experts)
+    assert not np.any(np.asarray(h).reshape(tokens, k, -1)[idle]) and not np.any(np.asarray(parts).swapaxes(0, 1)[idle])
+    assert np.all(np.asarray(parts).swapaxes(0, 1)[~idle].any(-1))
+
+
+def adapters_of(matrices, rank: int, dtype=jnp.float16, seed: int = 5) -> GroupedLora:
+    experts, rows, columns = matrices.shape
+    a = normal(experts, rank, columns, seed=seed, scale=0.1, dtype=dtype)
+    return GroupedLora(a, normal(experts, rows, rank, seed=seed + 1, scale=0.3, dtype=dtype), 0.7)
+
+
+@pytest.mark.parametrize(
+    ("which", "rank", "dtype"), [((1, 1), 64, "float16"), ((1, 0), 5, "float32"), ((0, 1), 16, "float16")]
+)
+def test_adapters_are_part_of_the_experts_products(which, rank, dtype):
+    """The sums are those of merged matrices; also where an expert's tokens are multiplied in two parts."""
+    tokens, k, experts = 65, 8, 40
+    choice, (x, gate_up, down, weights) = choice_of("one", tokens, k, experts), experts_case(tokens, k, experts)
+    choice = choice.at[3].set(experts)
+    loras = [adapters_of(m, rank, dtype) if has else None for has, m in zip(which, (gate_up, down), strict=True)]
+    with interpreted(HOPPER):
+        assert experts_have_kernels(x, (gate_up, down), k, "silu", tuple(loras))
+        h = experts_gated(x, gate_up, choice, weights, "silu", loras[0])
+        parts = experts_down(h, down, choice, loras[1])
+    assert [dispatch.record[name][0] for name in ("experts_gated", "experts_down")] == ["triton"] * 2
+    merged = [
+        wide(m) if lora is None else wide(m) + lora.scale * jnp.einsum("eor,eri->eoi", *wide((lora.b, lora.a)))
+        for m, lora in zip((gate_up, down), loras, strict=True)
+    ]
+    near(h, reference.experts_gated(wide(x), merged[0], choice, weights, "silu", None))
+    near(parts, reference.experts_down(wide(h), merged[1], choice, None), 5e-4)
+    near(parts, reference.experts_down(wide(h), wide(down), choice, wide(loras[1])), 5e-4)
+    near(h, reference.experts_gated(wide(x), wide(gate_up), choice, weights, "silu", wide(loras[0])))
+    plain = reference.experts_down(wide(h), wide(down), choice, None)
+    assert not which[1] or np.linalg.norm(parts - plain) > 0.1 * np.linalg.norm(plain)
+
+
+def test_the_reference_is_each_pair_by_itself():
+    tokens, k, experts = 7, 3, 5
+    choice, (x, gate_up, down, weights) = choice_of("idle", tokens, k, experts), experts_case(tokens, k, experts)
+    x, gate_up, down = wide((x, gate_up, down))
+    h = reference.experts_gated(x, gate_up, choice, weights, "gelu_tanh", None)
+    parts = reference.experts_down(h, down, choice, None)
+    for t in range(tokens):
+        for j in range(k):
+            expert = int(choice[t, j])
+            if expert == experts:
+                assert not np.any(parts[j, t])
+                continue
+            gate, up = jnp.split(gate_up[expert] @ x[t], 2)
+            near(parts[j, t], down[expert] @ (jax.nn.gelu(gate) * up * weights[t, j]), 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [64, 40])
+def test_a_token_with_experts_has_the_same_bits_beside_others(tokens):
+    """Whatever the others choose and hold, NaN too, and whichever slot it has."""
+    k, experts = 2, 16
+    x, gate_up, down, weights = experts_case(tokens, k, experts)
+    found = []
+    for kind, slot in (("spread", 0), ("one", tokens - 1)):
+        choice = choice_of(kind, tokens, k, experts).at[slot].set(jnp.asarray([15, 3]))
+        rows = jnp.full_like(x, jnp.nan if kind == "one" else 1.0).at[slot].set(x[0])
+        with interpreted(HOPPER):
+            h = experts_gated(rows, gate_up, choice, jnp.full_like(weights, 0.5), "gelu_tanh")
+            parts = experts_down(h, down, choice)
+        found.append((h[slot * k : slot * k + k], parts[:, slot]))
+    assert np.all(np.isfinite(found[0][1]))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(tokens=200), "200 rows; from 2 to 128"),
+        (dict(inner=96), "matrices of 96 rows and 128 columns; multiples of 64"),
+        (dict(hidden=96), "matrices of 64 rows and 96 columns; multiples of 64"),
+        (dict(k=17, experts=20), "17 experts a token; up to 16"),
+        (dict(activation="gelu"), "activation gelu"),
+        (dict(rank=65), "adapters of rank 65; up to 64"),
+        (dict(dtype=jnp.float32), "x in float32, weights in float32; one of 16 bits"),
+    ],
+)
+def test_experts_that_no_kernel_multiplies(change, message):
+    sizes = dict(tokens=5, k=2, experts=4) | change
+    activation, dtype = sizes.pop("activation", "silu"), sizes.pop("dtype", jnp.float16)
+    rank = sizes.pop("rank", 0)
+    x, gate_up, down, weights = experts_case(**sizes)
+    x, gate_up, down = (array.astype(dtype) for array in (x, gate_up, down))
+    choice = choice_of("spread", sizes["tokens"], sizes["k"], sizes["experts"])
+    loras = adapters_of(gate_up, rank) if rank else None, None
+    with interpreted(HOPPER):
+        assert not experts_have_kernels(x, (gate_up, down), sizes["k"], activation, loras)
+        with pytest.raises(ValueError, match=message):
+            experts_gated(x, gate_up, choice, weights, activation, loras[0], implementation="triton")
+    with pytest.raises(ValueError, match="h is .*; its shape must be .rows, inner. with rows = "):
+        experts_down(x[1:], down, choice)
+    x, gate_up, down, _ = experts_case(5, 2, 4)
+    for capability in ((8, 0), HOPPER):
+        with interpreted(capability):
+            assert experts_have_kernels(x, (gate_up, down), 2, "silu") == (capability == HOPPER)

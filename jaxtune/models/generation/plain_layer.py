@@ -17,12 +17,23 @@ import jax.numpy as jnp
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.block import Block
+from jaxtune.models.layers.expert_linear import ExpertLinear
+from jaxtune.models.layers.experts import MoE
 from jaxtune.models.layers.mlp import MLP
+from jaxtune.models.layers.routers import Router
 from jaxtune.models.layers.segment import INPUT, OUTPUT, STREAM, Context
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import RMSNorm
 from jaxtune.pallas.decode_attention import decode_attention
-from jaxtune.pallas.few_rows import added_norm, gated_product, placed, products
+from jaxtune.pallas.few_rows import (
+    added_norm,
+    experts_down,
+    experts_gated,
+    experts_have_kernels,
+    gated_product,
+    placed,
+    products,
+)
 from jaxtune.pallas.quant_matmul import LoraWeights
 
 
@@ -120,12 +131,46 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
             activation, loras = feed_forward.config.activation, _adapters((gate, up))
             gated = gated_product(stream.normed, gate.weight[...], up.weight[...], activation, loras)
             return _parts(gated, [feed_forward.down_proj])
+    if type(feed_forward) is MoE:
+        parts = _of_experts(feed_forward, stream.normed, context)
+        if parts is not None:
+            return parts
     values = {INPUT: stream.normed[:, None], STREAM: stream.x[:, None]}
     for segment in feed_forward.segments():
         if not segment.aux:
             outputs = segment.run(feed_forward, context, *(values[name] for name in segment.reads))
             values |= zip(segment.outputs, outputs, strict=True)
     return values[OUTPUT][None, :, 0]
+
+
+def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
+    """Computes the output of a mixture of experts `moe` for one new token of each of N rows by few_rows' kernels, which
+    need no sort of tokens by expert: [k, N, hidden], partial sums, one for each of a token's k experts. None if there
+    are no kernels for it here: with a shared expert, a scaled router, gpt-oss's activation, or experts that are not
+    plain ones (_are_plain). x: [N, hidden], the experts' normed input. context: its layout marks the rows that do not
+    decode as padding; they get no expert, and zeros."""
+    settings, experts = moe.moe, (moe.experts.gate_up_proj, moe.experts.down_proj)
+    other = settings.shared_size is not None or settings.swiglu_limit is not None or settings.interleaved
+    if other or type(moe.router) is not Router or not all(_are_plain(matrix, x.dtype) for matrix in experts):
+        return None
+    gate_up, down = (matrix.weight[...] for matrix in experts)
+    loras = experts[0].adapter(), experts[1].adapter()
+    activation = moe.config.activation
+    if not experts_have_kernels(x, (gate_up, down), settings.experts_per_token, activation, loras):
+        return None
+    choice = moe.choose(x[:, None], context.layout.doc_end > 0)
+    weights = moe.router.weights(moe.router(x), choice)
+    gated = experts_gated(x, gate_up, choice, weights, activation, loras[0])
+    return experts_down(gated, down, choice, loras[1])
+
+
+def _are_plain(matrix: ExpertLinear, dtype) -> bool:
+    """Whether the experts' matrices `matrix` are plain arrays [E, out, in] of the dtype `dtype`, with or without
+    adapters, and products with them are nothing else (no bias or rounding, and no dtype of its own), which few_rows'
+    kernels can multiply."""
+    weight, more = matrix.stored_weight, (matrix.bias, matrix.fake_quant, matrix.compute)
+    plain = not matrix.transposed and all(part is None for part in more)
+    return plain and isinstance(weight, jax.Array) and weight.dtype == dtype
 
 
 def _is_plain(linear: Linear, dtype) -> bool:

@@ -1,8 +1,18 @@
 """The operations of a decoding step, in which each sequence gets one new token, so that arrays have few rows. On GPUs
 that a kernel supports, each operation is one kernel where XLA makes several; elsewhere it is plain JAX. `products` and
-`gated_product` multiply by weights, `added_norm` adds to the residual stream and norms it, and `placed` norms and
-rotates a token's queries and keys, and writes its keys and values into the caches."""
+`gated_product` multiply by weights, `experts_gated` and `experts_down` by those of a mixture of experts, `added_norm`
+adds to the residual stream and norms it, and `placed` norms and rotates a token's queries and keys, and writes its keys
+and values into the caches."""
 
 from jaxtune.pallas.few_rows.api import added_norm, gated_product, placed, products
+from jaxtune.pallas.few_rows.experts import experts_down, experts_gated, experts_have_kernels
 
-__all__ = ["added_norm", "gated_product", "placed", "products"]
+__all__ = [
+    "added_norm",
+    "experts_down",
+    "experts_gated",
+    "experts_have_kernels",
+    "gated_product",
+    "placed",
+    "products",
+]

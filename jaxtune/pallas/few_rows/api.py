@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.few_rows import reference, triton
+from jaxtune.pallas.few_rows.cases import drawn, wide
 from jaxtune.pallas.quant_matmul import LoraWeights
 
 IMPLEMENTATIONS = {"triton": triton, "reference": reference}
@@ -55,18 +56,6 @@ def _chosen_product(op: str, x, refusal, first_use, implementation: str | None) 
     """
     few = triton.LEAST_ROWS <= x.shape[0] <= triton.MOST_ROWS
     return _chosen(op, refusal, first_use, implementation if few or implementation else "reference")
-
-
-def _drawn(seed: int, *shape: int, dtype) -> jax.Array:
-    """An array of this shape and dtype with normal random numbers, an operand of the small case on which a kernel is
-    compared with the reference. seed: of the random key; the same seed gives the same numbers."""
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
-
-
-def _wide(arrays):
-    """Returns a pytree of arrays with its floating-point arrays cast to float32 and the others unchanged, because the
-    reference's results for a check are computed in float32."""
-    return jax.tree.map(lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, arrays)
 
 
 def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes: Sequence[str]) -> None:
@@ -108,8 +97,8 @@ def _small_adapters(loras: Sequence[LoraWeights | None], sizes: Sequence[int], d
     return [
         lora
         and LoraWeights(
-            _drawn(7, lora.a.shape[0], 2048, dtype=dtype),
-            0.1 * _drawn(8, size, lora.a.shape[0], dtype=dtype),
+            drawn(7, lora.a.shape[0], 2048, dtype=dtype),
+            0.1 * drawn(8, size, lora.a.shape[0], dtype=dtype),
             scale=lora.scale,
         )
         for lora, size in zip(loras, sizes, strict=False)
@@ -150,9 +139,9 @@ def products(
     _check_adapters(check, loras, [f"out_{index}" for index in range(len(weights))])
 
     def compare():
-        given = _drawn(0, 8, 2048, dtype=x.dtype), [_drawn(i, 64 * i, 2048, dtype=x.dtype) for i in (1, 2, 1)]
+        given = drawn(0, 8, 2048, dtype=x.dtype), [drawn(i, 64 * i, 2048, dtype=x.dtype) for i in (1, 2, 1)]
         given = *given, _small_adapters([*loras, None, None][:3] if loras else [], (64, 128, 64), x.dtype)
-        return [jax.jit(triton.products)(*given).sum(0)], [dispatch.exactly(reference.products)(*_wide(given))[0]]
+        return [jax.jit(triton.products)(*given).sum(0)], [dispatch.exactly(reference.products)(*wide(given))[0]]
 
     def first_use():
         call = f"{x.dtype}, {triton.padded(len(x))} rows{_adapters_text(loras)}"
@@ -200,13 +189,13 @@ def gated_product(
     _check_adapters(check, loras, ("out", "out"))
 
     def compare():
-        given = _drawn(0, 8, 2048, dtype=x.dtype), *(0.02 * _drawn(i, 128, 2048, dtype=x.dtype) for i in (1, 2))
+        given = drawn(0, 8, 2048, dtype=x.dtype), *(0.02 * drawn(i, 128, 2048, dtype=x.dtype) for i in (1, 2))
         adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, (128, 128), x.dtype))
         got, want = (
             lambda x, gate, up, loras, own=own: own.gated_product(x, gate, up, activation, loras)
             for own in (triton, reference)
         )
-        return [jax.jit(got)(*given, adapters)], [dispatch.exactly(want)(*_wide((*given, adapters)))]
+        return [jax.jit(got)(*given, adapters)], [dispatch.exactly(want)(*wide((*given, adapters)))]
 
     def first_use():
         call = f"{x.dtype}, {activation}, {triton.padded(len(x))} rows{_adapters_text(loras)}"
@@ -256,9 +245,9 @@ def added_norm(
     options = dict(eps=eps, offset=offset, float32=float32)
 
     def compare():
-        given = _drawn(0, 5, 768, dtype=x.dtype), _drawn(1, 3, 5, 768, dtype=jnp.float32), _drawn(2, 768, dtype=x.dtype)
+        given = drawn(0, 5, 768, dtype=x.dtype), drawn(1, 3, 5, 768, dtype=jnp.float32), drawn(2, 768, dtype=x.dtype)
         got, want = (functools.partial(each.added_norm, **options) for each in (triton, reference))
-        return list(jax.jit(got)(*given)), list(dispatch.exactly(want)(*_wide(given)))
+        return list(jax.jit(got)(*given)), list(dispatch.exactly(want)(*wide(given)))
 
     def first_use():
         return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}", compare)
@@ -322,13 +311,13 @@ def placed(
 
     def compare():
         rows = jnp.asarray([0, -1, 200, 77, 127], jnp.int32)
-        caches = [_drawn(i, 5, 2, 128, dim, dtype=dtype) for i in (1, 2)]
-        angles = _drawn(3, 5, dim // 2, dtype=jnp.float32)
+        caches = [drawn(i, 5, 2, 128, dim, dtype=dtype) for i in (1, 2)]
+        angles = drawn(3, 5, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
-        weights = None if norms is None else tuple(_drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
-        given = _drawn(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
+        weights = None if norms is None else tuple(drawn(i, dim, dtype=norms[0].dtype) for i in (4, 5))
+        given = drawn(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
         got, want = (functools.partial(each.placed, **options) for each in (triton, reference))
-        got, want = list(jax.jit(got)(*given)), list(dispatch.exactly(want)(*_wide(given)))
+        got, want = list(jax.jit(got)(*given)), list(dispatch.exactly(want)(*wide(given)))
         live = rows[:, None, None] >= 0
         return [jnp.where(live, got[0], 0), *got[1:]], [jnp.where(live, want[0], 0), *want[1:]]
 

@@ -44,6 +44,55 @@ def gated_product(x, gate, up, activation, loras=()):
     return ACTIVATIONS[activation](gate) * up
 
 
+def _of_experts(rows, matrices, choice, lora, dtype):
+    """Multiplies rows by the transposed matrices of their experts, expert by expert: [N, k, out] in `dtype`, and zeros
+    where `choice` has no expert. rows: [N, k, in], or [N, 1, in] if all k experts of a token multiply the same row.
+    matrices: [E, out, in]. choice: int32[N, k]. lora: the adapters of the matrices, or None."""
+    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+    def product(rows, matrix):
+        matrix = matrix.astype(rows.dtype)
+        return jnp.einsum("nki,oi->nko", rows, matrix, precision=precision, preferred_element_type=jnp.float32)
+
+    def add(total, numbered):
+        expert, matrix, adapter = numbered
+        out = product(rows, matrix)
+        if adapter is not None:
+            out += product((adapter.scale * product(rows, adapter.a)).astype(rows.dtype), adapter.b)
+        return jnp.where((choice == expert)[:, :, None], out.astype(dtype), total), None
+
+    numbered = jnp.arange(len(matrices), dtype=jnp.int32), matrices, lora
+    return jax.lax.scan(add, jnp.zeros((*choice.shape, matrices.shape[1]), dtype), numbered)[0]
+
+
+def experts_gated(x, gate_up, choice, weights, activation, lora):
+    """Computes activation(gate) * up * weight for each token and each of its experts: [N * k, inner] in x's dtype, that
+    of token t and its j-th expert at t * k + j, and zeros where a choice is no expert. gate and up are rounded to x's
+    dtype; what follows is float32 until it is rounded. This plain implementation runs where the kernel refuses a call,
+    and the kernel is compared with it.
+
+    Args:
+      x: [N, hidden], the tokens.
+      gate_up: [E, 2 * inner, hidden], the experts' matrices.
+      choice: int32[N, k], each token's experts.
+      weights: float32[N, k], the router's.
+      activation: a key of ACTIVATIONS.
+      lora: the adapters of gate_up, or None.
+    """
+    gate, up = jnp.split(_of_experts(x[:, None], gate_up, choice, lora, x.dtype).astype(jnp.float32), 2, axis=-1)
+    out = ACTIVATIONS[activation](gate) * up * weights[:, :, None]
+    return out.astype(x.dtype).reshape(choice.size, -1)
+
+
+def experts_down(h, down, choice, lora):
+    """Multiplies each row of h [N * k, inner] by the matrix of its expert: float32[k, N, hidden], and zeros where a
+    choice is no expert. down: [E, hidden, inner], the experts' matrices. choice: int32[N, k], each token's experts; row
+    t * k + j of h is that of token t and its j-th expert. lora: the adapters of down, or None. This plain
+    implementation runs where the kernel refuses a call, and the kernel is compared with it."""
+    rows = h.reshape(*choice.shape, -1)
+    return _of_experts(rows, down, choice, lora, jnp.float32).swapaxes(0, 1)
+
+
 def _sum(parts, dtype):
     """Adds the partial sums of a product, parts [splits, ...], over the splits in ascending order, as the kernels do,
     and returns the sum without that axis, rounded to `dtype`."""

@@ -23,7 +23,7 @@ from jaxtune.pallas.quant_matmul import LoraWeights
 # bound by multiplications; both are the vendor's.
 LEAST_ROWS, MOST_ROWS = 2, 128
 MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit the registers
-_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # the numbers of the kernels for activations
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _SHARED_BYTES = 227 * 1024  # of a program's shared memory on Hopper
 _ENOUGH = 96  # programs that occupy the 132 multiprocessors of a Hopper GPU well enough: fewer splits are less to add
@@ -59,20 +59,29 @@ def padded_rank(loras: Sequence[LoraWeights | None]) -> int:
     return padded(most) if most else 0
 
 
-def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> str | None:
-    """The reason why the kernels of `products` and `gated_product` do not support a call on this GPU, or None: no
-    Hopper GPU, another dtype than 16-bit floats, an N that is not from 2 to 128, more than three weights, adapters of a
-    rank above 64, or sizes that tiles do not divide (multiples of 64 rows and of 128 columns). x: [N, in]. weights:
-    each [out_i, in]. loras: the adapter of each weight or None; empty if there are none."""
+def rows_refusal(count: int, dtype, weights: Sequence) -> str | None:
+    """The reason why no kernel of a product supports `count` rows of `dtype` and these weights on this GPU, whatever
+    the weights' sizes, or None: no Hopper GPU, another dtype than 16-bit floats, or other counts than 2 to 128."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
     if dispatch.compute_capability() != (9, 0):
         return "measured on Hopper alone (compute capability 9.0)"
-    if x.dtype not in _DTYPES or any(weight.dtype != x.dtype for weight in weights):
-        return f"x in {x.dtype}, weights in {', '.join(str(weight.dtype) for weight in weights)}; one of 16 bits"
-    if not LEAST_ROWS <= x.shape[0] <= MOST_ROWS:
-        return f"{x.shape[0]} rows; from {LEAST_ROWS} to {MOST_ROWS}"
+    if dtype not in _DTYPES or any(weight.dtype != dtype for weight in weights):
+        return f"x in {dtype}, weights in {', '.join(str(weight.dtype) for weight in weights)}; one of 16 bits"
+    if not LEAST_ROWS <= count <= MOST_ROWS:
+        return f"{count} rows; from {LEAST_ROWS} to {MOST_ROWS}"
+    return None
+
+
+def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> str | None:
+    """The reason why the kernels of `products` and `gated_product` do not support a call on this GPU, or None: a reason
+    of `rows_refusal`, more than three weights, adapters of a rank above 64, or sizes that tiles do not divide
+    (multiples of 64 rows and of 128 columns). x: [N, in]. weights: each [out_i, in]. loras: the adapter of each weight
+    or None; empty if there are none."""
+    reason = rows_refusal(len(x), x.dtype, weights)
+    if reason is not None:
+        return reason
     if len(weights) > 3:
         return f"{len(weights)} weights; up to 3"
     if padded_rank(loras) > MOST_RANK:
@@ -179,7 +188,7 @@ def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], act
     """The reason why the kernel of `gated_product` does not support a call on this GPU, or None: another activation
     than "silu" and "gelu_tanh", or a reason of `products_refusal`. x: [N, in]. weights: (gate, up), [out, in] each.
     loras: the adapter of each or None; empty if there are none. activation: its name."""
-    if activation not in _ACTIVATIONS:
+    if activation not in ACTIVATIONS:
         return f"activation {activation}"
     return products_refusal(x, weights, loras)
 
@@ -191,7 +200,7 @@ def gated_product(x, gate, up, activation, loras=()):
     which calls are supported."""
     rows = gate.shape[0]
     tile = _GATED if rows % _GATED.rows == 0 and rows // _GATED.rows >= _ENOUGH else _GATED_FEW
-    return _multiplied(x, (gate, up), loras, tile, 1, _ACTIVATIONS[activation], rows, x.dtype)[0]
+    return _multiplied(x, (gate, up), loras, tile, 1, ACTIVATIONS[activation], rows, x.dtype)[0]
 
 
 def added_norm_refusal(x) -> str | None:

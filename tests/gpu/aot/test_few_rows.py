@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.few_rows import added_norm, gated_product, placed, products
+from jaxtune.pallas.few_rows import added_norm, experts_down, experts_gated, gated_product, placed, products
+from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import LoraWeights
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls
 
@@ -49,12 +50,47 @@ def calls_of(rows: int, rank: int | None):
     return calls
 
 
-def assert_fit(calls, tmp_path):
+def assert_fit(calls, tmp_path, shared_kb: float = SHARED_MEMORY_KB[9, 0]):
     for call in calls:
         compiled = compile_call(call, (9, 0), tmp_path)
-        assert compiled.shared_bytes <= SHARED_MEMORY_KB[9, 0] * 1024
+        assert compiled.shared_bytes <= shared_kb * 1024
         assert compiled.spilled_bytes == 0
         assert "wgmma" in compiled.ptx
+
+
+# Tokens, experts of each, all experts, hidden, inner; and how many tokens are multiplied at once.
+EXPERTS = {
+    "Qwen3-30B-A3B": (64, 8, 128, 2048, 768, 32),
+    "Qwen3-30B-A3B, most rows": (128, 8, 128, 2048, 768, 32),
+    "Qwen3-Next": (64, 10, 512, 2048, 512, 32),
+    "like gpt-oss-20b": (2, 4, 32, 2880, 2880, 16),
+    "like gpt-oss-20b, most rows": (128, 4, 32, 2880, 2880, 64),
+    "Mixtral-8x7B": (128, 2, 8, 4096, 14336, 64),
+}
+
+
+@pytest.mark.parametrize("rank", [None, 16, 64])
+@pytest.mark.parametrize("case", EXPERTS)
+def test_products_with_experts_fit_a_hopper_gpu(case, rank, tmp_path):
+    """In half of a multiprocessor's shared memory, so that two programs share it; with adapters and without."""
+    count, k, experts, hidden, inner, at_once = EXPERTS[case]
+
+    def lora(matrices):
+        if rank is None:
+            return None
+        _, rows, columns = matrices.shape
+        return GroupedLora(jnp.zeros((experts, rank, columns), matrices.dtype), jnp.zeros((experts, rows, rank)), 2.0)
+
+    def run(x, gate_up, down, choice, weights):
+        return experts_down(experts_gated(x, gate_up, choice, weights, "silu", lora(gate_up)), down, choice, lora(down))
+
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        matrices = array(experts, 2 * inner, hidden), array(experts, hidden, inner)
+        ints, floats = array(count, k, dtype=jnp.int32), array(count, k, dtype=jnp.float32)
+        jax.eval_shape(run, array(count, hidden), *matrices, ints, floats)
+    assert [kernel.__name__ for kernel, *_ in calls] == ["expert_kernel"] * 2
+    assert {settings["SLOTS"] for *_, settings in calls} == {at_once}
+    assert_fit(calls, tmp_path, SHARED_MEMORY_KB[9, 0] / 2)
 
 
 @pytest.mark.parametrize("capability", GPUS)

@@ -131,6 +131,14 @@ def test_a_decoded_layer_has_the_kernels_of_plain_weights():
     assert counts == [0, 4, 8]
 
 
+def test_a_step_of_experts_sorts_no_tokens():
+    """Two kernels multiply by them; chunks of prompts are sorted."""
+    _, programs = lowered(*CASES["experts"])
+    decode, extend = (programs[name].compile().as_text() for name in ("decode", "extend"))
+    assert [decode.count(f'name = "{name}"') for name in ("expert_kernel", "product_kernel")] == [4, 4]
+    assert "expert_slots" in extend and "expert_slots" not in decode
+
+
 def test_an_adapter_adds_no_kernel_to_a_step():
     """Its products are part of the kernels that multiply by the weights."""
     kernels = []

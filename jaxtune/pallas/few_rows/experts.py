@@ -1,0 +1,226 @@
+"""The public functions of a decoding step's mixture of experts, and the choice of their implementation.
+
+A step of some dozen tokens gives each expert a handful of them. These functions need no sort of tokens by expert, as
+jaxtune.pallas.routing makes it, and no buffer of padded rows. Their plain implementation multiplies every token by
+every expert, which serves for comparison and on the CPU; a caller that has another way asks `experts_have_kernels`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.few_rows import experts_triton, reference, triton
+from jaxtune.pallas.few_rows.cases import drawn, wide
+from jaxtune.pallas.gated import ACTIVATIONS
+from jaxtune.pallas.grouped_matmul import GroupedLora
+
+_IMPLEMENTATIONS = {"triton": experts_triton, "reference": reference}
+_CASE = 256  # the hidden size of the case on which kernels are compared with the reference; experts have half of it
+
+
+def _case(count: int, choices: int, experts: int, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The case on which kernels are compared with the reference: (x [count, 256], choice int32[count, choices], the
+    router's weights float32[count, choices]) for so many experts. The first token has no expert. All others have expert
+    0, so that its matrix multiplies as many tokens as there can be, and other experts from one onwards, in turn."""
+    tokens, places = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
+    turn = 1 + (tokens + places) % max(experts - 1, 1)
+    choice = jnp.where(tokens == 0, experts, jnp.where(places == choices - 1, 0, turn))
+    return drawn(0, count, _CASE, dtype=dtype), choice, jax.nn.softmax(drawn(1, count, choices, dtype=jnp.float32))
+
+
+def _case_adapters(lora: GroupedLora | None, matrices: jax.Array, dtype) -> GroupedLora | None:
+    """Adapters of the case on which kernels are compared with the reference, for its `matrices` [E, rows, columns]:
+    with the rank and the scale of `lora`, in `dtype`; None if `lora` is."""
+    if lora is None:
+        return None
+    (experts, rows, columns), rank = matrices.shape, lora.a.shape[1]
+    a = drawn(3, experts, rank, columns, dtype=dtype)
+    return GroupedLora(a, 0.1 * drawn(4, experts, rows, rank, dtype=dtype), lora.scale)
+
+
+def _call_text(count: int, dtype, weight, choices: int, lora: GroupedLora | None) -> str:
+    """The part of a call's description, in the messages of a kernel's check at its first use, with all on which the
+    compiled kernel depends, except the sizes of matrices. Calls with the same description share one check.
+
+    Args:
+      count: the number of tokens.
+      dtype: of their rows.
+      weight: the experts' matrices, [E, rows, columns].
+      choices: the number of experts of a token.
+      lora: their adapters, or None.
+    """
+    text = f"{dtype}, {triton.padded(count)} rows, {choices} of {len(weight)} experts"
+    return text if lora is None else f"{text}, adapters of rank {lora.a.shape[1]}"
+
+
+def _gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora | None) -> str | None:
+    """The reason why the kernel of `experts_gated` must not run a call, or None: it does not support it, or its result
+    on a small case was wrong. The arguments are those of experts_triton.gated_refusal."""
+
+    def compare():
+        experts = len(gate_up)
+        rows, choice, weights = _case(triton.padded(len(x)), choices, experts, x.dtype)
+        matrices = 0.1 * drawn(2, experts, _CASE, _CASE, dtype=x.dtype)
+        given = rows, matrices, jax.tree.map(lambda side: 0.3 * side, _case_adapters(lora, matrices, x.dtype))
+        got, want = (
+            lambda x, matrices, lora, own=own: own.experts_gated(x, matrices, choice, weights, activation, lora)
+            for own in (experts_triton, reference)
+        )
+        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+
+    reason = experts_triton.gated_refusal(x, gate_up, choices, activation, lora)
+    call = f"{_call_text(len(x), x.dtype, gate_up, choices, lora)}, {activation}"
+    return reason or dispatch.first_use("experts_gated", "triton", call, compare)
+
+
+def _down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | None) -> str | None:
+    """The reason why the kernel of `experts_down` must not run a call, or None: it does not support it, or its result
+    on a small case was wrong. The arguments are those of experts_triton.down_refusal."""
+    tile = experts_triton.down_tile(down.shape[1])
+
+    def compare():
+        experts = len(down)
+        rows, choice, _ = _case(triton.padded(count), choices, experts, dtype)
+        rows = jnp.repeat(rows[:, : _CASE // 2], choices, axis=0)
+        matrices = drawn(2, experts, 3 * tile.rows, _CASE // 2, dtype=dtype)
+        given = rows, matrices, _case_adapters(lora, matrices, dtype)
+        got, want = (
+            lambda rows, matrices, lora, own=own: own.experts_down(rows, matrices, choice, lora)
+            for own in (experts_triton, reference)
+        )
+        return [jax.jit(got)(*given)], [dispatch.exactly(want)(*wide(given))]
+
+    reason = experts_triton.down_refusal(count, dtype, down, choices, lora)
+    call = f"{_call_text(count, dtype, down, choices, lora)}, tiles of {tile.rows}"
+    return reason or dispatch.first_use("experts_down", "triton", call, compare)
+
+
+def _check_adapters(check: Arguments, lora: GroupedLora | None, rows: str, columns: str) -> None:
+    """Checks the adapters of experts' matrices, whose sizes `check` knows by the names `rows` and `columns`.
+
+    Raises:
+      TypeError, ValueError: they are no GroupedLora, or an array has another shape or dtype than they need.
+    """
+    if lora is not None:
+        check.is_a("lora", lora, GroupedLora, "a GroupedLora or None")
+        check.array("lora.a", lora.a, f"E r {columns}", FLOATS)
+        check.array("lora.b", lora.b, f"E {rows} r", FLOATS)
+
+
+def experts_have_kernels(
+    x: jax.Array,
+    matrices: tuple[jax.Array, jax.Array],
+    choices: int,
+    activation: str,
+    loras: tuple[GroupedLora | None, GroupedLora | None] = (None, None),
+) -> bool:
+    """Whether both `experts_gated` and `experts_down` run as kernels here for such arguments. If not, a caller sorts
+    the tokens by expert (jaxtune.pallas.routing), which takes fewer multiplications than the plain implementation.
+
+    Args:
+      x: [N, hidden], the tokens.
+      matrices: the experts' (gate_up, down), [E, 2 * inner, hidden] and [E, hidden, inner].
+      choices: the number of experts of a token.
+      activation: its name.
+      loras: the adapters of gate_up and of down, each may be None.
+    """
+    reason = _gated_refusal(x, matrices[0], choices, activation, loras[0])
+    return (reason or _down_refusal(len(x), x.dtype, matrices[1], choices, loras[1])) is None
+
+
+def experts_gated(
+    x: jax.Array,
+    gate_up: jax.Array,
+    choice: jax.Array,
+    weights: jax.Array,
+    activation: str,
+    lora: GroupedLora | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Computes activation(x gate^T) * (x up^T) * weight for a few tokens and each of their experts in one kernel: the
+    part of a mixture of experts between the router and the down projection. The matrices of experts that no token chose
+    are not read. The kernel has no derivative.
+
+    Args:
+      x: [N, hidden], the tokens; "triton" supports N from 2 to 128.
+      gate_up: [E, 2 * inner, hidden], the matrices of gate, and below them those of up, in x's dtype.
+      choice: int32[N, k], the numbers of each token's experts, all different. Another number than 0 to E - 1 is no
+        expert.
+      weights: float32[N, k], the router's weights.
+      activation: a key of gated.ACTIVATIONS, such as "silu". x gate^T and x up^T are rounded to x's dtype; what follows
+        is computed in float32 and rounded once.
+      lora: the adapters of gate_up, or None. "triton" supports ranks up to 64. Arrays in another dtype than x's are
+        cast to it in each call.
+      implementation: "triton" (16-bit floats on a Hopper GPU, hidden and inner multiples of 64, k up to 16, "silu" or
+        "gelu_tanh"), "reference" (plain JAX, which multiplies every token by every expert), or None for the first that
+        supports the call.
+    Returns:
+      [N * k, inner] in x's dtype: the result of token t and its j-th expert at t * k + j, and zeros where `choice` has
+        no expert.
+    Raises:
+      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
+        call.
+    """
+    check = Arguments("experts_gated")
+    check.array("x", x, "N hidden", FLOATS)
+    check.array("gate_up", gate_up, "E both hidden", x.dtype)
+    check.array("choice", choice, "N k", jnp.int32)
+    check.array("weights", weights, "N k", jnp.float32)
+    _check_adapters(check, lora, "both", "hidden")
+    check.choice("activation", activation, tuple(ACTIVATIONS))
+    if gate_up.shape[1] % 2:
+        raise ValueError(f"experts_gated: gate_up has {gate_up.shape[1]} rows an expert; those of gate and up are even")
+    refusals = {
+        "triton": lambda: _gated_refusal(x, gate_up, choice.shape[1], activation, lora),
+        "reference": lambda: None,
+    }
+    chosen = dispatch.choose("experts_gated", refusals, implementation)
+    return _IMPLEMENTATIONS[chosen].experts_gated(x, gate_up, choice, weights, activation, lora)
+
+
+def experts_down(
+    h: jax.Array,
+    down: jax.Array,
+    choice: jax.Array,
+    lora: GroupedLora | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiplies the rows of few tokens' experts by the experts' matrices of the down projection in one kernel. The
+    matrices of experts that no token chose are not read. The kernel has no derivative.
+
+    Args:
+      h: [N * k, inner], as `experts_gated` returns it: the row of token t and its j-th expert at t * k + j; "triton"
+        supports N from 2 to 128.
+      down: [E, hidden, inner], the matrices, in h's dtype.
+      choice: int32[N, k], the numbers of each token's experts, all different. Another number than 0 to E - 1 is no
+        expert, and its row of h has no influence.
+      lora: the adapters of down, or None. "triton" supports ranks up to 64. Arrays in another dtype than h's are cast
+        to it in each call.
+      implementation: "triton" (16-bit floats on a Hopper GPU, hidden and inner multiples of 64, k up to 16),
+        "reference" (plain JAX, which multiplies every row by every expert), or None for the first that supports the
+        call.
+    Returns:
+      float32[k, N, hidden], partial sums: the product of token t and its j-th expert at [j, t], and zeros where
+        `choice` has no expert. `added_norm` adds them up, in the order of the choices, and rounds once. (The
+        matmul_to_tokens of jaxtune.pallas.routing adds in the same order, but rounds each product to h's dtype first.)
+    Raises:
+      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
+        call.
+    """
+    check = Arguments("experts_down")
+    check.array("choice", choice, "N k", jnp.int32)
+    check.sizes["rows"] = (choice.size, " (N times k)")
+    check.array("h", h, "rows inner", FLOATS)
+    check.array("down", down, "E hidden inner", h.dtype)
+    _check_adapters(check, lora, "hidden", "inner")
+    refusals = {
+        "triton": lambda: _down_refusal(len(choice), h.dtype, down, choice.shape[1], lora),
+        "reference": lambda: None,
+    }
+    chosen = dispatch.choose("experts_down", refusals, implementation)
+    return _IMPLEMENTATIONS[chosen].experts_down(h, down, choice, lora)

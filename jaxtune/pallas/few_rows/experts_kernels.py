@@ -1,0 +1,126 @@
+"""The body of the Triton kernel that multiplies few tokens by the matrices of their experts, which experts.py calls."""
+
+import triton
+import triton.language as tl
+
+from jaxtune.pallas.few_rows.triton_kernels import _activated
+
+
+@triton.jit
+def expert_kernel(
+    x,
+    weight,
+    choice,
+    factors,
+    a,
+    b,
+    out,
+    COUNT: tl.constexpr,
+    CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    INNER: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PLACES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    STAGES: tl.constexpr,
+    RANK: tl.constexpr,
+    A_RANK: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """The kernel of experts_gated and experts_down: the products of tokens with the matrices of the experts that they
+    chose. Grid: (SIZE / ROWS, EXPERTS + 1). A program of expert e multiplies ROWS rows of its matrix by the tokens that
+    chose e; it finds them itself, and returns without reading the matrix if there are none. The programs behind the
+    last expert's write zeros for the choices that are no expert.
+
+    If ACTIVATION is 0, x has the rows [COUNT * CHOICES, INNER] of pairs of token and choice, weight is [EXPERTS, SIZE,
+    INNER], and out float32[CHOICES, COUNT, SIZE]. Otherwise x has the tokens [COUNT, INNER], weight is [EXPERTS, 2 *
+    SIZE, INNER] with the rows of gate before those of up, and out [COUNT * CHOICES, SIZE] is activation(gate) * up *
+    factor, where gate and up are rounded to x's dtype, and the rest is float32 until the result is rounded.
+
+    If RANK is not 0, W + SCALE B A is multiplied in place of each expert's matrix W. Each program multiplies its tokens
+    by its expert's A too, and at the end adds this times its rows of B to its sum, in float32.
+
+    A token's numbers are one column of the tensor cores' product, so their bits depend neither on the other tokens nor
+    on the column.
+
+    Args:
+      choice: int32[COUNT, CHOICES], the experts of each token, all different; any other number than 0 to EXPERTS - 1 is
+        no expert.
+      factors: float32[COUNT, CHOICES], the router's weights; not read if ACTIVATION is 0.
+      a: [EXPERTS, A_RANK, INNER], in x's dtype; None if RANK is 0.
+      b: [EXPERTS, SIZE, A_RANK], in x's dtype, with an activation 2 * SIZE rows as weight has; None if RANK is 0.
+      INNER: the number of columns that are summed over, a multiple of DEPTH.
+      SIZE: the number of rows of a matrix (of gate, or of up), a multiple of ROWS.
+      DEPTH: the columns that are read in one step.
+      TOKENS, PLACES: COUNT and CHOICES, rounded up to powers of two.
+      SLOTS: how many tokens are multiplied at once, at least 16. If more tokens chose the expert, its matrix is read
+        again for each further SLOTS of them.
+      ACTIVATION: 0: none; 1: silu; 2: the tanh approximation of gelu.
+      STAGES: how many steps are read ahead.
+      RANK: 0: there are no adapters; otherwise A_RANK, rounded up to what a warp group multiplies.
+      SCALE: the factor on x A^T, before it is rounded to x's dtype.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    begin, expert = tl.program_id(0) * ROWS, tl.program_id(1)
+    rows = begin + tl.arange(0, ROWS)
+    tokens, places = tl.arange(0, TOKENS), tl.arange(0, PLACES)
+    if expert == EXPERTS:
+        for index in range(CHOICES):
+            one = tl.load(choice + tokens * CHOICES + index, mask=tokens < COUNT, other=0)
+            none = (one < 0) | (one >= EXPERTS)
+            empty = tokens * CHOICES + index if ACTIVATION else index * COUNT + tokens
+            zeros = tl.zeros([TOKENS, ROWS], out.dtype.element_ty)
+            tl.store(out + empty[:, None] * SIZE + rows[None, :], zeros, mask=none[:, None])
+    else:
+        # The pair of token and choice of each token that chose this expert, and its number among them.
+        real = (tokens < COUNT)[:, None] & (places < CHOICES)[None, :]
+        chosen = tl.load(choice + tokens[:, None] * CHOICES + places[None, :], mask=real, other=-1)
+        place = tl.max(tl.where(chosen == expert, places[None, :], -1), axis=1)
+        member = (place >= 0).to(tl.int32)
+        count, number = tl.sum(member), tl.cumsum(member) - 1
+        SIDES: tl.constexpr = 2 if ACTIVATION else 1
+        wide = expert.to(tl.int64)
+        matrix = weight + wide * (SIDES * SIZE * INNER)
+        if RANK > 0:
+            ranks = tl.arange(0, RANK)
+            thin_lines = a + wide * (A_RANK * INNER) + ranks[:, None] * INNER
+            sides = b + wide * (SIDES * SIZE * A_RANK) + rows[:, None] * A_RANK + ranks[None, :]
+            exists = ranks < A_RANK
+        for first in range(0, count, SLOTS):
+            slots = first + tl.arange(0, SLOTS)
+            found = (member > 0)[:, None] & (number[:, None] == slots[None, :])
+            pairs = tl.sum(tl.where(found, (tokens * CHOICES + place)[:, None], 0), axis=0)
+            filled = slots < count
+            lines = pairs // CHOICES if ACTIVATION else pairs
+            total = tl.zeros([ROWS, SLOTS], tl.float32)
+            up = tl.zeros([ROWS, SLOTS], tl.float32)
+            if RANK > 0:
+                inner = tl.zeros([RANK, SLOTS], tl.float32)
+            for step in tl.range(0, INNER // DEPTH, num_stages=STAGES):
+                columns = step * DEPTH + tl.arange(0, DEPTH)
+                part = tl.load(x + lines[None, :] * INNER + columns[:, None], mask=filled[None, :], other=0.0)
+                tile = matrix + rows[:, None] * INNER + columns[None, :]
+                total = tl.dot(tl.load(tile, eviction_policy="evict_first"), part, total)
+                if ACTIVATION:
+                    up = tl.dot(tl.load(tile + SIZE * INNER, eviction_policy="evict_first"), part, up)
+                if RANK > 0:
+                    thin = tl.load(thin_lines + columns[None, :], mask=exists[:, None], other=0.0)
+                    inner = tl.dot(thin, part, inner)
+            if RANK > 0:
+                scaled = (inner * SCALE).to(DTYPE)
+                total = tl.dot(tl.load(sides, mask=exists[None, :], other=0.0), scaled, total)
+                if ACTIVATION:
+                    side = tl.load(sides + SIZE * A_RANK, mask=exists[None, :], other=0.0)
+                    up = tl.dot(side, scaled, up)
+            line = pairs % CHOICES * COUNT + pairs // CHOICES
+            if ACTIVATION:
+                line = pairs
+                gate = _activated(total.to(DTYPE).to(tl.float32), ACTIVATION)
+                factor = tl.load(factors + pairs, mask=filled, other=0.0)
+                total = gate * up.to(DTYPE).to(tl.float32) * factor[None, :]
+            result = tl.trans(total).to(out.dtype.element_ty)
+            tl.store(out + line[:, None] * SIZE + rows[None, :], result, mask=filled[:, None])
