@@ -137,6 +137,17 @@ PRODUCT_TIME = Fitted(
 )
 
 
+# How many times as long a product with a head in float32 takes as one in 16 bits.
+FLOAT32_HEAD_TIME = Fitted(
+    {
+        ("H200", "xla"): (
+            5.0,
+            "one product with the head of Llama-3.1-8B, as three in TF32: linear_cross_entropy/README.md",
+        )
+    }
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertGradientTime:
     """The duration of the products that compute the gradients of experts' weights, from which the planner forecasts

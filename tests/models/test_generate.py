@@ -193,8 +193,8 @@ def test_one_compile_for_each_bucket_of_shapes(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(slots, "_prefill", counting(prefill))
         patch.setattr(slots, "_decode", counting(decode))
-        compiled = slots.programs.__wrapped__(same_choices=False)
-    monkeypatch.setattr(slots, "programs", lambda same_choices: compiled)
+        compiled = slots.programs.__wrapped__(same_choices=False, many_rows=False)
+    monkeypatch.setattr(slots, "programs", lambda same_choices, many_rows: compiled)
 
     def counts():
         return traces[prefill], traces[decode]

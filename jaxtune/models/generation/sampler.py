@@ -146,7 +146,6 @@ class Sampler:
         self.config, self._ends = model.config, end_token_ids(model)
         self._structure, self._leaves = flattened(model)
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
-        self._programs = device.programs(deterministic and jax.default_backend() == "gpu")
         self.plan: SlotPlan = plan_slots(
             self._bytes,
             self.config.context_length,
@@ -156,6 +155,7 @@ class Sampler:
             most_slots,
             None if deterministic else convertible_of(self._structure, self._shapes, prefill_tokens, most_converted),
         )
+        self._programs = device.programs_of(deterministic, self.plan.slots)
         self._converted = Converted(self.plan.converted_layers) if self.plan.converted_layers else None
         if self._converted is not None:
             self._structure, self._leaves = self._converted.of(self._structure, self._leaves)

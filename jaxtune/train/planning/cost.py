@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtune.models.components import stored_as
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8
+from jaxtune.models.fitted import FLOAT32_HEAD_TIME
 from jaxtune.models.layers.block import LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Residual, Segment
 from jaxtune.models.layers.tiles import tiled_residuals
@@ -150,8 +151,9 @@ class StepCost:
     def head_time(self, device: Device) -> float:
         """How many times as long a product with the head takes on `device` as one in the compute dtype: more than 1 for
         a head in float32 beside 16 bits, as a precision map may ask for."""
-        wide = self.head_dtype == jnp.float32 and self.dtype.itemsize < 4
-        return float32_time(device.name) if wide else 1.0
+        if self.head_dtype != jnp.float32 or self.dtype.itemsize == 4:
+            return 1.0
+        return FLOAT32_HEAD_TIME.of("xla", device.name) if device.hopper else float32_time(device.name)
 
     @property
     def table_rows_bytes(self) -> float:
@@ -226,9 +228,7 @@ def step_cost(
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
     frozen_layers = [partition.divided_sizes(layer, parts)[0] for layer in frozen.get("layers", {}).values()]
     more = 1.0 if keeps_model else 1 - 1 / parts  # the divided weights stay beside the gathered ones if they are kept
-    head = model.head_variable
-    head_bytes, head_gradient_bytes = _head_costs(model, dtype, storage)
-    head_dtype = jnp.dtype(model.head_compute or dtype)
+    head_bytes, head_gradient_bytes, head_dtype = _head_costs(model, dtype, storage)
     return StepCost(
         rows=config.rows_per_step,
         length=length,
@@ -248,7 +248,7 @@ def step_cost(
         head_bytes=head_bytes,
         logit_bytes=8.0 if shape.final_soft_cap is not None else 4.0 + head_dtype.itemsize,
         head_gradient_bytes=head_gradient_bytes,
-        head_trains=isinstance(head, nnx.Param),
+        head_trains=isinstance(model.head_variable, nnx.Param),
         head_dtype=head_dtype,
         trained=trained_bytes / 4,
         trained_here=share * trained_bytes / 4,
@@ -265,7 +265,7 @@ def step_cost(
         sync_bytes=sync_bytes,
         exchange=_exchange(kept, frozen, divided, gradient_sync_of(config.mesh)),
         whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), parts),
-        whole_head_bytes=partition.divided_sizes(nnx.State({"head": head}), parts)[0],
+        whole_head_bytes=partition.divided_sizes(nnx.State({"head": model.head_variable}), parts)[0],
         frozen_layer_bytes=max(frozen_layers, default=0.0),
         resident_layer_bytes=more * max(frozen_layers, default=0.0),
         resident_around_bytes=more * (partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)),
@@ -298,10 +298,10 @@ def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return make_optimizer(config.optim, schedule)
 
 
-def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float]:
+def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float, jnp.dtype]:
     """The planner's estimate of device memory for the head, on one device if nothing is divided: (bytes in addition to
     the head's weight while the loss and its gradient are computed, bytes of the head's gradient after that, 0 if it
-    does not train).
+    does not train, the dtype in which the head multiplies).
 
     Args:
       model: has the head, which trains if its variable is an nnx.Param, and may compute in a dtype of its own.
@@ -312,7 +312,8 @@ def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float]:
     trains, size = isinstance(head, nnx.Param), math.prod(head.shape)
     loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
     copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(model.config.vocab_size, dtype)
-    return size * (loss * trains + copy), size * (2.0 if storage == "bf16" else loss) if trains else 0.0
+    gradient = size * (2.0 if storage == "bf16" else loss) if trains else 0.0
+    return size * (loss * trains + copy), gradient, dtype
 
 
 def _whole_layer_bytes(trees, layers: int, parts: int) -> float:

@@ -72,7 +72,7 @@ def lowered(name: str, layers: int, adapter: bool = False, load_in: str | None =
         staged = placed(device.states_shape(structure, shapes, 1, 256))
         live = device.Live(ints(SLOTS), ints(SLOTS), placed(jax.ShapeDtypeStruct((SLOTS,), bool)))
         rows = placed(device.empty_rows(SLOTS, 4, structure.config.vocab_size))
-        programs, leaves = device.programs(False), list(placed(shapes))
+        programs, leaves = device.programs(False, False), list(placed(shapes))
         changed = np.zeros(SLOTS, bool)
         kind = Kind(True, False, False)
         return states, {
