@@ -3,6 +3,10 @@
 A block is a row (which jaxtune uses for 16-bit weights, and which compressed-tensors calls a channel), 128 x 128
 numbers (as Qwen and DeepSeek publish their models), or the whole matrix. A number is its code times the scale of its
 block.
+
+FP8 is the class of weights, with `FP8.encode`; `scale_shape` says how many scales a tensor has, and `scale_of` makes
+scales safe to divide by. FP8Files describes how checkpoints store them, and FORMAT declares the format to
+jaxtune.pallas.formats.
 """
 
 from __future__ import annotations
@@ -245,8 +249,9 @@ class FP8Files(Layout):
     def check(self, settings: Settings) -> None:
         """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
         setting that is not supported. Supported are weights in e4m3 with a scale for each row, each 128 x 128 numbers
-        or the matrix, and activation scales that are computed while serving ("dynamic"); a quantised key/value cache is
-        not. The loader calls it before it reads any tensor."""
+        or the matrix, and activation scales that are computed while serving ("dynamic"). Of compressed-tensors a
+        quantised key/value cache is refused too; of "fp8" it is not looked for. The loader calls it before it reads any
+        tensor."""
         method = settings.get("quant_method")
         if method == "fp8":
             known = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
@@ -318,7 +323,7 @@ class FP8Files(Layout):
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
         """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
-        tensor [E, out, in], or None if they can. The reason is that their scales are of different kinds, or that a
+        tensor [E, out, in], or None if they can. The reason is that their scales differ in block or dtype, or that a
         block would cross from one matrix into the next. The loader refuses the checkpoint with this reason.
 
         Args:

@@ -3,6 +3,9 @@
 A weight is its code times the largest magnitude of its row over 127. In its forward pass LLM.int8() also quantises
 activations, and multiplies columns with outliers in 16 bits. That is not done here: weights are decoded for each
 product, forward and backward, as bitsandbytes does for gradients.
+
+Int8 is the class of weights, with `Int8.encode`. LLMInt8 describes how checkpoints store them, and FORMAT declares the
+format to jaxtune.pallas.formats.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A number is TABLE[code] times the scale of its block, divided by the tensor's scale (compressed-tensors, whose files
 contain 448 * 6 / the largest magnitude) or multiplied by it (nvidia-modelopt, whose files contain the inverse). The
 scale is kept as the file has it, so that a file is written again byte for byte.
+
+NVFP4 is the class of weights, with `encode` (weights) and `encode_activations`. CompressedTensors and ModelOpt describe
+the two kinds of checkpoints; FORMAT declares the format to jaxtune.pallas.formats.
 """
 
 from __future__ import annotations

@@ -1,5 +1,11 @@
 """Products of rows sorted by expert with the experts' weights, and their adapters and biases: the public functions,
-with derivatives, and the choice of their implementation."""
+with derivatives, and the choice of their implementation.
+
+`grouped_matmul` is the product, with the adapters of a GroupedLora; `grouped_bias` adds biases. The products of
+jaxtune.pallas.routing, which gather the rows from tokens, use its parts: `checked` checks the arguments, `prepared`
+chooses one of the `implementations` and makes the Static settings, `forward` and `backward` compute, and `gathers` says
+whether the implementation gathers rows itself. `fills_adapters` and `filled_adapter` are for samplers.
+"""
 
 from __future__ import annotations
 
@@ -225,7 +231,7 @@ def _grouped(x, weight, lora, groups, static: Static):
     Args:
       x: the sorted rows [rows, in].
       weight: [E, out, in], or [E, in, out] if static.transposed; an array or quantised.
-      lora: (a, b) of the adapter, or None.
+      lora: (a [E, r, in], b [E, out, r]) of the adapter, whose factor is static.scale; or None.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       static: the settings of the call, from `prepared`.
     """
@@ -243,7 +249,8 @@ def forward(x, weight, lora, groups, static: Static, tokens=None):
         `gathers`. None: x is sorted, [rows, in].
     Returns:
       (the product [rows, out], residuals for `backward`). The residuals are (x, weight, lora, groups, inner), inner
-      being x times the adapter's A, or None without an adapter.
+      being x times the adapter's A, [rows, r] (r padded to a multiple of 64 by a Mosaic implementation), or None
+      without an adapter.
     """
     contract = 1 if static.transposed else 2
     inner = extra = None
