@@ -49,7 +49,7 @@ def dynamic_map(signed: bool) -> np.ndarray:
 
 def _intervals(signed: bool, decade: int) -> int:
     """The number of equal intervals into which a decade of the map is divided, whose centres are the map's values.
-    (The map itself also has 0 and 1.) `dynamic_map`, `_decades` and `_edges` call it.
+    The map has 0 and 1 besides. `dynamic_map`, `_decades` and `_edges` call it.
 
     Args:
       signed: True: the number on either side of 0 of the map with negative values. False: that of the map without.

@@ -75,7 +75,7 @@ class FP8(Stored):
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray, block: Block = ROW) -> FP8:
         """Quantises an array [..., out, in] in bfloat16, float16 or float32 on its device; the bytes are equal on every
-        device.
+        device. Loading with model.load_in "fp8", exports and quantisation-aware training call it.
 
         A block's scale is its largest magnitude over 448 in float32, at least 2^-126, and 1 for a block of zeros.
         Numbers whose magnitude is below 2^-126, which are zero on some devices, become zero. Scaled numbers are rounded

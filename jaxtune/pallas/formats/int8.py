@@ -55,7 +55,8 @@ class Int8(Stored):
     def encode(array: jax.Array) -> Int8:
         """Quantises an array [..., out, in] of floats to an Int8, whose `decode` returns the array's dtype by default.
         Numbers are rounded to float16 first, and then to the nearest code, with the largest magnitude of each row at
-        127; a row of zeros has absmax 0. The bytes equal those of bitsandbytes on a CPU.
+        127; a row of zeros has absmax 0. The bytes equal those of bitsandbytes on a CPU. Loading with model.load_in
+        "int8", exports and quantisation-aware training call it.
 
         Rows with numbers beyond float16's range, for which bitsandbytes stores infinity, are quantised from float32.
         """

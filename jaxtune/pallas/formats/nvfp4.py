@@ -76,7 +76,8 @@ class NVFP4(Stored):
     def encode(array: jax.Array | np.ndarray) -> NVFP4:
         """Quantises an array [..., out, in] in bfloat16, float16 or float32 on its device, as compressed-tensors does:
         the scales of the result are divided by tensor_scale (`divides` is True). Scales follow from the largest
-        magnitudes of blocks and of each matrix. The bytes are equal on every device.
+        magnitudes of blocks and of each matrix. The bytes are equal on every device. Loading with model.load_in
+        "nvfp4", exports and quantisation-aware training call it.
 
         Raises:
           TypeError: another dtype.

@@ -349,7 +349,8 @@ def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, tra
       routing: the Routing from which the groups are, if the operation takes one: its arrays are checked too, and
         messages call the groups "routing.groups". None: the operation takes the groups.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     check = Arguments(op)
     check_groups(check, groups, "groups" if routing is None else "routing.groups")
@@ -449,7 +450,8 @@ def grouped_matmul(
     Returns:
       [rows, out] in x's dtype.
     Raises:
-      TypeError, ValueError: an argument is not as described here, or the requested implementation refuses the call.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
+        are not checked), or the requested implementation is unknown or refuses the call.
     """
     checked("grouped_matmul", "x", x, "rows in", weight, groups, lora, transposed)
     x, weight, sides, static = prepared(
@@ -471,7 +473,8 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
       bias: [E, out].
       groups: which expert each tile of rows belongs to.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     check = Arguments("grouped_bias")
     check_groups(check, groups)
