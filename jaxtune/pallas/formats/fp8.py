@@ -105,8 +105,8 @@ class FP8(Stored):
 
     def problem(self) -> str | None:
         """Returns the reason why the arrays cannot belong to one tensor, or None. The reason is that codes or scales
-        have another dtype, or that the scales' shape does not fit the codes' shape and `block`. `decode` and the
-        operations refuse such a weight with this reason."""
+        have another dtype, that the codes have fewer than two axes, or that the scales' shape does not fit the codes'
+        shape and `block`. `decode` and the operations refuse such a weight with this reason."""
         if str(self.codes.dtype) != "float8_e4m3fn" or self.codes.ndim < 2:
             return f"codes are {describe(self.codes)}; they must be float8_e4m3fn[..., out, in]"
         wanted = (*self.shape[:-2], *scale_shape(self.shape, self.block))

@@ -101,8 +101,8 @@ def implementations(
       dtype: of the rows, x.
       in_size, out_size: the columns and rows of an expert's weight [out, in].
       groups: the layout of the sorted rows, of which only the rows of a tile are used.
-      weight: the weight if it is quantised and may be decoded while it is multiplied; None: it is an array, and the
-        table has no "mosaic_ahead", unless the caller requests that.
+      weight: the weight if it is quantised and may be decoded while it is multiplied; None: it is an array, or is
+        multiplied in FP8 as it is stored, and the table has no "mosaic_ahead", unless the caller requests that.
       implementation: the name that the caller requests, or None. On several devices "mosaic_ahead" is only used on
         request.
     """
@@ -190,7 +190,8 @@ def _thin(x, weight, groups, contract, implementation, tokens):
 def _contracted(thin, wide, groups, rank, implementation, tokens):
     """The gradient of an adapter's A, or of its B transposed: float32[E, rank, n], which is thin^T wide, summed over
     the rows of each expert. A Mosaic kernel computes it if `implementation` is a Mosaic one and the kernel passes its
-    check on this GPU; otherwise plain JAX multiplies, and for a Mosaic implementation another kernel adds up tiles.
+    check on this GPU; otherwise plain JAX multiplies, and for a Mosaic implementation another kernel (mosaic_sums.py)
+    adds up tiles.
 
     Args:
       thin: the factor with the adapter's rank as columns, [rows, at least rank]; columns from `rank` on are padding.

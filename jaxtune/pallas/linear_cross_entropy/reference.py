@@ -4,8 +4,8 @@ neighbouring tokens of every row, so that the logits of one chunk exist at a tim
 a mesh.
 
 `forward` computes all of that, as Results. `fills_up` and `filled_up` pad the head, `logits_of` computes the logits of
-a chunk, and `through_head` the gradients of hidden states and head from those of the logits, both with the precision
-that `precision_of` returns; `in_chunks` is the loop.
+a chunk, and `through_head` the gradients of hidden states and head from those of their products, both with the
+precision that `precision_of` returns; `in_chunks` is the loop.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def forward(
     hidden, head, targets, weights, *, chunk_length, gradients, entropies=False, entropy_weights=None, **options
 ) -> Results:
     """Computes the losses of all tokens and, on request, their entropies and gradients, as `Results`, chunk by chunk,
-    so that the logits of one chunk exist at a time. All functions of api.py compute their results and gradients with
-    it.
+    so that the logits of one chunk exist at a time. All losses and log-probabilities of api.py, and their gradients,
+    are computed with it.
 
     Args:
       hidden: [B, T, D]; head: [V, D]; targets: int[B, T]; weights: float32[B, T], the factors of the losses in the sum

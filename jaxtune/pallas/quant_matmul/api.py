@@ -78,8 +78,8 @@ def quant_matmul(
     Returns:
       a tuple with one [..., out_i] in x's dtype for each weight.
     Raises:
-      TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
-        are not checked), or the requested implementation is unknown or refuses the call.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here (the contents of arrays are not
+        checked), or the requested implementation is unknown or refuses the call.
     """
     check = Arguments("quant_matmul")
     check.array("x", x, "... in", FLOATS)
@@ -143,7 +143,7 @@ def in_e4m3(x: jax.Array) -> FP8:
     codes are the same.
 
     Raises:
-      TypeError, ValueError: x is not as described here.
+      TypeError, ValueError: x has another dtype, or fewer than two axes.
     """
     Arguments("in_e4m3").array("x", x, "... rows width", FLOATS)
     codes, scales = fp8_product.operand(x.reshape(-1, x.shape[-1]), False)
