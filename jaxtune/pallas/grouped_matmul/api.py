@@ -326,7 +326,7 @@ def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None
       groups: the argument.
       name: the argument's name, for messages.
     Raises:
-      TypeError, ValueError: `groups` is not as the class Groups describes it.
+      TypeError, ValueError: `groups` is no Groups, or one of its arrays has another dtype or shape.
     """
     check.is_a(name, groups, Groups, "a Groups: that of a Routing, as route makes")
     for part, shape in (("tile_expert", "tiles"), ("count", ""), ("tile_sizes", "tiles"), ("sizes", "E")):

@@ -322,7 +322,8 @@ def _checked(
     arguments are those of the public functions.
 
     Raises:
-      TypeError, ValueError: an argument is not as the public function describes it.
+      TypeError, ValueError: an array has another dtype or shape, or a number another range, than the public function
+        says.
     """
     check = Arguments(name)
     check.array("hidden", hidden, "B T D", FLOATS)

@@ -169,7 +169,7 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
     other arguments.
 
     Raises:
-      TypeError, ValueError: `routing` is not as the class Routing describes it.
+      TypeError, ValueError: `routing` is no Routing, or one of its arrays has another dtype or shape.
     """
     check = Arguments(op)
     check.is_a("routing", routing, Routing, "a Routing, as route makes")
