@@ -1,10 +1,12 @@
 """Quantised weights: the formats in which they are stored, encoded and decoded.
 
 A format is a file of this folder with a subclass of `Stored` and a declaration `FORMAT`, and an entry in
-jaxtune/pallas/format_names.py. Reading and writing models, the planner, exports, the configuration and jaxtune.compat
-all use the table FORMATS, and the functions `layouts`, `load_in`, `exports` and `format_of`, which look things up in
-it. The package also exports the classes of weights, and `dense`, which returns the array of a weight that may be
-quantised.
+jaxtune/pallas/format_names.py. FORMATS is the table of all formats, {name: Format}, which reading and writing models,
+the planner, exports, the configuration and jaxtune.compat use. Four functions look things up in it: `layouts` returns
+the layouts in checkpoints of all formats, `load_in` the formats to which a model can be quantised when it is loaded,
+`exports` those to which it can be exported, and `format_of` the format of a weight. The package also exports the
+classes of weights (NF4, FP4 and their base FourBit, FP8, MXFP4, NVFP4, their interface Stored), the classes of which a
+Format consists (Layout, Export), and `dense`, which returns the array of a weight that may be quantised.
 """
 
 import importlib
@@ -17,7 +19,7 @@ from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.formats.nvfp4 import NVFP4
 from jaxtune.pallas.formats.stored import Stored, dense
 
-# {name: format}, the formats to which weights can be quantised first, then those that are only read and written.
+# {name: format}: first the formats in which a loaded model can keep weights, then those that only files have.
 FORMATS: dict[str, Format] = {
     name: importlib.import_module(f"{__name__}.{file}").FORMAT
     for name, file in (format_names.LOADED | format_names.READ).items()
@@ -32,20 +34,21 @@ def layouts() -> list[Layout]:
 
 
 def load_in() -> list[str]:
-    """The values that the option model.load_in accepts: the names of the formats to which weights can be quantised when
-    a model is loaded, such as "nf4"."""
+    """The values that the option model.load_in accepts beside None: the names of the formats to which weights can be
+    quantised when a model is loaded, such as "nf4"."""
     return [name for name in FORMATS if name not in format_names.READ]
 
 
 def exports() -> dict[str, Format]:
-    """{name, a value of the option --to of `jaxtune export`: format} for all formats to which a model can be
-    exported."""
+    """{name, a value of the option --to of `jaxtune export`: format} for all formats to which a model can be exported.
+    The table of targets in jaxtune/export has these and others."""
     return {each.export.name: each for each in FORMATS.values() if each.export is not None}
 
 
 def format_of(weight: Stored | type[Stored] | Layout) -> Format:
     """Returns the format to which a quantised weight, a class of quantised weights, or a layout belongs, an entry of
-    FORMATS. Its callers then have the format's name, its layouts, or its numbers for the planner.
+    FORMATS. Its callers read the format's name, choose the layout in which a weight is written, or take its `slack` for
+    the planner.
 
     Raises:
       ValueError: a class, or the class of a weight, that belongs to no format.

@@ -1,8 +1,12 @@
 """Quantisation to eight bits in blocks of 256 elements, through the dynamic maps of bitsandbytes (arXiv 2110.02861).
 
 A block stores one float32, its largest magnitude (absmax), and a byte per element: the index of element / absmax in a
-map of 256 values that is dense near 0. There are two maps, with and without negative values. NF4's double quantisation
-stores its absmax like this, and 8-bit Adam its moments.
+map of 256 values that is dense near 0. There are two maps, with and without negative values. 8-bit Adam stores its
+moments like this, and NF4's double quantisation its absmax (less their mean).
+
+`dynamic_map` returns a map, `encode` quantises an array of any shape, and `decode` returns its numbers; `in_blocks`
+divides an array into blocks, `nearest_codes` finds the indices of scaled numbers, and `upper_bounds` returns the
+numbers at which one index ends.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ def dynamic_map(signed: bool) -> np.ndarray:
 
 def _intervals(signed: bool, decade: int) -> int:
     """The number of equal intervals into which a decade of the map is divided, whose centres are the map's values.
-    `dynamic_map`, `_decades` and `_edges` call it.
+    The map has 0 and 1 besides. `dynamic_map`, `_decades` and `_edges` call it.
 
     Args:
       signed: True: the number on either side of 0 of the map with negative values. False: that of the map without.

@@ -1,4 +1,5 @@
-"""Division with the same result on every device, so that quantised bytes are equal everywhere."""
+"""Division of float32 numbers with the same result on every device (`divide`), so that quantised bytes are equal
+everywhere."""
 
 from __future__ import annotations
 

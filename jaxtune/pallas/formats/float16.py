@@ -1,4 +1,5 @@
-"""Rounding to float16 with the same result on every device, so that quantised bytes are equal everywhere."""
+"""Rounding to float16 with the same result on every device (`as_float16`), so that quantised bytes are equal
+everywhere."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""NF4 (QLoRA, arXiv 2305.14314) as bitsandbytes stores it, and its FP4, which is only read.
+"""NF4 (QLoRA, arXiv 2305.14314) as bitsandbytes stores it, and its FP4, to which jaxtune does not quantise.
 
 The tensor is flattened row by row and divided into blocks of 64, the last of which may be shorter. A block has its
 absmax (the largest magnitude, float32), and each element the index of the table entry nearest to element / absmax. Two
 indices make a byte, the first in the high nibble. Double quantisation stores absmax minus their mean in 8 bits, in
 blocks of 256, as indices into a signed dynamic map (arXiv 2110.02861). All bytes equal those of bitsandbytes.
+
+NF4 and FP4 are the classes of weights, and FourBit is their base; `NF4.encode` quantises a tensor. BitsAndBytes
+describes how checkpoints store them, and FORMAT declares the format to jaxtune.pallas.formats.
 """
 
 from __future__ import annotations
@@ -233,7 +236,8 @@ class NF4(FourBit):
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray, double_quant: bool = True) -> NF4:
         """Quantises a tensor of any shape in bfloat16, float16 or float32 on its device; the bytes are equal on every
-        device, and equal to those of bitsandbytes.
+        device, and equal to those of bitsandbytes. Loading a model with model.load_in "nf4" and exports call it, by
+        Format.encode.
 
         Elements are converted to float32. Values that are not finite make their block meaningless, and with double
         quantisation the whole tensor, whose `offset` is then not finite either.
@@ -378,8 +382,8 @@ class BitsAndBytes(Layout):
           tensors: {key, such as ".weight.absmax": header}.
           read: a function that takes a tensor's key and returns its bytes; the quant_state is read with it.
         Raises:
-          ValueError: a tensor is missing or has another size than the shape in quant_state needs, or quant_state is
-            damaged or names a type, a dtype or block sizes that are not supported.
+          ValueError: a tensor is missing, or has another dtype (the codes may have any) or size than the shape in
+            quant_state needs, or quant_state is damaged or names a type, a dtype or block sizes that are not supported.
         """
         codes = tensors.get(self.codes)
         if codes is None:
@@ -443,8 +447,9 @@ class BitsAndBytes(Layout):
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
         """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
-        tensor [E, out, in], or None if they can. The reason is that some are in NF4 and others in FP4, or that a matrix
-        is not whole blocks of 64 elements. The loader refuses the checkpoint with this reason.
+        tensor [E, out, in], or None if they can. The reason is that some are in NF4 and others in FP4, or that the
+        first matrix, whose shape all have, is not whole blocks of 64 elements. The loader refuses the checkpoint with
+        this reason.
 
         Args:
           pieces: the matrices, as `describe` found them, in the order of their rows in the tensor.

@@ -3,6 +3,10 @@
 A block is a row (which jaxtune uses for 16-bit weights, and which compressed-tensors calls a channel), 128 x 128
 numbers (as Qwen and DeepSeek publish their models), or the whole matrix. A number is its code times the scale of its
 block.
+
+FP8 is the class of weights, with `FP8.encode`; `scale_shape` says how many scales a tensor has, and `scale_of` makes
+scales safe to divide by. FP8Files describes how checkpoints store them, and FORMAT declares the format to
+jaxtune.pallas.formats.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class FP8(Stored):
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray, block: Block = ROW) -> FP8:
         """Quantises an array [..., out, in] in bfloat16, float16 or float32 on its device; the bytes are equal on every
-        device.
+        device. Loading with model.load_in "fp8", exports and quantisation-aware training call it.
 
         A block's scale is its largest magnitude over 448 in float32, at least 2^-126, and 1 for a block of zeros.
         Numbers whose magnitude is below 2^-126, which are zero on some devices, become zero. Scaled numbers are rounded
@@ -101,8 +105,8 @@ class FP8(Stored):
 
     def problem(self) -> str | None:
         """Returns the reason why the arrays cannot belong to one tensor, or None. The reason is that codes or scales
-        have another dtype, or that the scales' shape does not fit the codes' shape and `block`. `decode` and the
-        operations refuse such a weight with this reason."""
+        have another dtype, that the codes have fewer than two axes, or that the scales' shape does not fit the codes'
+        shape and `block`. `decode` and the operations refuse such a weight with this reason."""
         if str(self.codes.dtype) != "float8_e4m3fn" or self.codes.ndim < 2:
             return f"codes are {describe(self.codes)}; they must be float8_e4m3fn[..., out, in]"
         wanted = (*self.shape[:-2], *scale_shape(self.shape, self.block))
@@ -245,8 +249,9 @@ class FP8Files(Layout):
     def check(self, settings: Settings) -> None:
         """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
         setting that is not supported. Supported are weights in e4m3 with a scale for each row, each 128 x 128 numbers
-        or the matrix, and activation scales that are computed while serving ("dynamic"); a quantised key/value cache is
-        not. The loader calls it before it reads any tensor."""
+        or the matrix, and activation scales that are computed while serving ("dynamic"). Of compressed-tensors a
+        quantised key/value cache is refused too; of "fp8" it is not looked for. The loader calls it before it reads any
+        tensor."""
         method = settings.get("quant_method")
         if method == "fp8":
             known = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
@@ -318,7 +323,7 @@ class FP8Files(Layout):
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
         """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
-        tensor [E, out, in], or None if they can. The reason is that their scales are of different kinds, or that a
+        tensor [E, out, in], or None if they can. The reason is that their scales differ in block or dtype, or that a
         block would cross from one matrix into the next. The loader refuses the checkpoint with this reason.
 
         Args:

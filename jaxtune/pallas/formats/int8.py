@@ -3,6 +3,9 @@
 A weight is its code times the largest magnitude of its row over 127. In its forward pass LLM.int8() also quantises
 activations, and multiplies columns with outliers in 16 bits. That is not done here: weights are decoded for each
 product, forward and backward, as bitsandbytes does for gradients.
+
+Int8 is the class of weights, with `Int8.encode`. LLMInt8 describes how checkpoints store them, and FORMAT declares the
+format to jaxtune.pallas.formats.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class Int8(Stored):
     def encode(array: jax.Array) -> Int8:
         """Quantises an array [..., out, in] of floats to an Int8, whose `decode` returns the array's dtype by default.
         Numbers are rounded to float16 first, and then to the nearest code, with the largest magnitude of each row at
-        127; a row of zeros has absmax 0. The bytes equal those of bitsandbytes on a CPU.
+        127; a row of zeros has absmax 0. The bytes equal those of bitsandbytes on a CPU. Loading with model.load_in
+        "int8", exports and quantisation-aware training call it.
 
         Rows with numbers beyond float16's range, for which bitsandbytes stores infinity, are quantised from float32.
         """

@@ -3,8 +3,11 @@ which lists what jaxtune knows about a format.
 
 A layout describes the tensors that store a weight by name, dtype and shape, and the entry quantization_config of
 config.json; it makes a weight from the arrays of its tensors, and these arrays from a weight. It opens no file:
-jaxtune/models/files reads and writes them. A tensor is identified by its key, the end of its name after the module's
-name: `.weight_scale` is the key of `model.layers.0.mlp.up_proj.weight_scale`.
+jaxtune/models/files reads and writes them. Header is what a layout sees of a tensor before the tensor is read, Found a
+weight of which only the headers were read, and FileTensor a tensor to be written (`file_tensor` makes one);
+`check_weights` checks what two layouts of compressed-tensors have in common. Export is a format as a target of `jaxtune
+export`. A tensor is identified by its key, the end of its name after the module's name: `.weight_scale` is the key of
+`model.layers.0.mlp.up_proj.weight_scale`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,12 @@
 
 Numbers are e2m1 and scales e8m0 (OCP Microscaling Formats v1.0). A byte has two numbers, the first in the low nibble.
 The format is read and written, in gpt-oss's layout and in that of compressed-tensors, but no model trains over it:
-weights are decoded to the compute dtype when they are loaded, and an export encodes them again.
+weights are decoded to the compute dtype when they are loaded, and an export encodes them again. Quantisation-aware
+training rounds to it too.
+
+MXFP4 is the class of weights, with `encode` (weights) and `encode_activations`; `to_e2m1` rounds numbers to e2m1, also
+for NVFP4. Published describes gpt-oss's checkpoints and CompressedTensors those of other models; FORMAT declares the
+format to jaxtune.pallas.formats.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from jaxtune.pallas.formats.stored import Stored
 BLOCK = 32  # numbers that share a scale
 LARGEST, LARGEST_CODES = 6.0, 0x77  # the largest number of e2m1, and a byte with two codes of it
 NAN_SCALE = 255  # the scale that is no power of two but NaN
+# The 16 numbers of e2m1, by their codes.
 TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 

@@ -3,6 +3,9 @@
 A number is TABLE[code] times the scale of its block, divided by the tensor's scale (compressed-tensors, whose files
 contain 448 * 6 / the largest magnitude) or multiplied by it (nvidia-modelopt, whose files contain the inverse). The
 scale is kept as the file has it, so that a file is written again byte for byte.
+
+NVFP4 is the class of weights, with `encode` (weights) and `encode_activations`. CompressedTensors and ModelOpt describe
+the two kinds of checkpoints; FORMAT declares the format to jaxtune.pallas.formats.
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ class NVFP4(Stored):
     def encode(array: jax.Array | np.ndarray) -> NVFP4:
         """Quantises an array [..., out, in] in bfloat16, float16 or float32 on its device, as compressed-tensors does:
         the scales of the result are divided by tensor_scale (`divides` is True). Scales follow from the largest
-        magnitudes of blocks and of each matrix. The bytes are equal on every device.
+        magnitudes of blocks and of each matrix. The bytes are equal on every device. Loading with model.load_in
+        "nvfp4", exports and quantisation-aware training call it.
 
         Raises:
           TypeError: another dtype.

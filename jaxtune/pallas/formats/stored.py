@@ -25,7 +25,9 @@ class Stored:
     quantises weights to it. The other methods have defaults for arrays whose first axes are those of the tensor:
     `divided` says how the tensor is divided over devices; `joined` and `piece` make a tensor of experts from matrices
     that files have one by one, and cut one out; `random_like` and `kind` are for the check of a kernel at its first
-    use; `product_time` and `decoded_share` are for the planner's forecasts.
+    use; `product_time` and `decoded_share` are for the planner's forecasts. `rescaled`, `with_input_scale` and
+    `largest` are for quantisation-aware training and the export of its models; only formats that it rounds to implement
+    them.
     """
 
     shape: tuple[int, ...]  # of the decoded tensor

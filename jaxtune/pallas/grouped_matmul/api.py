@@ -1,5 +1,11 @@
 """Products of rows sorted by expert with the experts' weights, and their adapters and biases: the public functions,
-with derivatives, and the choice of their implementation."""
+with derivatives, and the choice of their implementation.
+
+`grouped_matmul` is the product, with the adapters of a GroupedLora; `grouped_bias` adds biases. The products of
+jaxtune.pallas.routing, which gather the rows from tokens, use its parts: `checked` checks the arguments, `prepared`
+chooses one of the `implementations` and makes the Static settings, `forward` and `backward` compute, and `gathers` says
+whether the implementation gathers rows itself. `fills_adapters` and `filled_adapter` are for samplers.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +101,8 @@ def implementations(
       dtype: of the rows, x.
       in_size, out_size: the columns and rows of an expert's weight [out, in].
       groups: the layout of the sorted rows, of which only the rows of a tile are used.
-      weight: the weight if it is quantised and may be decoded while it is multiplied; None: it is an array, and the
-        table has no "mosaic_ahead", unless the caller requests that.
+      weight: the weight if it is quantised and may be decoded while it is multiplied; None: it is an array, or is
+        multiplied in FP8 as it is stored, and the table has no "mosaic_ahead", unless the caller requests that.
       implementation: the name that the caller requests, or None. On several devices "mosaic_ahead" is only used on
         request.
     """
@@ -184,7 +190,8 @@ def _thin(x, weight, groups, contract, implementation, tokens):
 def _contracted(thin, wide, groups, rank, implementation, tokens):
     """The gradient of an adapter's A, or of its B transposed: float32[E, rank, n], which is thin^T wide, summed over
     the rows of each expert. A Mosaic kernel computes it if `implementation` is a Mosaic one and the kernel passes its
-    check on this GPU; otherwise plain JAX multiplies, and for a Mosaic implementation another kernel adds up tiles.
+    check on this GPU; otherwise plain JAX multiplies, and for a Mosaic implementation another kernel (mosaic_sums.py)
+    adds up tiles.
 
     Args:
       thin: the factor with the adapter's rank as columns, [rows, at least rank]; columns from `rank` on are padding.
@@ -225,7 +232,7 @@ def _grouped(x, weight, lora, groups, static: Static):
     Args:
       x: the sorted rows [rows, in].
       weight: [E, out, in], or [E, in, out] if static.transposed; an array or quantised.
-      lora: (a, b) of the adapter, or None.
+      lora: (a [E, r, in], b [E, out, r]) of the adapter, whose factor is static.scale; or None.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       static: the settings of the call, from `prepared`.
     """
@@ -243,7 +250,8 @@ def forward(x, weight, lora, groups, static: Static, tokens=None):
         `gathers`. None: x is sorted, [rows, in].
     Returns:
       (the product [rows, out], residuals for `backward`). The residuals are (x, weight, lora, groups, inner), inner
-      being x times the adapter's A, or None without an adapter.
+      being x times the adapter's A, [rows, r] (r padded to a multiple of 64 by a Mosaic implementation), or None
+      without an adapter.
     """
     contract = 1 if static.transposed else 2
     inner = extra = None
@@ -318,7 +326,7 @@ def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None
       groups: the argument.
       name: the argument's name, for messages.
     Raises:
-      TypeError, ValueError: `groups` is not as the class Groups describes it.
+      TypeError, ValueError: `groups` is no Groups, or one of its arrays has another dtype or shape.
     """
     check.is_a(name, groups, Groups, "a Groups: that of a Routing, as route makes")
     for part, shape in (("tile_expert", "tiles"), ("count", ""), ("tile_sizes", "tiles"), ("sizes", "E")):
@@ -342,7 +350,8 @@ def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, tra
       routing: the Routing from which the groups are, if the operation takes one: its arrays are checked too, and
         messages call the groups "routing.groups". None: the operation takes the groups.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     check = Arguments(op)
     check_groups(check, groups, "groups" if routing is None else "routing.groups")
@@ -442,7 +451,8 @@ def grouped_matmul(
     Returns:
       [rows, out] in x's dtype.
     Raises:
-      TypeError, ValueError: an argument is not as described here, or the requested implementation refuses the call.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
+        are not checked), or the requested implementation is unknown or refuses the call.
     """
     checked("grouped_matmul", "x", x, "rows in", weight, groups, lora, transposed)
     x, weight, sides, static = prepared(
@@ -464,7 +474,8 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
       bias: [E, out].
       groups: which expert each tile of rows belongs to.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     check = Arguments("grouped_bias")
     check_groups(check, groups)

@@ -1,5 +1,6 @@
 """The small case on which a kernel of the grouped product is compared with the reference at its first use on a GPU
-(dispatch.first_use), so that a kernel that gives wrong results there is refused and not used."""
+(dispatch.first_use), so that a kernel that gives wrong results there is refused and not used. `refusal` makes the
+comparison."""
 
 from __future__ import annotations
 

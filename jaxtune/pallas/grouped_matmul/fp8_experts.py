@@ -1,4 +1,5 @@
-"""Products of rows sorted by expert with experts' weights in FP8, which are multiplied without decoding them.
+"""Products of rows sorted by expert with experts' weights in FP8, which are multiplied without decoding them:
+`product`, which grouped_matmul calls with `fp8`.
 
 As in quant_matmul/fp8_product.py, both operands are e4m3 and sums are float32. A weight is [E, A, B], and a product
 sums along B in the forward, along A for the gradient of the rows (or the reverse). If each row of an expert's matrix,

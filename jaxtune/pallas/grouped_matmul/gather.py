@@ -166,7 +166,8 @@ def begin(barriers_ref, interpreted: bool):
 
 def tell(barriers_ref, slot, interpreted: bool):
     """Makes each lane of the loading warpgroup arrive at a barrier as soon as everything that this lane has copied so
-    far (`bring`) has arrived in shared memory. It returns at once.
+    far (`bring`) has arrived in shared memory. It returns at once. When all 128 lanes have arrived, the barrier
+    completes, for which `wait` waits.
 
     Args:
       barriers_ref: the array that `barriers` describes.

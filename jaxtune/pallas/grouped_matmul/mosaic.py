@@ -8,6 +8,10 @@ each with 64 of the 128 rows, store the last one. A tile of rows has one expert,
 work is even over multiprocessors whatever the sizes of the groups. Items are ordered in bands of rows, so that items
 computed at the same time share rows and weights in the L2 cache. An adapter's product is a few more steps along K, with
 its own two operands.
+
+`product` is the product, after `refusal` has said whether the kernel supports it; `thin` is that with one side of an
+adapter, and `filled` pads adapters. Blocks says how the work is divided: `blocks_for` chooses it, and the tuner
+measures `candidates` and stores the fastest under the name that `bucket` returns.
 """
 
 from __future__ import annotations
@@ -108,8 +112,9 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
 
 def candidates(out_size: int, ahead: bool) -> list[Blocks]:
     """The Blocks that the tuner (`jaxtune tune`) measures for a product whose result has out_size columns. ahead: True:
-    the weight is in four bits and is decoded by the same kernel, which leaves registers only for narrow tiles. False:
-    it is an array, and the tiles' columns must divide out_size."""
+    the weight is in four bits and is decoded by the same kernel, which leaves registers only for tiles of at most 192
+    columns; these must be no wider than out_size. False: it is an array, and the tiles' columns must divide
+    out_size."""
     if ahead:
         return [blocks for blocks in CANDIDATES if blocks.columns <= min(_MOST_COLUMNS_BESIDE, out_size)]
     return [blocks for blocks in CANDIDATES if out_size % blocks.columns == 0]
@@ -127,8 +132,9 @@ def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -
     """The Blocks for a product: those that the tuner measured, or else a choice by rule.
 
     The rule takes the first of BLOCKS whose columns divide `out_size`. If the same kernel also decodes the weight, the
-    rule takes the widest tile that the registers allow, provided that the last tile, which is moved back to end with
-    the output, overlaps little with the one before.
+    rule takes tiles of 192 columns, the widest that the registers allow, provided that the last tile, which is moved
+    back to end with the output, overlaps the one before by at most a sixteenth of the output's columns; otherwise it
+    takes the first of BLOCKS of at most 192 columns that divide `out_size`.
 
     Args:
       in_size: the length K of the summed axis.

@@ -26,8 +26,11 @@ two waiting kernels gets a free one is not documented (XLA gives collectives a s
 resident nowhere that matters while ours is partly resident, and then both wait for ever. Two of these kernels at the
 same time on one device would wait for each other too; XLA runs products on one stream.
 
-Therefore the default on a mesh of several devices decodes first (`NOT_PROVED`). The kernel would be safe with programs
-for fewer multiprocessors (all minus NCCL's blocks), or in a cooperative launch before which the collectives have ended.
+Therefore the default on a mesh of several devices decodes first (`NOT_PROVED`, the reason with which this kernel is
+refused there). The kernel would be safe with programs for fewer multiprocessors (all minus NCCL's blocks), or in a
+cooperative launch before which the collectives have ended.
+
+`refusal` says which weights can be decoded like this, and Decoder is what the kernel of mosaic.py calls.
 """
 
 from __future__ import annotations

@@ -221,21 +221,23 @@ def _weight_kernel(
     *,
     programs: int,
 ):
-    """The kernel's body: out [E, p, q], for each expert e the product left^T right over its rows, from starts_ref[e] to
-    before starts_ref[e] + sizes_ref[e], in steps of 64. The last warpgroup loads, the one or two before it multiply. An
-    expert without rows takes no step, and zeros are stored.
+    """The body of the kernel of `weight_gradient`, the gradient of experts' whole weights (adapters have `_kernel`):
+    out [E, p, q], for each expert e the product left^T right over its rows, from starts_ref[e] to before starts_ref[e]
+    + sizes_ref[e], in steps of 64. The last step is whole: it also reads the empty rows that follow. The last warpgroup
+    loads, the one or two before it multiply. An expert without rows takes no step, and zeros are stored.
 
     Tiles need not divide p and q: the last overlaps the one before, and both store the same numbers.
 
     Args:
       left_ref, right_ref: [rows, p] and [rows, q] in global memory, in a 16-bit dtype; p and q are multiples of 64. The
-        rows that fill an expert's last step are zero in one of them and finite in the other.
-      starts_ref, sizes_ref: int32[E], each expert's first row, a multiple of 64, and the number of its rows.
+        empty rows that fill an expert's last step are zero in one of them and finite in the other.
+      starts_ref, sizes_ref: int32[E], each expert's first row, a multiple of 64, and the number of its rows, without
+        the empty ones.
       out_ref: the result in global memory.
       left_smem, right_smem, out_smem: shared memory: [stages, warpgroups that multiply, 64 rows, 64 columns], [stages,
         64 rows, columns], [warpgroups that multiply, 64, columns].
       full, free: for each stage a barrier of the copies that fill it, and one of the warpgroups that have read it.
-      programs: the number of programs; program p computes the items p, p + programs, ... An item is a tile of the
+      programs: the number of programs; program i computes the items i, i + programs, ... An item is a tile of the
         result of one expert: 64 columns of the left side for each multiplying warpgroup, by a block of the right's.
     """
     stages, warpgroups, *_ = left_smem.shape

@@ -4,7 +4,8 @@ adapter, and the gradient of an expert is the sum over its tiles.
 
 As a matrix product with zeros and ones (reference.per_expert), 128 experts would need 128 multiplications for each
 number, in full float32. This kernel reads each number once instead: a program sums 512 or 1,024 neighbouring numbers
-over the consecutive tiles of one expert, from the first tile to the last.
+over the consecutive tiles of one expert, from the first tile to the last. `per_expert` is the sum; it uses the kernel
+unless `refusal` gives a reason.
 """
 
 from __future__ import annotations

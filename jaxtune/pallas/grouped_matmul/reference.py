@@ -3,7 +3,11 @@ and each tile is multiplied by the weight of its expert. Sums are float32; float
 float32.
 
 Products with an adapter's A or B, which are thin (one side is the rank), are one batched product over the tiles. All
-implementations except mosaic.py use the functions for thin products.
+implementations except mosaic.py use the function `thin` for them.
+
+`product` multiplies rows by weights, and `contract_rows` computes the gradients of weights and adapters. `rows_of`
+gathers rows of tokens, and `tiled` divides rows into tiles; `per_tile` copies values of experts to their tiles, and
+`per_expert` adds values of tiles up by expert.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
 def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
     """Reshapes rows [tiles * tile_rows, n] to [tiles, tile_rows, n], so that products and sums can treat each tile with
     the values of its expert. The rows must be sorted by expert and padded already, so that all rows of a tile belong to
-    one expert. `groups` gives the number of tiles and the rows of a tile;
-    the expert of each tile is groups.tile_expert, which is not needed here."""
+    one expert. `groups` gives the number of tiles and the rows of a tile; the expert of each tile is
+    groups.tile_expert, which is not needed here."""
     return rows.reshape(groups.tiles, groups.tile_rows, -1)
 
 

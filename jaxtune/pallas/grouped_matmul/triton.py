@@ -3,8 +3,9 @@ and for the gradient of the rows, dx. It is for every NVIDIA GPU since Ampere (c
 
 Each program computes one tile of the output. All rows of a tile have one expert, so all tiles cost the same; tiles
 without tokens store zeros. Programs are ordered in bands of rows, so that programs that run at the same time share rows
-and weights in the L2 cache. An adapter's product is one more step of the sum over K. The kernel's body is in
-triton_kernels.py, which imports triton and is therefore imported only where it is used.
+and weights in the L2 cache. An adapter's product is one more step of the sum over K. `product` calls the kernel,
+`refusal` says whether it supports a call, and `tile` returns the sizes of its tiles on this GPU. The kernel's body is
+in triton_kernels.py, which imports triton and is therefore imported only where it is used.
 
 It was run on an H200 (README.md). The sizes of tiles are chosen to fit, and were not measured against others.
 """

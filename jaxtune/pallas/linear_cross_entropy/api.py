@@ -1,6 +1,10 @@
 """Losses and log-probabilities of next tokens from hidden states and a vocabulary head, without storing all logits: the
-public functions, with their derivatives. The logits of a chunk of tokens exist at a time; `chunk_length` tells the
-memory planner how many tokens that is."""
+public functions, with their derivatives. The logits of a chunk of tokens exist at a time.
+
+`linear_cross_entropy` returns the sum of the tokens' losses, and `linear_token_losses` the loss of each token;
+`linear_log_probs` returns log-probabilities and entropies. `chunk_length` says how many tokens of each row are in a
+chunk, also to the memory planner, and `implementations` is for `jaxtune info`.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +184,7 @@ def linear_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of the weighted losses of all tokens, cross-entropy of the next token, from hidden states and the
     vocabulary head. Logits [B, T, V] are never stored: a loop goes over chunks of tokens, and computes the gradients in
-    the forward too.
+    the forward too. Supervised fine-tuning and the evaluation of the loss call it.
 
     logits = hidden head^T * logit_scale, then soft_cap * tanh(logits / soft_cap); all softmax arithmetic is fp32. The
     loss of a token is lse - (1 - e) logits[target] - e mean(logits) + z_loss lse^2, with lse = logsumexp(logits) and e
@@ -198,7 +202,8 @@ def linear_cross_entropy(
     Returns:
       (loss_sum, count): float32 scalars, the sum of weights * loss and the sum of weights.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     options = (soft_cap, logit_scale, label_smoothing, z_loss, head_gradient, chunk_tokens)
     static = _checked("linear_cross_entropy", hidden, head, targets, weights, *options)
@@ -226,7 +231,7 @@ def linear_token_losses(
     The sum over all tokens is the loss of linear_cross_entropy, whose docstring has the formula. With weights of 1, and
     without label smoothing and z-loss, the losses are the negative log-probabilities of the targets. With a frozen
     head, hidden's gradient is computed in the forward; with a trained head the backward computes the logits once more.
-    Objectives that combine the losses of a row call it, and so does the scoring of given tokens.
+    Preference objectives, which combine the losses of a row, call it, and so does the scoring of given tokens.
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere.
@@ -240,7 +245,8 @@ def linear_token_losses(
       head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
       chunk_tokens: the number of tokens whose logits exist at a time; None: as many as have 2^27 logits.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     options = (soft_cap, logit_scale, label_smoothing, z_loss, head_gradient, chunk_tokens)
     static = _checked("linear_token_losses", hidden, head, targets, weights, *options)
@@ -265,6 +271,7 @@ def linear_log_probs(
 
     The logits are those of linear_cross_entropy, with soft cap and scale. A sampler that draws at this temperature,
     without filters such as top-p, draws from this distribution, so policy gradients need its log-probabilities.
+    Training by rewards (train/objectives/policy.py) calls it.
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere.
@@ -280,7 +287,8 @@ def linear_log_probs(
     Returns:
       (log_probs, entropies): float32[B, T] each, in nats.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     options = (soft_cap, logit_scale, 0.0, 0.0, head_gradient, chunk_tokens, temperature)
     static = _checked("linear_log_probs", hidden, head, targets, None, *options)
@@ -314,7 +322,8 @@ def _checked(
     arguments are those of the public functions.
 
     Raises:
-      TypeError, ValueError: an argument is not as the public function describes it.
+      TypeError, ValueError: an array has another dtype or shape, or a number another range, than the public function
+        says.
     """
     check = Arguments(name)
     check.array("hidden", hidden, "B T D", FLOATS)

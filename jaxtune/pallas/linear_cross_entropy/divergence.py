@@ -4,6 +4,10 @@ Whole logits never exist, of neither model: the forward goes over chunks of toke
 at a time, and computes the student's gradients there. The divergence is the generalised Jensen-Shannon divergence of
 arXiv 2306.13649, with TRL's `beta`: 0 is the forward Kullback-Leibler divergence KL(teacher || student), 1 the reverse
 one, and between them beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student.
+
+`linear_divergence` is the public function. top_k.py uses the others, too: `within` masks logits of rows that pad the
+head, `length_of_chunks` chooses the size of chunks, `divergence_of` computes divergences from log-probabilities, and
+`summed` is the custom derivative of the sum.
 """
 
 from __future__ import annotations
@@ -206,7 +210,8 @@ def linear_divergence(
       (sum of weights * divergence, float32[]; divergences, float32[B, T], without weights; the entropies of the
         student's distributions, float32[B, T]). Only the first is differentiable.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     check = Arguments("linear_divergence")
     check.array("hidden", hidden, "B T D", FLOATS)

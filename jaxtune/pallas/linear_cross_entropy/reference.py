@@ -1,7 +1,12 @@
 """Losses, log-probabilities and entropies of next tokens in jnp, with their gradients, for the functions of api.py, and
 the parts of this computation that divergence.py and top_k.py use too. A loop goes over chunks, each of the same few
 neighbouring tokens of every row, so that the logits of one chunk exist at a time; rows stay divided over the devices of
-a mesh."""
+a mesh.
+
+`forward` computes all of that, as Results. `fills_up` and `filled_up` pad the head, `logits_of` computes the logits of
+a chunk, and `through_head` the gradients of hidden states and head from those of their products, both with the
+precision that `precision_of` returns; `in_chunks` is the loop.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +39,8 @@ def filled_up(head: jax.Array) -> jax.Array:
 
 class Results(NamedTuple):
     """What `_chunk` computes of a chunk of t tokens of each row, and `forward` of all T tokens: losses, entropies and
-    gradients. The shapes below are those of a chunk. In divergence.py and top_k.py, the functions of these names return
-    it too, and the losses are divergences."""
+    gradients. The shapes below are those of a chunk. In divergence.py and top_k.py, `_chunk` and `_forward` return it
+    too, and the losses are divergences."""
 
     # float32[B, t], without the weights.
     losses: jax.Array
@@ -175,8 +180,8 @@ def forward(
     hidden, head, targets, weights, *, chunk_length, gradients, entropies=False, entropy_weights=None, **options
 ) -> Results:
     """Computes the losses of all tokens and, on request, their entropies and gradients, as `Results`, chunk by chunk,
-    so that the logits of one chunk exist at a time. All functions of api.py compute their results and gradients with
-    it.
+    so that the logits of one chunk exist at a time. All losses and log-probabilities of api.py, and their gradients,
+    are computed with it.
 
     Args:
       hidden: [B, T, D]; head: [V, D]; targets: int[B, T]; weights: float32[B, T], the factors of the losses in the sum

@@ -1,10 +1,11 @@
 """The largest log-probabilities of a model's next-token distributions, and divergences of another model's distributions
 from such stored ones.
 
-Whole logits never exist: both functions go over chunks of tokens. A stored distribution has k tokens with their
-log-probabilities; all other tokens are one bucket, whose probability is 1 minus the sum of those. The divergence is
-that of the two distributions over these k + 1 outcomes: with p_i and q_i the teacher's and the student's probabilities
-of token i, and the bucket's 1 - sum p_i and 1 - sum q_i,
+`linear_top_k` returns the log-probabilities that are stored, and `linear_top_k_divergence` the divergences, for
+distillation without a teacher in memory. Whole logits never exist: both functions go over chunks of tokens. A stored
+distribution has k tokens with their log-probabilities; all other tokens are one bucket, whose probability is 1 minus
+the sum of those. The divergence is that of the two distributions over these k + 1 outcomes: with p_i and q_i the
+teacher's and the student's probabilities of token i, and the bucket's 1 - sum p_i and 1 - sum q_i,
 
 - forward, KL(teacher || student): sum p_i log(p_i / q_i), the bucket among the outcomes;
 - reverse, KL(student || teacher): sum q_i log(q_i / p_i), the bucket among them;
@@ -35,9 +36,10 @@ LEAST_REST = 1e-6
 
 def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k largest of `logits` float[..., V], the largest first, and their indices on the last axis, [..., k] both, as
-    jax.lax.top_k. linear_top_k calls it. If k is much smaller than V, it works in two steps: the last axis is divided
-    into groups of neighbours, and the k groups with the largest maxima contain the k largest. On a GPU, jax.lax.top_k
-    sorts everything, and this function sorts 5 % of it for 64 of 128,256."""
+    jax.lax.top_k, except that it may choose other ones of equal numbers. linear_top_k calls it. If V is at least 16 k,
+    it works in two steps: the last axis is divided into groups of neighbours, and the k groups with the largest maxima
+    contain the k largest. On a GPU, jax.lax.top_k sorts everything, and this function sorts 5 % of it for 64 of
+    128,256."""
     size = logits.shape[-1]
     width = math.isqrt(size // k)  # of a group; it makes the two sorts shortest
     if width < 4:
@@ -70,9 +72,9 @@ def _outcomes(logits, ids, log_probs, size: int):
       size: the number of tokens in the vocabulary.
     Returns:
       (log-probabilities of the student's outcomes, float32[B, t, k + 1], the bucket last, NOTHING for an outcome that
-        does not exist; the same of the teacher, whose bucket has at least the probability LEAST_REST; ids [B, t, k]
-        with V in place of -1; float32[B, t, V], the student's log-probabilities of tokens within the bucket, and about
-        NOTHING at the stored tokens)
+        does not exist; the same of the teacher, whose bucket, if it exists, has at least the probability LEAST_REST;
+        ids [B, t, k] with V in place of -1; float32[B, t, V], the student's log-probabilities of tokens within the
+        bucket, and about NOTHING at the stored tokens)
     """
     there = ids >= 0
     ids = jnp.where(there, ids, logits.shape[-1])
@@ -173,7 +175,8 @@ def linear_top_k_divergence(
       (sum of weights * divergence, float32[]; divergences, float32[B, T], without weights; the entropies of the
         student's distributions over the vocabulary, float32[B, T]). Only the first is differentiable.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     check = Arguments("linear_top_k_divergence")
     check.array("hidden", hidden, "B T D", FLOATS)
@@ -207,8 +210,8 @@ def linear_top_k(
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The k most probable next tokens at each token and their log-probabilities under softmax(logits / temperature), by
-    which a teacher's distributions are stored for linear_top_k_divergence. Logits [B, T, V] are not stored, and there
-    is no gradient.
+    which training with a teacher stores its distributions, once, for linear_top_k_divergence. Logits [B, T, V] are not
+    stored, and there is no gradient.
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32.
@@ -221,7 +224,8 @@ def linear_top_k(
     Returns:
       (token ids int32[B, T, k], the most probable first; their log-probabilities in nats, float32[B, T, k])
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     check = Arguments("linear_top_k")
     check.array("hidden", hidden, "B T D", FLOATS)

@@ -78,7 +78,8 @@ def quant_matmul(
     Returns:
       a tuple with one [..., out_i] in x's dtype for each weight.
     Raises:
-      TypeError, ValueError: an argument is not as described here, or the requested implementation refuses the call.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here (the contents of arrays are not
+        checked), or the requested implementation is unknown or refuses the call.
     """
     check = Arguments("quant_matmul")
     check.array("x", x, "... in", FLOATS)
@@ -119,7 +120,8 @@ def quant_matmul(
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Decodes a weight that is about to be multiplied by x: returns (the weight as an array, x). A quantised weight, of
     any shape, is decoded to x's dtype by the first implementation that supports it; an array and its x are returned
-    unchanged. Products other than quant_matmul's need it, such as those of experts.
+    unchanged. Products other than quant_matmul's need it, such as those of experts, and so does a sampler that keeps
+    decoded weights.
 
     The caller must use the returned x in its product. A barrier between the two makes XLA decode when x has been
     computed and not earlier; otherwise it would keep decoded weights from forward to backward, or decode those of later
@@ -141,7 +143,7 @@ def in_e4m3(x: jax.Array) -> FP8:
     codes are the same.
 
     Raises:
-      TypeError, ValueError: x is not as described here.
+      TypeError, ValueError: x has another dtype, or fewer than two axes.
     """
     Arguments("in_e4m3").array("x", x, "... rows width", FLOATS)
     codes, scales = fp8_product.operand(x.reshape(-1, x.shape[-1]), False)

@@ -1,5 +1,5 @@
 """Which modules multiply by weights as they are stored, without decoding them (PRODUCTS), by the value of the option
-model.compute that asks for it, such as "fp8".
+model.compute that asks for it, such as "fp8". `product_of` returns the module for a weight.
 
 Such a module has four functions, which `reference.py` calls for weights whose format names it (Stored.compute):
 - kind(weight): a hashable value. Weights of one call with the same kind share one rounded x in the forward, and one

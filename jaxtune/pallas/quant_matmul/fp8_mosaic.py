@@ -11,6 +11,9 @@ If each row of x and of the weight has one scale, the tensor cores sum over all 
 registers. If each 128 numbers along K (and 128 of the weight's rows) have a scale, the tensor cores sum over 128, and a
 warpgroup scales and adds these sums in float32, 128 columns at a time, while the other warpgroup multiplies. Scales are
 read a step ahead. An adapter's product has two operands in 16 bits, and is one more step.
+
+`product` calls the kernel, and `refusal` says which products it supports. `blocks_for` chooses the sizes (Blocks), and
+`filled_rank` the columns to which an adapter is padded.
 """
 
 from __future__ import annotations
@@ -50,8 +53,9 @@ class Blocks:
 
 
 def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
-    """Chooses the sizes for a product of [rows, in_size] and [out_size, in_size]: the widest tile whose columns divide
-    out_size, with as many steps loaded ahead as shared memory has room for. `refusal` must have accepted the sizes.
+    """Chooses the sizes for a product of [rows, in_size] and [out_size, in_size]: the widest tile of 256, 192, 128 or
+    64 columns (256 or 128 with `in_blocks`) whose columns divide out_size, with as many steps loaded ahead as shared
+    memory has room for, at most 6 of 128 codes or 12 of 64. `refusal` must have accepted the sizes.
 
     Args:
       in_size: K, the size of the axis that is summed over.
@@ -108,9 +112,9 @@ def _kernel(
     rank: int,
     grouped: bool,
 ):
-    """The kernel's body: out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T, where w is [E, N, K], l
-    is [E, N, R], and e is the expert of a tile of 128 rows, or 0. All these are in global memory. In each program two
-    warpgroups compute, and a third one loads.
+    """The kernel's body: out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T with `in_blocks`, else
+    scaled(x w[e]^T + u l[e]^T), where w is [E, N, K], l is [E, N, R], and e is the expert of a tile of 128 rows, or 0.
+    All these are in global memory. In each program two warpgroups compute, and a third one loads.
 
     Args:
       x_ref, w_ref: e4m3 codes.

@@ -13,6 +13,11 @@ an 8B step on an H200) and not stored (another 7 GB).
 On Hopper fp8_rounding.py rounds rows and fp8_mosaic.py multiplies. On other GPUs that multiply in FP8 (compute
 capability 8.9 and later), XLA uses the vendor's product for scales by rows, and fp8_triton.py multiplies blocks, for
 which XLA has a loop over products. On a CPU the values are the same.
+
+`operand`, `forward` and `backward` are the functions that as_stored.py describes, and `in_blocks` is its `kind`.
+`forward` and `backward` call `multiply`, which chooses the implementation; `by_kernel` calls a kernel, for
+grouped_matmul too. `rounded` rounds rows in plain JAX, and `side_by_side` those of several arrays, by the kernel where
+it can.
 """
 
 from __future__ import annotations
@@ -300,7 +305,7 @@ def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, 
     Args:
       codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)], from `rounded`.
       u, add: two operands of an adapter, [n, r] and [columns, r], whose product u add^T is added; None and None for no
-        such product.
+        such product. u may have more columns, of zeros, which are left out.
       side, side_scale: the codes [columns, k] of the other operand, and its scales, float32[columns] or None for no
         scales, or with `blocks` float32[columns / 128, k / 128].
       dtype: of the result.

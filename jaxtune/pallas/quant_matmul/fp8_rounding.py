@@ -5,7 +5,7 @@ A warpgroup has a row in registers, in 16 bits; the row may consist of rows of s
 row's largest magnitude, and writes the codes and the scale. If rows are short, a warpgroup has several and loads all of
 them before it waits for one; with one program for each row it would wait for memory most of the time. For
 grouped_matmul, rows that are sorted by expert can be multiplied by their expert's factors, one for each column, and
-gathered from tokens.
+gathered from tokens. `rounded` calls the kernel, and `refusal` says which rows it supports.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 8.9 and later); on Hopper the kernel of fp8_mosaic.py is tried first. It has the options of that one: scales of rows or
 of 128 numbers, an adapter, and rows that are sorted by expert.
 
-A program computes one tile of the output; programs are ordered in bands of rows. The kernel's body is in
-fp8_triton_kernels.py, which imports triton and is therefore imported only where it is used. It was run in Triton's
-interpreter only. The sizes of tiles are chosen to fit, and were not measured.
+`product` calls the kernel, and `refusal` says which products it supports. A program computes one tile of the output;
+programs are ordered in bands of rows. The kernel's body is in fp8_triton_kernels.py, which imports triton and is
+therefore imported only where it is used. It was run in Triton's interpreter only. The sizes of tiles are chosen to fit,
+and were not measured.
 """
 
 from __future__ import annotations

@@ -11,12 +11,14 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
                    GROUPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                    STEP: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
     """Computes one tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK]
-    side[e] [OUTER, RANK]^T, where x and w are e4m3 codes. RANK is 0 without an adapter; u and side are then not read. A
-    tile has ROWS rows and COLUMNS columns, and sums over STEP codes at a time.
+    side[e] [OUTER, RANK]^T, where x and w are e4m3 codes. Without BLOCK it is scaled(x w[e]^T + u side[e]^T): u and
+    side, too, are multiplied by x_scale and w_scale, by which the caller has divided them. RANK is 0 without an
+    adapter; u and side are then not read. A tile has ROWS rows and COLUMNS columns, and sums over STEP codes at a time.
+    fp8_triton.product launches the kernel.
 
-    BLOCK is the number of codes along INNER that share a scale, which is that of a step; 0 means one scale for each
-    row. x_scale is float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER
-    / BLOCK]. If GROUPED is 1, rows are sorted by expert: w, side and w_scale have a leading axis of experts, e is the
+    BLOCK is the number of codes along INNER that share a scale, and then equals STEP; 0 means one scale for each row.
+    x_scale is float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER /
+    BLOCK]. If GROUPED is 1, rows are sorted by expert: w, side and w_scale have a leading axis of experts, e is the
     expert of the tile's rows, tile_expert[tile], and a tile for which tile_sizes[tile] is 0 has no rows. If it is 0, e
     is 0. Programs are numbered in bands of BAND tiles of rows. The grid has a program for each tile.
     """

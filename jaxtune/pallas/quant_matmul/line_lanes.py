@@ -1,6 +1,13 @@
 """Lane-level operations of the product of a few tokens with a four-bit weight (line_matmul.py). As in lanes.py, all
 threads of a warpgroup call each of them. A line is 256 elements of a row, whose codes are a memory line of 128 bytes; a
-span is four lines, whose scales are decoded at a time."""
+span is four lines, whose scales are decoded at a time.
+
+`fill_columns` copies tables of 256 values to shared memory: the two elements of each byte of codes, and the map of
+quantised absmax. For each span, `span_absmax` loads the scales and `keep_span` stores them, decoded, in shared memory;
+for each line, `line_product` multiplies its codes by the tokens and adds the products to the sums. At the end
+`keep_line_sums` stores each warp's sums, and `store_line_sums` adds them up over warps and programs and stores the
+result.
+"""
 
 from __future__ import annotations
 

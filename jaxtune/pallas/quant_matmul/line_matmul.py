@@ -9,6 +9,9 @@ instruction.
 
 Programs that have different columns of the same rows are a cluster, and read each other's sums. Sums are added in a
 fixed order: first those of the warps of a program, then those of the cluster's programs.
+
+`matmul` calls the kernel with the sizes of a Tile, and `refusal` says whether a tile fits; `tiles` lists those that a
+benchmark measures.
 """
 
 from __future__ import annotations
@@ -81,9 +84,11 @@ def _smem_bytes(tile: Tile, tokens: int) -> int:
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
     """Lists candidates of tile sizes to measure for products of this number of tokens with a weight [rows, columns], at
-    most nine. benchmarks/kernels/quant_matmul.py --lines measures them; `mosaic.line_tile` then reads the fastest. They
-    are the divisions of the weight that leave the fewest of `programs` multiprocessors idle, each with as many copies
-    loaded ahead as fit into shared memory."""
+    most nine. benchmarks/kernels/quant_matmul.py --lines measures them; `mosaic.line_tile` then reads the fastest. For
+    each of 1 to 4 splits it takes the number of rows of a program with the least estimated time, and of these four
+    divisions up to three within 25 % of the best, that without a cluster always among them. Each comes with 4
+    warpgroups and 1 line, 2 and 1, and 2 and 2, and with the most stages, from 8 to 2, that fit into shared memory;
+    where none fit, it is left out. programs: the number of multiprocessors."""
 
     def work(way: tuple[int, int]) -> float:
         """The time of the busiest multiprocessor for a way to divide the weight, (splits, groups), in rows of the

@@ -1,10 +1,15 @@
-"""Kernels for four-bit weights, in Pallas Mosaic GPU for Hopper: `dequantize` decodes a whole weight, and
-`small_matmul` multiplies a few tokens by a weight without writing the decoded weight to memory.
+"""Kernels for four-bit weights, in Pallas Mosaic GPU for Hopper: `dequantize` decodes a whole weight (NF4, FP4, MXFP4
+or NVFP4), and `small_matmul` multiplies a few tokens by a weight in NF4 or FP4 without writing the decoded weight to
+memory.
 
 `dequantize` precedes the vendor's GEMM; its time is that of reading half a byte and writing two per element.
 `small_matmul`, for decoding steps, reads only the codes, and multiplies on the tensor cores as they arrive. Up to 16
 tokens are multiplied by line_matmul.py where a measurement on the GPU says so (pallas/tuning.py), else a single one by
 row_matmul.py if it can take the weight, and the others by this file's kernel; more than 16 by triton.py.
+
+`refusal` and `small_refusal` say whether the two functions support a call; `few_refusal`, `line_refusal` and
+`row_refusal` say it of the kernels for more than 16 tokens, by lines and by rows. `line_tile` reads the measurement
+that is stored under the name `small_bucket`.
 """
 
 from __future__ import annotations
@@ -192,10 +197,10 @@ class _Plan:
 
 def _plan(rows: int, columns: int, tokens: int) -> _Plan:
     """Chooses how `small_matmul` divides the product of a weight [rows, columns] with this number of tokens (1 to 16),
-    by what was fastest on an H200. For at most 4 tokens, if `columns` allows it, warps read whole memory lines (15 %
-    faster than half lines, but they take the registers that more tokens need); then a program has one warpgroup (7 %
-    faster) if there are enough tiles, else two. All other products have half lines and two warpgroups. `_small_matmul`
-    and `small_refusal` call it."""
+    by what was fastest on an H200. For at most 4 tokens, if `columns` is a multiple of 1,024 from 2,048 on, warps read
+    whole memory lines (15 % faster than half lines, but they take the registers that more tokens need); then a program
+    has one warpgroup (7 % faster) if there are at least 528 tiles of 16 rows, four for each multiprocessor, else two.
+    All other products have half lines and two warpgroups. `_small_matmul` and `small_refusal` call it."""
     if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
         warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
         return _Plan(2, 8, warpgroups, 4 * 132 // warpgroups)

@@ -2,7 +2,8 @@
 and for a grouped product that decodes weights ahead of their use (grouped_matmul/mosaic_ahead.py).
 
 A chunk is a run of consecutive numbers of the flat weight, whatever rows they belong to: `lines` lines (see Chunks),
-each with 512 bytes of codes for 1,024 numbers.
+each with 512 bytes of codes for 1,024 numbers. SMALLEST is the number of elements of a line. `absmax_operands` returns
+the arrays that kernels decode absmax from.
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ class Chunks:
 
     @staticmethod
     def of(weight: Stored, dtype, whole: int) -> Chunks:
-        """Chooses the chunks of a weight that is decoded to `dtype`: the largest ones, of up to 8 lines (4 for NVFP4),
-        into which `whole` can be divided. whole: the number of elements of which a chunk's size must be a divisor, a
-        multiple of 1,024: the whole weight's, or those of one expert if each is decoded separately."""
+        """Chooses the chunks of a weight that is decoded to `dtype`. A chunk has the largest power of two of lines
+        (1,024 numbers each), at most 8 (4 for NVFP4), by which `whole` can be divided. whole: the number of elements of
+        which a chunk's size must be a divisor, a multiple of 1,024: the whole weight's, or those of one expert if each
+        is decoded separately."""
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         # Measured (README.md): more lines leave small weights too few programs, fewer load too little at a time.
         largest = 4 if isinstance(weight, NVFP4) else 8

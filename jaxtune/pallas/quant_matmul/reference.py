@@ -8,6 +8,9 @@ Quantised weights are decoded before each product, in forward and backward, unle
 stored (as_stored.py) or the tokens are few; no decoded weight is a residual. The argument `kernels` is the module that
 decodes weights, and multiplies few tokens by a weight without decoding it first: this module, mosaic.py or triton.py.
 Each has the functions `refusal`, `dequantize`, `small_refusal` and `small_matmul`.
+
+`matmul` is the whole operation. `decoded`, `scaled` and `dropout` are parts of it that others use too, and
+`exact_product` is what kernels are compared with.
 """
 
 from __future__ import annotations
@@ -276,8 +279,8 @@ _products.defvjp(_products_fwd, _products_bwd)
 
 def dropout(x, rate, key, part: jax.Array | int = 0):
     """Inverted dropout of x [rows, columns]: each number becomes zero with probability `rate`, and the others are
-    multiplied by 1 / (1 - rate), in float32. The result has x's dtype. The same key, rate and shape give the same mask.
-    `matmul` calls it for the adapters' input, and so do linears of models that compute their adapters' products
+    multiplied by 1 / (1 - rate), in float32. The result has x's dtype. The same key, rate, shape and part give the same
+    mask. `matmul` calls it for the adapters' input, and so do linears of models that compute their adapters' products
     separately (quantisation-aware training).
 
     Args:

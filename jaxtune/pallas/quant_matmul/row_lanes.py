@@ -4,6 +4,9 @@ in lanes.py, all threads of a warpgroup call each of them.
 A pair is two neighbouring rows of the weight. A chunk is the pairs that one bulk copy loads. A slice is 1,024
 neighbouring columns; each warp multiplies one slice of one pair of a chunk. A block is 64 numbers of a row with one
 scale, the absmax. `wg`, int32[], is the number of the calling warpgroup among those that multiply.
+
+Each multiplying warpgroup calls `own_x` once, which loads the token's elements; for each chunk `own_nested`, which
+loads nested absmax, and `multiply`; and at the end `store_sums`.
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ _ONE = plgpu.Layout.WG_STRIDED((128,), 1)
 
 
 def _warp(wg):
-    """The number of this thread's warp among all multiplying warps of its program, an MLIR int32. wg: the number of its
-    warpgroup among those that multiply."""
+    """The number of this thread's warp among all multiplying warps of its program, an MLIR int32. By it the functions
+    here find the slice and the blocks of the warp. wg: int32[], the number of its warpgroup among those that multiply,
+    as inline_mgpu passes it to a body (SCALAR)."""
     return ir_add(ir_mul(ir_scalar(wg), 4), ir_shift_right(ir_thread(), 5))
 
 
@@ -55,8 +59,8 @@ def _lane():
 
 def _block(wg, slices: int):
     """The number, within a chunk, of the block whose scale this lane decodes; an MLIR int32. A warp has a slice of a
-    pair of rows, 16 blocks in each of the two: lane 16 i + j decodes block j of the slice in row i. wg: the number of
-    the calling warpgroup among those that multiply. slices: the number of slices of a row."""
+    pair of rows, 16 blocks in each of the two: lane 16 i + j decodes block j of the slice in row i. wg: as of `_warp`,
+    the number of the calling warpgroup among those that multiply. slices: the number of slices of a row."""
     warp, lane = _warp(wg), _lane()
     pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
     row = ir_add(ir_mul(pair, 2), ir_shift_right(lane, 4))

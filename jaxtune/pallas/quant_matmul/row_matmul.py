@@ -9,6 +9,8 @@ Few copies are in flight at a time, because they are served concurrently: with m
 and the products of the last ones come after all loads. The work of a program before its first product costs as much as
 10 MB of weight. All threads fill the table while a first copy is in flight, and a warpgroup that does nothing else
 starts the other copies, at 0.14 us each.
+
+`matmul` calls the kernel, and `plan` chooses the sizes by which it divides a weight (Plan).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Lane-level decoding of the scales of blocks, for kernels that decode a weight chunk by chunk (mosaic_decode.py). As
 in lanes.py, all threads of a warpgroup call each function. `codes` are the scales as they are stored, uint8 in
 registers, one in each; `layout` (a plgpu.Layout) is their register layout, and that of the float32 scales that are
-returned."""
+returned. table_scales decodes the quantised absmax of NF4 and FP4, table_scales and divided_scales the scales of NVFP4,
+and powers_of_two those of MXFP4."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Weights in four bits through Triton, for every NVIDIA GPU since Ampere: dequantising, and products with a few tokens.
 
-Both decode double-quantised scales in the kernel and are bound by memory. The kernels are in triton_kernels.py and
-triton_few_kernels.py, which import triton and are therefore imported only where they are used.
+`dequantize` decodes a weight, `small_matmul` multiplies 1 to 16 tokens, and `few_matmul` 17 to 64; `refusal`,
+`small_refusal` and `few_refusal` say which calls they support. All decode double-quantised scales in the kernel and are
+bound by memory. The kernels are in triton_kernels.py and triton_few_kernels.py, which import triton and are therefore
+imported only where they are used.
 """
 
 from __future__ import annotations

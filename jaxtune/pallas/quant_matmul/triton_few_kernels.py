@@ -1,5 +1,5 @@
-"""The body of the Triton kernel that multiplies 17 to 64 tokens by a weight in four bits (triton.few_matmul), and the
-PTX with which it decodes the weight in registers."""
+"""The body of the Triton kernel that multiplies 17 to 64 tokens by a weight in NF4 (`few_kernel`, for
+triton.few_matmul), and the PTX with which it decodes the weight in registers (`decoding_ptx`)."""
 
 import struct
 

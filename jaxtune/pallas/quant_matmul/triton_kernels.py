@@ -1,4 +1,5 @@
-"""The bodies of the Triton kernels for weights in four bits; triton.py describes and calls them.
+"""The bodies of the Triton kernels for weights in four bits; triton.py describes and calls them: dequantise_kernel
+decodes a weight, vector_kernel multiplies one or two tokens, and matrix_kernel 3 to 16.
 
 The bytes are bitsandbytes' own (formats): 32 bytes of codes, two codes a byte, share an absmax. With NESTED an absmax
 is an index into a map, times a scale that 256 of them share, plus an offset, with a rounding in between. All kernels

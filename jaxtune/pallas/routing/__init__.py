@@ -1,6 +1,8 @@
-"""Routing of tokens to experts in a mixture of experts: choosing experts and their weights, sorting tokens into groups
-of rows by expert, products with experts of rows that are gathered from tokens or summed back to them, undoing the
-sort, and the sums for the losses that balance the choice."""
+"""Routing of tokens to experts in a mixture of experts: choosing experts (choose_experts) and their weights
+(expert_weights), sorting tokens into groups of rows by expert (route, which returns a Routing), copying tokens to these
+rows (permute) and summing them back (unpermute), products with experts that do both (matmul_of_tokens,
+matmul_to_tokens), the weights of rows (row_weights), biases (token_bias), and the sums for the losses that balance the
+choice (router_sums, RouterSums)."""
 
 from jaxtune.pallas.routing.api import (
     Routing,

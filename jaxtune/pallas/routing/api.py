@@ -3,8 +3,14 @@
 T is the number of tokens, k the number of experts that each token chooses, E the number of all experts. A pair is a
 token with one of its k experts; pair t * k + j is token t with its j-th choice. Sorting puts the pairs into a buffer of
 rows, expert by expert, and within an expert in the order of the tokens. Each expert's rows are padded with empty rows,
-which belong to no pair. Every sum has a fixed order, without atomics, in forward and backward, so the same input gives
-the same bits.
+which belong to no pair, to a multiple of tile_rows. Every sum has a fixed order, without atomics, in forward and
+backward, so the same input gives the same bits.
+
+A layer of experts calls `choose_experts` and `expert_weights` (the choice from the router's logits, and its weights),
+`route` (the sort, which returns a Routing), `matmul_of_tokens` (from tokens to rows), `row_weights` (by which it
+multiplies the rows), `matmul_to_tokens` (from rows to tokens, whose rows are summed without weights) and `token_bias`.
+`permute` and `unpermute` are the copy to rows and the sum without a product. `implementations` (of the copy) and
+`sort_implementations` say which kernels run.
 """
 
 from __future__ import annotations
@@ -55,7 +61,8 @@ def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> 
       real: bool[T], False for a token that is padding; all its choices are E, which stands for no expert. None: all
         tokens are real.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     check = Arguments("choose_experts")
     check.array("logits", logits, "T E", FLOATS)
@@ -79,7 +86,8 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
         the softmax over all experts divided by its sum over the chosen ones (gpt-oss, Mixtral, Qwen3-MoE's
         norm_topk_prob). False: they are the softmax over all experts.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     check = Arguments("expert_weights")
     check.array("logits", logits, "T E", FLOATS)
@@ -108,7 +116,8 @@ def route(
       implementation: "reference" (XLA), "mosaic", or None for the one that was measured to be faster: the kernel from
         128 experts on, if it runs on this GPU.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
+        are not checked), or the requested implementation is unknown or refuses the call.
     """
     check = Arguments("route")
     check.array("choice", choice, "T k", jnp.int32)
@@ -160,7 +169,7 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
     other arguments.
 
     Raises:
-      TypeError, ValueError: `routing` is not as the class Routing describes it.
+      TypeError, ValueError: `routing` is no Routing, or one of its arrays has another dtype or shape.
     """
     check = Arguments(op)
     check.is_a("routing", routing, Routing, "a Routing, as route makes")
@@ -209,14 +218,16 @@ _permute.defvjp(_permute_fwd, _permute_bwd)
 def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
     """Copies each pair's token to its row in the buffer that is sorted by expert: x [T, H] -> [rows, H]. Empty rows are
     zero, and the gradients that arrive for them must be zero too. The gradient of a token is the sum of its rows'
-    gradients, in float32 in the order of its choices.
+    gradients, in float32 in the order of its choices. Models use matmul_of_tokens instead, which includes the copy;
+    tests compare it with this function.
 
     Args:
       x: [T, H].
       routing: from route.
       implementation: "reference", "mosaic", or None for the first that supports the call.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
+        are not checked), or the requested implementation is unknown or refuses the call.
     """
     _check_routing("permute", routing).array("x", x, "T H", FLOATS)
     return _permute(x, routing, implementation)
@@ -250,15 +261,17 @@ _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 @meshes.on_any_mesh
 def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
     """Sums each token's rows: rows [rows, H] -> [T, H] in the rows' dtype. The sums are float32, in the order of the
-    token's choices; a token without an expert gets zeros. It undoes the sort after the experts' products.
+    token's choices; a token without an expert gets zeros. It undoes the sort after the experts' products. Models use
+    matmul_to_tokens instead, which includes the sum; tests compare it with this function.
 
     Args:
       rows: [rows, H]; empty rows must be zero.
       routing: from route.
       implementation: which one copies gradients to their rows in the backward: "reference", "mosaic", or None for the
-        first that supports the call. For the sum itself there is only one.
+        first that supports the call; it is chosen, and checked, there. For the sum itself there is only one.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
+        are not checked), or the requested implementation is unknown or refuses the call.
     """
     _check_routing("unpermute", routing).array("rows", rows, "rows H", FLOATS)
     return _unpermute(rows, routing, implementation)
@@ -350,7 +363,8 @@ def matmul_of_tokens(
       implementation: of the product, as in grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX),
         or None for the first that supports the call.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
+        are not checked), or the requested implementation is unknown or refuses the call.
     """
     _check_routing("matmul_of_tokens", routing)
     grouped.checked("matmul_of_tokens", "x", x, "T in", weight, routing.groups, lora, transposed, routing)
@@ -419,7 +433,8 @@ def matmul_to_tokens(
       implementation: of the product, as in grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX),
         or None for the first that supports the call.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here (flags and the contents of arrays
+        are not checked), or the requested implementation is unknown or refuses the call.
     """
     _check_routing("matmul_to_tokens", routing)
     grouped.checked("matmul_to_tokens", "rows", rows, "rows in", weight, routing.groups, lora, transposed, routing)
@@ -442,7 +457,8 @@ def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.
       bias: [E, n], for each expert.
       choice: int32[T, k] from choose_experts.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     check = Arguments("token_bias")
     check.array("out", out, "T n", FLOATS)
@@ -493,7 +509,8 @@ def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
     to the weights. routing: from route.
 
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     _check_routing("row_weights", routing).array("weights", weights, "T k", FLOATS)
     return _row_weights(weights, routing)

@@ -1,5 +1,6 @@
 """Small cases on which kernels of the routing are compared with reference.py at their first use on a GPU. A kernel that
-a driver or compiler breaks is then refused instead of used."""
+a driver or compiler breaks is then refused instead of used. `refusal` checks the copy of tokens to rows, `sort_refusal`
+the sort."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The sums over tokens (RouterSums) from which the losses of the router in a mixture of experts are computed. Sums over
-layers, devices and parts of a batch can be added; the losses themselves, which are quotients and products of them,
-cannot."""
+"""The sums over tokens (RouterSums, by `router_sums`) from which the losses of the router in a mixture of experts are
+computed. Sums over layers, devices and parts of a batch can be added; the losses themselves, which are quotients and
+products of them, cannot. They are RouterSums.load_balancing_loss and z_loss."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def router_sums(logits: jax.Array, choice: jax.Array) -> RouterSums:
       choice: int32[T, k], each token's experts, from choose_experts. A token all of whose choices are E has no expert
         (it is padding, for example), and is in none of the sums.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
+        are not checked.
     """
     check = Arguments("router_sums")
     check.array("logits", logits, "T E", FLOATS)

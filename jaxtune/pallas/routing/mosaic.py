@@ -1,5 +1,5 @@
 """Copies tokens to the rows of their experts (`spread`), as a Pallas Mosaic GPU kernel for Hopper, in which TMA copies
-whole rows.
+whole rows. `refusal` says which calls the kernel supports.
 
 The kernel reads every token once and writes it to its k rows, without passing through registers. A gather in the order
 of the rows would read a token k times, too far apart to find it in the L2 cache.

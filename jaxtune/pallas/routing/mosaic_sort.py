@@ -61,7 +61,7 @@ def _down(values, columns: int):
 def _across(values, rows: int):
     """Broadcasts a vector, values [columns] of any dtype, to a matrix [rows, columns] whose rows are all equal to it,
     in registers. Both kernels compare it with a matrix of `_down` or `_number`, and so each pair with each other pair
-    or each expert."""
+    or each expert; the second also spreads the experts' first rows by it, of which each pair takes its own expert's."""
     return lax.broadcast_in_dim(values, (rows, values.shape[0]), (1,))
 
 

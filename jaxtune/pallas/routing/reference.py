@@ -1,8 +1,12 @@
 """Routing in plain jnp: the sort of pairs (a token with one of its experts) by expert, the copy of tokens to their rows
 and the sum of a token's rows, and the choice of a token's values among those of all experts.
 
-Every run with experts uses it, and it is not only the reference that kernels are compared with: nothing else computes
-sums of rows, the choice of values and counts of experts; sort_pairs is the frame in which the kernels' passes
+`sort_pairs` is the sort, `spread` the copy and `summed` the sum; `chosen` takes the values of chosen experts,
+`chosen_by` is its transpose, `expert_counts` counts the tokens of each expert, and `rows_of` gathers rows. Passes are
+the two parts of the sort that kernels can replace, here `histogram` and `slots`.
+
+Every run with experts uses this file, and it is not only the reference that kernels are compared with: nothing else
+computes sums of rows, the choice of values and counts of experts; sort_pairs is the frame in which the kernels' passes
 (mosaic_sort.py) run, too; and below 128 experts the sort by its own passes is the first choice.
 
 The sort is a counting sort by blocks of pairs. The first pass counts the pairs of each expert in each block; the second
