@@ -62,7 +62,8 @@ def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, bits: int) -> 
 
     It is one and a half steps, where a step is the range of the part with the largest range, in which 0 is included,
     divided by the largest code; in Q6_K, the largest magnitude divided by 32. Half a step is by rounding to a code, and
-    one because the best scale may cut off what is largest, and scales and least values are rounded.
+    one because the best scale may cut off what is largest, and scales and least values are rounded. A little is added
+    for blocks so small that their scale in f16 is imprecise.
 
     Args:
       blocks: the values.

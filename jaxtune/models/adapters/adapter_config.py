@@ -1,7 +1,8 @@
 """adapter_config.json of PEFT's LoRA adapters: makes its content for a model's adapter (config_of), reads and checks
 the file of an adapter that is loaded (read_adapter_config), and finds the base that such a file names (base_of). A
 setting that would make PEFT compute something else than jaxtune is refused with its file, key and value. The names of
-modules in these files are PEFT's (peft_name)."""
+modules in these files are PEFT's (peft_name), which have a longer prefix if the base's folder has a vision tower too
+(is_nested)."""
 
 from __future__ import annotations
 
@@ -238,8 +239,9 @@ def base_of(folder: str | os.PathLike) -> str | None:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The content of a LoRA adapter's adapter_config.json, {PEFT's setting: value}, with every value checked and null
-    entries left out. load_adapter and base_of call it. folder: the folder that contains the file.
+    """The content of a LoRA adapter's adapter_config.json, {PEFT's setting: value}, without null entries. The values of
+    the settings by which load_adapter makes the adapter are checked. load_adapter and base_of call it. folder: the
+    folder that contains the file.
 
     Raises:
       ValueError: no such folder or file, or one that is not a JSON object; an adapter that is not LoRA; no rank (r), or

@@ -1,5 +1,5 @@
-"""The tokens at which the text of a model ends, as its generation_config.json and config.json name them, and adding
-further ones to a model."""
+"""The tokens at which the text of a model ends, as its generation_config.json and config.json name them
+(`end_token_ids`), and adding further ones to a model (`with_end_token_ids`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What is requested of the sampler (sampler.py): the state of one row that it continues, stop strings, at which a text
-ends, checks of prompts and lengths, and the seeds of rows."""
+"""What is requested of the sampler (sampler.py): the state of one row that it continues (`Request`), stop strings, at
+which a text ends (`StopStrings`), checks of prompts and lengths (`checked_prompt`, `checked_length`), and the seeds of
+rows (`seeds_of`)."""
 
 from __future__ import annotations
 

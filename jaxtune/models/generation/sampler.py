@@ -84,8 +84,7 @@ class Piece:
 
 @dataclasses.dataclass
 class _Round:
-    """A round, that is one call of the compiled function `decode`, which makes a few tokens in every slot. It has been
-    dispatched to the device, and its results have not been read."""
+    """A round: a call of `decode` (a few tokens in every slot) that was dispatched and whose results are not read."""
 
     emitted: device.Emitted  # its results, which may not have arrived
     requests: dict[int, tuple[Request, int]]  # {slot: (the request that it decodes, Request.placed at that time)}
@@ -393,7 +392,7 @@ class Sampler:
             self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
 
     def _widen_ends(self, needed: int) -> None:
-        """Gives the array of end tokens at least `needed` columns, the most end tokens of a row, padded with -1."""
+        """Gives the array of end tokens at least `needed` columns, a row's number of end tokens, padded with -1."""
         have = self._rows.ends.shape[1]
         if needed > have:
             more = (1 << (needed - 1).bit_length()) - have
@@ -461,8 +460,9 @@ class Sampler:
         return changed, device.Live(*(array.copy() for array in self._given))
 
     def _look(self) -> None:
-        """Waits for the oldest round and makes pieces of its tokens, for the next step to return. Ends rows that are
-        complete; puts those that paused (their states must be computed anew) first into the queue again."""
+        """Waits for the oldest round and makes pieces of its tokens, for the next step to return. Ends complete rows.
+        Rows that paused, as a longrope model changes its factors at their length and their states must be computed
+        anew, wait again at the head of the queue."""
         done = self._rounds.popleft()
         tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, done.emitted)
         for slot, (request, placed) in done.requests.items():

@@ -1,5 +1,7 @@
 """Plans how many rows a sampler decodes at the same time and how long they may be, by the free device memory. The
-memory of one such row, with the caches of its keys and values, is a slot (slots.py)."""
+memory of one such row, with the caches of its keys and values, is a slot (slots.py). `plan_slots` makes a SlotPlan for
+a sampler, from `room_bytes`, the free memory, and `slot_bytes`, what slots take; `slots_for` makes it for the plan of a
+training run. `capacity_bucket` rounds the length of caches up."""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, d
     memory, of which a tenth is left for other buffers; and as many converted layers as fit beside these slots.
 
     model: its arrays may be jax.ShapeDtypeStructs, because only their shapes are read. deterministic: as the sampler's;
-    nothing is converted if it is True. Raises ValueError if there is no room for a single slot.
+    nothing is converted if it is True. Raises ValueError if there is no room for a single slot, or if the model has
+    fewer than `length` positions.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
