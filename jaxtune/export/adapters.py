@@ -97,14 +97,15 @@ def servers(model: Decoder) -> list[str]:
 
 def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, np.ndarray]) -> None:
     """Checks that an adapter's tensors were read back bit for bit, and that for each adapted matrix the product B A, as
-    PEFT computes it from the files, is the model's. The factor alpha / r and DoRA's magnitudes are not checked.
+    PEFT computes it from the files, is close to the model's (np.allclose). The factor alpha / r and DoRA's magnitudes
+    are not checked.
 
     Args:
       model: the model with the adapter.
       found: the tensors that were read back, by name.
       meant: the tensors that were written, by name.
     Raises:
-      ArithmeticError: they differ; the message has up to eight of their names.
+      ArithmeticError: they differ; the message names up to eight tensors, or the first matrix whose product differs.
     """
     wrong = [
         key

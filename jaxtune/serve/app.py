@@ -354,8 +354,9 @@ class _Stream(Response):
 
     async def _send(self, send: Send) -> None:
         """Sends all events and then [DONE], each by the ASGI function `send`. If the deadline passes or an error is
-        raised, the last event is that error. It has one second to be sent: if the client does not read, the body stays
-        incomplete, and the server closes the connection."""
+        raised, the last event is that error; only an OSError, with which the client is gone, ends it without one. The
+        event has one second to be sent: if the client does not read, the body stays incomplete, and the server closes
+        the connection."""
 
         async def say_event(data: bytes) -> None:
             """Sends `data`, a JSON text in UTF-8 or [DONE], as one server-sent event."""

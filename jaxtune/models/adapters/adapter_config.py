@@ -90,9 +90,10 @@ def is_nested(model: Decoder) -> bool:
 def config_of(model: Decoder) -> dict[str, Any]:
     """The content of adapter_config.json for a model's adapter, {PEFT's setting: value}, all of it JSON, with which
     adapters are saved and exported. It has the rank, scale and target modules of the adapter under the names that PEFT
-    matches, the path of the base (None for random weights), and what PEFT needs to load the adapter as jaxtune computes
-    it: a vision tower's modules are excluded, a trained head that is tied to the embedding stays tied, and for
-    Qwen3-MoE and Qwen3-Next linears named gate_proj, up_proj or down_proj are in target_parameters (_as_parameters).
+    matches, the path of the base (None for a model that was made from no files), and what PEFT needs to load the
+    adapter as jaxtune computes it: a vision tower's modules are excluded, a trained head that is tied to the embedding
+    stays tied, and for Qwen3-MoE and Qwen3-Next linears named gate_proj, up_proj or down_proj are in target_parameters
+    (_as_parameters).
 
     Raises:
       ValueError: a model without an adapter, or with settings that PEFT's config cannot express.

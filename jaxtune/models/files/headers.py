@@ -93,7 +93,7 @@ def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> Tensor
       start: the byte of the file at which the data of its tensors begin, from which data_offsets count.
     Raises:
       KeyError, TypeError, ValueError: an item that is not as the format says; whether the bytes fit shape and dtype is
-        checked by check_entry.
+        checked by check_size.
     """
     dtype, shape, (first, last) = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str):

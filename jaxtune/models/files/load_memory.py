@@ -35,7 +35,7 @@ def load_bytes(
     Args:
       shapes: {name: shape} of the tensors.
       entries: {name: entry in files} of the tensors.
-      dtype: of tensors that are not quantised.
+      dtype: of tensors that the model does not keep quantised.
       encoded: {name: format} of tensors that are quantised on loading.
       decoded: names of quantised tensors that are decoded on loading. Others that the model keeps quantised
         (is_kept_packed) take the bytes that they have in files.

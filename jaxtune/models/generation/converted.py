@@ -128,9 +128,10 @@ def _buffer_bytes(model: Decoder, tokens: int) -> int:
 
 
 def head_of_step(model: Decoder, head: jax.Array) -> jax.Array:
-    """The weight [vocab, hidden] of the head of `model` as a decoding step multiplies by it: cast to the dtype in which
-    the head computes, and padded where products of 16 bits need it (filled_up). head: the weight as it is stored. A
-    round pads it once for all of its steps (slots._decode)."""
+    """The weight of the head of `model` as a decoding step multiplies by it, [vocab or a little more, hidden]: cast to
+    the dtype in which the head computes, and in 16 bits padded with rows of zeros to a multiple of 8, as products need
+    it (filled_up). head: the weight as it is stored, [vocab, hidden]. A round does so once for all of its steps
+    (slots._decode)."""
     return filled_up(head.astype(model.head_compute or model.dtype))
 
 

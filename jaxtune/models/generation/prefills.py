@@ -69,10 +69,10 @@ class Prefills:
     and values). `wanted` and `unwanted` count the requests that wait for a prompt, `advance` prefills, `ready` finds a
     prompt's states, and `take` hands them to a request that gets a slot.
 
-    For models whose mixers are attention, one program computes several prompts packed into one row, so that those of
-    unequal lengths need no padding; prompts of other models, and short ones, are padded rows of a batch. A prompt
-    longer than `chunk` tokens is prefilled in several programs: a forward pass over its first tokens, as many as leave
-    whole chunks, and then one program for each chunk.
+    For models whose mixers are attention and whose layers exchange nothing, one program computes several prompts packed
+    into one row if they fill half of it, so that those of unequal lengths need no padding. All other prompts are padded
+    rows of a batch. A prompt longer than `chunk` tokens is prefilled in several programs: a forward pass over its first
+    tokens, as many as leave whole chunks, and then one program for each chunk.
 
     Args:
       programs: the compiled functions.
@@ -152,8 +152,9 @@ class Prefills:
         self._batches, self._long = [], None
 
     def advance(self, leaves: Sequence[jax.Array], nearest: Sequence[Request]) -> int:
-        """Dispatches one program that prefills the prompt of the first of these requests, and of others if they fit.
-        When a prompt is complete, `ready` finds its states.
+        """Dispatches one program that prefills the prompt of the first of these requests, and the prompts of others
+        that are padded to the same length, if there are enough of them for a program. When a prompt is complete,
+        `ready` finds its states.
 
         If a long prompt is being prefilled in chunks, the program prefills its next chunk instead. For a prompt of one
         token, whose states are empty, no program is needed, and 1 is returned.

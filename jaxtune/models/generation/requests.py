@@ -81,7 +81,7 @@ class Request:
     placed: int = 0  # how often it was placed in a slot
     rounds: int = 0  # how many rounds that decode it were dispatched to the device and have not been read
     # identifies the tokens of which its states are computed, so that requests with equal prompts share a prefill; set
-    # while it waits
+    # when it is queued (Prefills.wanted)
     key: bytes = b""
     done: bool = False  # whether it has ended
 

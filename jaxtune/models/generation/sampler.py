@@ -100,14 +100,14 @@ class Sampler:
     prompt length, and shared by all samplers of equal models.
 
     Args:
-      model: with its adapters, of which the sampler has a copy in the compute dtype. Other weights are not copied;
-        `update` sets others.
+      model: with its adapters. Plain adapters are copied in the compute dtype, and so are weights that are converted
+        (most_converted); other arrays are the model's own. `update` sets new weights.
       slots: rows that decode in one batch. None: `most_slots`, or as many as there is memory for.
       length: tokens that a row may have, its prompt included. None: as many as there is memory for, at most the model's
         positions. Caches grow in buckets up to the longest row that is requested.
       most_slots: the limit of slots if `slots` is None.
       most_converted: the most layers whose weights are converted once (converted.py); None: as many as fit.
-      memory_share: the share of the free memory that slots may take; the rest is for samplers that are made next.
+      memory_share: the share of the free memory for slots and converted weights; the rest is for samplers made next.
       deterministic: a row's tokens and log-probabilities have the same bits whatever else is sampled, in any slot and
         any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, and matrix products
         use the vendor's first algorithm instead of the fastest.
@@ -120,7 +120,7 @@ class Sampler:
       plan: the SlotPlan in use: slots, length, and the layers converted once. config: the model's DecoderConfig.
     Raises:
       ValueError: a number that must be a positive integer and is not; a model that scores texts; weights that are
-        divided over devices; slots and length for which there is too little memory.
+        divided over devices; slots and length for which there is too little memory, or positions.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class Emitted(NamedTuple):
     """The tokens that a call of `decode` made in the N slots. The host reads them one call later."""
 
     tokens: jax.Array  # int32[steps, N]: slot i made the tokens [:counts[i], i]; the others are to be ignored
-    logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model
+    logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model (see _chosen)
     counts: jax.Array  # int32[N]: how many tokens the row in each slot made
     # (int32[steps, N, MOST_RANKED], the most likely tokens in descending order, all if the vocabulary has fewer;
     # float32, their log-probabilities), or None if no row asks for them
@@ -411,7 +411,7 @@ def _context(spec: LayerSpec, length: int, tables, real) -> Context:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _plain_step(graph, spec: LayerSpec, trainable, frozen, stream, tables, state, at, real, next_weight):
     """Runs one layer for one new token of each row by plain_layer.step, in fewer kernels than `_layer_step`: (its
-    output, a plain_layer.Stream, and the new state). It is used where all layers are plain ones (plain_layer.is_plain).
+    output, a plain_layer.Stream, and the new state). `_through_layers` says when it is used.
 
     Args:
       graph, trainable, frozen, spec: the layer's Block, from nnx.split(layer, nnx.Param, ...), and its kind.
