@@ -1,5 +1,7 @@
-"""Encodes tensors in the number types of GGUF files (`encode`), for gguf_file.py, which writes the bytes. The encoders
-run on the tensor's device, where their results are decoded and compared.
+"""Encodes tensors in the number types of GGUF files (`encode`), for gguf_file.py, which writes the bytes. It cuts a
+tensor into runs (`_parts`, `_runs`, `_cut`). Each run is encoded on the tensor's device (`_encoded`, or `_exactly`
+after quantisation-aware training), where it is also decoded and compared (`_checked`). `_fetched` copies its bytes to
+the host, after the gguf package has decoded a sample of it (`_sampled`, `_reader_agrees`).
 
 F32, F16 and BF16 are plain numbers. The quantised types, which BLOCK_TYPES lists as BlockTypes, code the numbers of a
 row in blocks of `block_size`.

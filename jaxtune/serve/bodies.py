@@ -2,7 +2,9 @@
 of which model.
 
 Names and defaults are OpenAI's. `top_k`, `min_p` and `repetition_penalty` are accepted beside them, as other servers do
-(`extra_body` of the openai package). What changes nothing here is ignored, what cannot be followed is refused.
+(`extra_body` of the openai package). What changes nothing here is ignored, what cannot be followed is refused. pydantic
+checks the keys that the classes _Chat and _Completion list. `_conversation` makes the prompt of a chat with the model's
+template, from messages that `_turn` and `_call` convert for it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ prompt's last token is therefore decoded too, and a prefill computes no logits.
 
 `Live` and `Rows` are the numbers of the slots, which `decode` changes and does not change, and `Emitted` its results.
 `empty_rows` and `empty_states` make the arrays of empty slots, `states_shape` their shapes, `grown` longer caches, and
-`mark_seen` records the tokens of a row for the repetition penalty.
+`mark_seen` records the tokens of a row for the repetition penalty. Prompts run through the layers by `_forward`, the
+new tokens of a row by `_through_layers`, and `_chosen` chooses the next token.
 """
 
 from __future__ import annotations
@@ -411,7 +412,7 @@ def _context(spec: LayerSpec, length: int, tables, real) -> Context:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _plain_step(graph, spec: LayerSpec, trainable, frozen, stream, tables, state, at, real, next_weight):
     """Runs one layer for one new token of each row by plain_layer.step, in fewer kernels than `_layer_step`: (its
-    output, a plain_layer.Stream, and the new state). `_through_layers` says when it is used.
+    output, a plain_layer.Stream, and the new state). `_through_layers` chooses between the two.
 
     Args:
       graph, trainable, frozen, spec: the layer's Block, from nnx.split(layer, nnx.Param, ...), and its kind.
