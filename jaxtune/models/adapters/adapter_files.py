@@ -383,7 +383,8 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 
     PEFT before 0.19 assumed that every expert's weight is [in, out]. For weights that are [out, in] its A was [E r,
     out] and its B [in, r E], and (B A)^T was added: the current A is its B^T, and the current B is its A^T. The shapes
-    show which layout it is; for square weights, the version of PEFT does.
+    show which layout it is; for square weights, the version of PEFT does. Adapters of weights that are [in, out] had
+    the current layout already.
 
     Args:
       folder: of the adapter, for errors.

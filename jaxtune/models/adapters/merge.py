@@ -59,7 +59,7 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
 
     Args:
       weight: [out, in], decoded.
-      lora: its adapter: A [r, in], B [out, r], the scale, and DoRA's factors of the rows.
+      lora: its adapter: A [r, in], B [out, r], the scale, and DoRA's factors of the rows [out] (None: it has no DoRA).
       probe: float32[rows, in], random.
       dtype: of the merged weight.
       fake_quant: the grid of QAT to which the merged weight is then rounded, which is no error and not part of the
