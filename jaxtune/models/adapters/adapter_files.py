@@ -233,7 +233,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         The ids of end-of-text tokens that training added are set.
     Raises:
       ValueError: no such files, or pickled ones; a PEFT feature that is not supported; tensors missing, unexpected,
-        misshaped or not finite; an adapter that was trained over another base.
+        misshaped or not finite; an adapter that was trained over another base; a model that has an adapter already.
     """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
