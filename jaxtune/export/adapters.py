@@ -1,8 +1,8 @@
 """Export of an adapter in PEFT's format (`write`), and notes for the user on which servers can load it (`servers`).
 
-The files are read back. Their tensors must equal the written ones bit for bit, and the product B A of each adapted
-matrix, computed from the files in PEFT's layout, must equal the model's. The base's weights, the factor alpha / r and
-DoRA's magnitudes are not part of this second check.
+The files are read back (`verify`). Their tensors must equal the written ones bit for bit, and the product B A of each
+adapted matrix, computed from the files in PEFT's layout, must be close to the model's (np.allclose). The base's
+weights, the factor alpha / r and DoRA's magnitudes are not part of this second check.
 
 PEFT 0.21 stores an adapter of experts (`target_parameters`) as one pair of matrices for all experts of a parameter,
 such as a layer's down_proj. Servers of 2026 that expect the older layout, one linear per expert, load such files and
@@ -97,14 +97,15 @@ def servers(model: Decoder) -> list[str]:
 
 def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, np.ndarray]) -> None:
     """Checks that an adapter's tensors were read back bit for bit, and that for each adapted matrix the product B A, as
-    PEFT computes it from the files, is the model's. The factor alpha / r and DoRA's magnitudes are not checked.
+    PEFT computes it from the files, is close to the model's (np.allclose). The factor alpha / r and DoRA's magnitudes
+    are not checked.
 
     Args:
       model: the model with the adapter.
       found: the tensors that were read back, by name.
       meant: the tensors that were written, by name.
     Raises:
-      ArithmeticError: they differ; the message has up to eight of their names.
+      ArithmeticError: they differ; the message names up to eight tensors, or the first matrix whose product differs.
     """
     wrong = [
         key

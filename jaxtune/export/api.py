@@ -1,5 +1,6 @@
 """Export of a model, or of its adapter alone, into a folder that another program loads: `export_model`, and FORMATS,
-which has a function for each format. The folder is complete and verified before it gets its name."""
+which has a function for each format. `require_format` checks the arguments before a model is loaded, and Exported is
+the result. The folder is complete and verified before it gets its name."""
 
 from __future__ import annotations
 

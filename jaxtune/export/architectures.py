@@ -1,5 +1,6 @@
 """Families that llama.cpp knows: its name for each (ARCHITECTURES), whether it computes what a model does
-(`architecture`), and the metadata that it needs (`hyperparameters`). Exports to GGUF files use it.
+(`architecture`), the metadata that it needs (`hyperparameters`), and the factors of rotary frequencies that it reads as
+tensors (`rope_factors`). Exports to GGUF files use it.
 
 llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute
 differently is refused here, with the reason. A model that it computes correctly in a shorter context only is written

@@ -60,8 +60,8 @@ def write_stored(
     input_scales: Mapping[str, float] = types.MappingProxyType({}),
 ) -> list[str]:
     """Writes a Hugging Face folder with the linears and experts in a quantised format. Returns notes for the user: a
-    sentence on the matrices that stay in 16 bits because their rows are not whole blocks of the format; [] if there are
-    none.
+    sentence on how many matrices stay in the model's dtype because their rows are not whole blocks of the format; [] if
+    there are none.
 
     If a file's header contains values of a weight (double-quantised NF4: a mean of each matrix, as text), weights that
     are not yet in the format are quantised twice: first for the header, then for the data.
@@ -126,7 +126,7 @@ def write_mxfp4(
     weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, activations: bool = False
 ) -> list[str]:
     """Writes a model as a Hugging Face folder in MXFP4: linears and experts as compressed-tensors stores them, or, of
-    gpt-oss, the experts as it is published. Returns notes for the user, as write_stored does.
+    gpt-oss, the experts as it is published. Returns notes for the user, as write_stored does; of gpt-oss [].
 
     Args:
       weights: the model's weights.

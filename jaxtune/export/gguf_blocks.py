@@ -1,7 +1,10 @@
-"""Encodes tensors in the number types of GGUF files (`encode`), for gguf_file.py, which writes the bytes. The encoders
-run on the tensor's device, where their results are decoded and compared.
+"""Encodes tensors in the number types of GGUF files (`encode`), for gguf_file.py, which writes the bytes. It cuts a
+tensor into runs (`_parts`, `_runs`, `_cut`). Each run is encoded on the tensor's device (`_encoded`, or `_exactly`
+after quantisation-aware training), where it is also decoded and compared (`_checked`). `_fetched` copies its bytes to
+the host, after the gguf package has decoded a sample of it (`_sampled`, `_reader_agrees`).
 
-F32, F16 and BF16 are plain numbers. The quantised types, which BLOCK_TYPES lists, code the numbers of a row in blocks.
+F32, F16 and BF16 are plain numbers. The quantised types, which BLOCK_TYPES lists as BlockTypes, code the numbers of a
+row in blocks of `block_size`.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ class BlockType:
     decode: Callable[[jax.Array], jax.Array]  # uint8[n, bytes of a block] -> float32[n, numbers]
     # (blocks float32[n, numbers], numpy or jax.numpy) -> the largest error in each block that rounding explains, [n, 1]
     allowed: Callable[[Floats, ModuleType], Floats]
-    # (blocks that quantisation-aware training (QAT) rounded to the type, the dtype of its numbers) -> as from `encode`,
-    # but it decodes to exactly these blocks; None: QAT does not round to the type
+    # (blocks that quantisation-aware training (QAT) rounded to the type, the name of the dtype in which it made them)
+    # -> as from `encode`, but it decodes to exactly these blocks; None: QAT does not round to the type
     exactly: Callable[[jax.Array, str], jax.Array] | None = None
 
 
@@ -42,7 +45,8 @@ def _of_32(encode: Callable, decode: Callable, steps: int, worst: float, exactly
     """Makes a BlockType with blocks of 32 numbers, for BLOCK_TYPES.
 
     Args:
-      encode, decode: its encoder, float32[n, 32] -> uint8[n, bytes of a block], and the decoder, which is the inverse.
+      encode, decode: its encoder, float32[n, 32] -> uint8[n, bytes of a block], and the decoder, which makes float32[n,
+        32] of these bytes.
       steps, worst: a decoded number may differ from the original by `worst` steps, where a step is the largest
         magnitude of its block divided by `steps`.
       exactly: encodes blocks that QAT rounded; None: QAT does not round to the type.
@@ -93,8 +97,9 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
       name: the tensor's name, for messages.
       array: the values. In a quantised type the columns must be whole blocks (`block_size`).
       kind: gguf's name of the type.
-      grid: the dtype of QAT's numbers, if it rounded the values to this quantised type: they are then encoded exactly.
-        None: they are rounded here.
+      grid: if quantisation-aware training (QAT) rounded the values to this type, which can only be Q8_0 or Q4_0
+        (asserted), the name of the dtype in which it made the numbers, such as "bfloat16", by which it shortened the
+        scales; they are then encoded exactly. None: they are rounded here.
     Yields:
       for each run a function without arguments that copies the run's bytes to the host and returns them, uint8[n]. A
         thread may call it while the device encodes the next run. It raises ArithmeticError for values that are not
@@ -227,8 +232,8 @@ def _encoded(array: jax.Array, kind: str) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
     """Encodes an array of floats [rows, block] that QAT rounded to the GGUF type `kind`: uint8[rows, bytes of a block],
-    which decode to the same numbers. QAT must round to that type, as to Q8_0 and Q4_0. grid: the dtype of QAT's
-    numbers."""
+    which decode to the same numbers. Only Q8_0 and Q4_0 are types to which QAT rounds (asserted). grid: the name of the
+    dtype in which QAT made the numbers, such as "bfloat16"."""
     encode = BLOCK_TYPES[kind].exactly
     assert encode is not None, kind
     return encode(array.astype(jnp.float32), grid)

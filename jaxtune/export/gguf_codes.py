@@ -44,8 +44,8 @@ def _f16_of(pair: jax.Array) -> jax.Array:
 
 def encode_q8_0(blocks: jax.Array, dtype: str = "float32") -> jax.Array:
     """Encodes blocks float32[n, 32] in Q8_0: uint8[n, 34]. The bytes of a block are its scale d in f16, then 32 codes
-    int8 of -127 to 127; a number is d * code. dtype: of the grid to which quantisation-aware training in Q8_0 rounded
-    the numbers, which are then encoded exactly; float32 for numbers that were not."""
+    int8 of -127 to 127; a number is d * code. dtype: the name of the dtype in which quantisation-aware training in Q8_0
+    made the numbers, which are then encoded exactly; "float32" also for numbers that were not trained so."""
     scales, codes = q8_0_codes(blocks, dtype)
     return jnp.concatenate([_bytes_of(scales), lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)], -1)
 
@@ -79,8 +79,9 @@ def _five_bits(high: jax.Array, low: jax.Array) -> jax.Array:
 
 def encode_q4_0(blocks: jax.Array, dtype: str = "float32") -> jax.Array:
     """Encodes blocks float32[n, 32] in Q4_0: uint8[n, 18]. The bytes of a block are its scale d in f16, then 32 codes
-    of four bits, two in a byte; a number is d * (code - 8). dtype: of the grid to which quantisation-aware training in
-    Q4_0 rounded the numbers, which are then encoded exactly; float32 for numbers that were not."""
+    of four bits, two in a byte; a number is d * (code - 8). dtype: the name of the dtype in which quantisation-aware
+    training in Q4_0 made the numbers, which are then encoded exactly; "float32" also for numbers that were not trained
+    so."""
     scales, codes = signed_codes(blocks, 8, dtype)
     return jnp.concatenate([_bytes_of(scales), _halves(codes.astype(jnp.uint8))], -1)
 
@@ -124,9 +125,9 @@ def decode_q5_1(coded: jax.Array) -> jax.Array:
 
 
 def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, steps: int, worst: float) -> jax.Array | np.ndarray:
-    """Returns the largest error that rounding to a type can cause in each block, float32[n, 1]. An export ends with an
-    error if values decode to ones that differ by more, because the encoder is wrong then. A step is the difference
-    between the values of neighbouring codes.
+    """Returns the largest error that rounding to a type can cause in each block, that of its scale to f16 included:
+    float32[n, 1]. An export ends with an error if values decode to ones that differ by more, because the encoder is
+    wrong then. A step is the difference between the values of neighbouring codes.
 
     Args:
       blocks: the values, float32[n, 32].

@@ -1,5 +1,6 @@
-"""Writer of GGUF files, one tensor at a time (`write`), and the check that reads them back (`verify`). Exports of
-models and of adapters call both."""
+"""Writer of GGUF files, one tensor at a time (`write`, which returns what it wrote as Stored), and the check that reads
+them back (`verify`). Exports of models and of adapters call both. Before, `require_gguf` refuses an export without the
+gguf package, and `size_bytes` says how much room the disk must have."""
 
 from __future__ import annotations
 

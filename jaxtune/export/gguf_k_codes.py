@@ -1,6 +1,6 @@
 """Encoders and decoders of GGUF's types Q4_K, Q5_K and Q6_K (`encoder`, `decoder`). `allowed` computes the largest
 error that rounding to one of them can cause. Each of these functions gets the type as the number of bits of its codes:
-4, 5 or 6.
+4, 5 or 6. Q4_K and Q5_K are encoded by `_with_least`, Q6_K by `_signed`.
 
 A block is 256 numbers of a row. It is divided into parts, each of which has a scale, and in Q4_K and Q5_K a least value
 too. The parts' scales are themselves whole numbers, which a scale of the whole block in f16 multiplies:
@@ -62,7 +62,8 @@ def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, bits: int) -> 
 
     It is one and a half steps, where a step is the range of the part with the largest range, in which 0 is included,
     divided by the largest code; in Q6_K, the largest magnitude divided by 32. Half a step is by rounding to a code, and
-    one because the best scale may cut off what is largest, and scales and least values are rounded.
+    one because the best scale may cut off what is largest, and scales and least values are rounded. A little is added
+    for blocks so small that their scale in f16 is imprecise.
 
     Args:
       blocks: the values.

@@ -1,5 +1,6 @@
 """The tensors of a model (`of_model`) or an adapter (`of_adapter`) under llama.cpp's names and in its order of rows, as
-Sources from which gguf_file.py makes and writes one tensor at a time."""
+Sources from which gguf_file.py makes and writes one tensor at a time. A Source makes one value of the model and
+describes the Tensors that are computed from it; `all_tensors` lists those of several Sources."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ class _Names:
     Hugging Face's names it returns llama.cpp's, and raises ValueError if llama.cpp has none.
 
     Args:
-      arch: the architecture.
+      arch: the model's architecture in llama.cpp (architectures.Architecture), whose name selects gguf's table.
       layers: the model's number of layers.
     """
 

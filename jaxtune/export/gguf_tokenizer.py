@@ -1,9 +1,10 @@
 """A Hugging Face tokenizer as GGUF metadata.
 
-`tokenizer_fields` makes it, for exports of models as GGUF files. llama.cpp implements tokenizers itself: "gpt2", which
-merges bytes within words, and "llama", which merges characters by scores as SentencePiece does. For "gpt2" it knows a
-fixed set of word patterns, by name. A tokenizer is written if its pattern is one of them, and refused otherwise: with
-another pattern a model would read other tokens.
+`tokenizer_fields` makes it, for exports of models as GGUF files, and `strips_as_phi3` says whether the model's name
+must have phi-3 in it, from which llama.cpp knows how whitespace is dropped. llama.cpp implements tokenizers itself:
+"gpt2", which merges bytes within words, and "llama", which merges characters by scores as SentencePiece does. For
+"gpt2" it knows a fixed set of word patterns, by name. A tokenizer is written if its pattern is one of them, and refused
+otherwise: with another pattern a model would read other tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The type in which each tensor of a GGUF file is stored: OUTTYPES, from which the user chooses one for a file, and
-`stored_types`, which gives each tensor its type by the rules of llama.cpp."""
+`stored_types`, which gives each tensor its type by the rules of llama.cpp. `is_short` and `not_trained` find tensors
+about which the user gets a note."""
 
 from __future__ import annotations
 

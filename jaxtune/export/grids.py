@@ -1,6 +1,7 @@
-"""Keeps exports from losing quantisation-aware training (QAT), which rounded the model's weights to a grid:
+"""Keeps exports from losing quantisation-aware training (QAT), which rounded the model's weights to a grid.
+`grid_of_export` finds the grid to which QAT rounded the weights that an export of the model writes.
 `require_representable` refuses a format that would round them again, and `quantized` stores them exactly in a format
-that has this grid."""
+that has this grid. `notes_on_adapter` warns that other programs do not round a merged adapter as training did."""
 
 from __future__ import annotations
 

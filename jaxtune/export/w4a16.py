@@ -1,5 +1,6 @@
-"""Exports of weights in four bits for vLLM (`write`): compressed-tensors' `pack-quantized` format with activations in
-16 bits (w4a16), and its `int-quantized` format with activations that servers round to int8 by token (w4a8).
+"""Exports of weights in four bits for vLLM (`write`; `quantization_config` makes the entry of config.json, and `unpack`
+decodes a linear for the check): compressed-tensors' `pack-quantized` format with activations in 16 bits (w4a16), and
+its `int-quantized` format with activations that servers round to int8 by token (w4a8).
 
 The numbers of a group within a row are codes of -8..7 times the group's scale, as quantisation-aware training rounds
 them (fake_quant.int4). Weights that were trained so are stored exactly. The format has three tensors for a linear X:

@@ -1,5 +1,7 @@
 """The ASGI application of the server (`make_app`). `_Guard` checks who may ask (API key, Host and Origin). There is a
-handler for each route, such as /v1/chat/completions; handlers limit the size of a request and the time of an answer.
+handler for each route, such as /v1/chat/completions; handlers limit the size of a request and the time of an answer. An
+answer is made by `_whole` as one JSON object, or by `_events` and sent by `_Stream`. The functions from `_refuse` to
+`_fault` turn errors into responses.
 
 If a client closes its connection, the answers that are generated for it (rows of the batch) are cancelled, and their
 slots become free. A client that reads slowly delays nobody: generation does not wait for it, and what it has not read
@@ -354,8 +356,9 @@ class _Stream(Response):
 
     async def _send(self, send: Send) -> None:
         """Sends all events and then [DONE], each by the ASGI function `send`. If the deadline passes or an error is
-        raised, the last event is that error. It has one second to be sent: if the client does not read, the body stays
-        incomplete, and the server closes the connection."""
+        raised, the last event is that error; only an OSError, with which the client is gone, ends it without one. The
+        event has one second to be sent: if the client does not read, the body stays incomplete, and the server closes
+        the connection."""
 
         async def say_event(data: bytes) -> None:
             """Sends `data`, a JSON text in UTF-8 or [DONE], as one server-sent event."""

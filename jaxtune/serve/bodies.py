@@ -2,7 +2,9 @@
 of which model.
 
 Names and defaults are OpenAI's. `top_k`, `min_p` and `repetition_penalty` are accepted beside them, as other servers do
-(`extra_body` of the openai package). What changes nothing here is ignored, what cannot be followed is refused.
+(`extra_body` of the openai package). What changes nothing here is ignored, what cannot be followed is refused. pydantic
+checks the keys that the classes _Chat and _Completion list. `_conversation` makes the prompt of a chat with the model's
+template, from messages that `_turn` and `_call` convert for it.
 """
 
 from __future__ import annotations
@@ -263,9 +265,10 @@ def _model(name: str, models: Mapping[str, Served]) -> Served:
 
 
 def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
-    """Returns the token ids of a completion's prompt. A text is tokenised, with the special tokens, such as BOS, that
-    the tokenizer adds by default. A list of token ids is returned as it is; ids outside the vocabulary are refused
-    later, by the sampler. Raises ApiError (400) for a text with lone surrogates."""
+    """Returns the token ids of one prompt of a completion: a text or a list of token ids, as _Completion has checked.
+    The caller calls it for each prompt of a list. A text is tokenised, with the special tokens, such as BOS, that the
+    tokenizer adds by default. A list of token ids is returned as it is; ids outside the vocabulary are refused later,
+    by the sampler. Raises ApiError (400) for a text with lone surrogates."""
     if not isinstance(prompt, str):
         return list(prompt)  # type: ignore[call-overload]
     try:

@@ -45,9 +45,11 @@ class _Choice:
         """Adds the row's new tokens and returns the text that can be sent now.
 
         Args:
-          piece: the new tokens, and why the row ended if it has.
-          stream: True: the text is returned as soon as later tokens cannot change it, and after the last tokens all the
-            rest. False: "" is returned until the last tokens, and then the whole text.
+          piece: the new tokens, and why the row ended if it has; then `reason` is set, and `calls` if there are any.
+          stream: True: text is returned as soon as later tokens cannot change it, which they can while a stop string or
+            a call of a tool may begin in it; with the last tokens the text that was not returned yet. False: "" is
+            returned until the last tokens, and then all text. In both cases the text ends before the first stop string
+            or call of a tool.
         """
         self.tokens += len(piece.ids)
         if self._asked.logprobs:
@@ -83,9 +85,9 @@ class _Choice:
     def _completion_logprobs(self, tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
         """Makes the `logprobs` object of /v1/completions, in which each key has a list with an entry for each token:
         tokens its text, token_logprobs its log-probability, text_offset the position of its first character in the
-        answer, and top_logprobs the most likely tokens at its position, as {text: log-probability}. If the request
-        asked for no most likely tokens, top_logprobs is None instead of a list, and `ranked` is not read. It counts the
-        characters, so that the next call continues the positions.
+        answer, counted over the tokens' texts, and top_logprobs the most likely tokens at its position, as {text:
+        log-probability}. If the request asked for no most likely tokens, top_logprobs is None instead of a list, and
+        `ranked` is not read. It counts the characters, so that the next call continues the positions.
 
         Args:
           tokens: the tokens' texts.
@@ -101,8 +103,9 @@ class _Choice:
 
 
 def _token(tokenizer: Tokenizer, number: int) -> str:
-    """The text that `tokenizer` gives for the token with the id `number`. A special token has its own text, such as
-    <|im_end|>. The log-probabilities of an answer name tokens so."""
+    """The text that `tokenizer` gives for the token with the id `number`, decoded alone: it has U+FFFD for a token that
+    is only a part of a character. A special token has its own text, such as <|im_end|>. The log-probabilities of an
+    answer name tokens so."""
     return tokenizer.decode([number], skip_special_tokens=False)
 
 

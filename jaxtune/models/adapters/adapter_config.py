@@ -1,7 +1,8 @@
 """adapter_config.json of PEFT's LoRA adapters: makes its content for a model's adapter (config_of), reads and checks
 the file of an adapter that is loaded (read_adapter_config), and finds the base that such a file names (base_of). A
 setting that would make PEFT compute something else than jaxtune is refused with its file, key and value. The names of
-modules in these files are PEFT's (peft_name)."""
+modules in these files are PEFT's (peft_name), which have a longer prefix if the base's folder has a vision tower too
+(is_nested)."""
 
 from __future__ import annotations
 
@@ -89,9 +90,10 @@ def is_nested(model: Decoder) -> bool:
 def config_of(model: Decoder) -> dict[str, Any]:
     """The content of adapter_config.json for a model's adapter, {PEFT's setting: value}, all of it JSON, with which
     adapters are saved and exported. It has the rank, scale and target modules of the adapter under the names that PEFT
-    matches, the path of the base (None for random weights), and what PEFT needs to load the adapter as jaxtune computes
-    it: a vision tower's modules are excluded, a trained head that is tied to the embedding stays tied, and for
-    Qwen3-MoE and Qwen3-Next linears named gate_proj, up_proj or down_proj are in target_parameters (_as_parameters).
+    matches, the path of the base (None for a model that was made from no files), and what PEFT needs to load the
+    adapter as jaxtune computes it: a vision tower's modules are excluded, a trained head that is tied to the embedding
+    stays tied, and for Qwen3-MoE and Qwen3-Next linears named gate_proj, up_proj or down_proj are in target_parameters
+    (_as_parameters).
 
     Raises:
       ValueError: a model without an adapter, or with settings that PEFT's config cannot express.
@@ -238,8 +240,9 @@ def base_of(folder: str | os.PathLike) -> str | None:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The content of a LoRA adapter's adapter_config.json, {PEFT's setting: value}, with every value checked and null
-    entries left out. load_adapter and base_of call it. folder: the folder that contains the file.
+    """The content of a LoRA adapter's adapter_config.json, {PEFT's setting: value}, without null entries. The values of
+    the settings by which load_adapter makes the adapter are checked. load_adapter and base_of call it. folder: the
+    folder that contains the file.
 
     Raises:
       ValueError: no such folder or file, or one that is not a JSON object; an adapter that is not LoRA; no rank (r), or

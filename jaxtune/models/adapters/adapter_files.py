@@ -1,4 +1,6 @@
-"""Saves and loads adapters in PEFT's files, adapter_model.safetensors and adapter_config.json, as peft 0.21 has them.
+"""Saves and loads adapters in PEFT's files, adapter_model.safetensors and adapter_config.json, as peft 0.21 has them:
+`save_adapter` and `load_adapter`. `adapter_content` collects what `write_adapter` writes; an export calls these two
+itself. `adapter_tensors` finds the variables of the model that saving reads and loading sets.
 
 Keys are `base_model.model.` + module name + `.lora_A.weight` [r, in], `.lora_B.weight` [out, r] and, for DoRA,
 `.lora_magnitude_vector` [out]. A module of modules_to_save is `base_model.model.` + its name + `.weight`.
@@ -222,8 +224,8 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
 
     Args:
       model: the base that the adapter was trained over; for an adapter that scores texts, the causal model is accepted
-        too. If its weights are in another format than in training, a warning says so: from_pretrained of the adapter's
-        folder loads the base in the right format.
+        too. If the format of its weights or the precision of its modules is not that of training, a warning says so:
+        from_pretrained of the adapter's folder loads the base in the right format.
       path: a folder with adapter_model.safetensors and adapter_config.json, written by jaxtune or PEFT.
     Returns:
       a new model that shares every base array with `model` and trains only the adapter; adapters are float32 whatever
@@ -231,7 +233,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         The ids of end-of-text tokens that training added are set.
     Raises:
       ValueError: no such files, or pickled ones; a PEFT feature that is not supported; tensors missing, unexpected,
-        misshaped or not finite; an adapter that was trained over another base.
+        misshaped or not finite; an adapter that was trained over another base; a model that has an adapter already.
     """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
@@ -381,7 +383,8 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 
     PEFT before 0.19 assumed that every expert's weight is [in, out]. For weights that are [out, in] its A was [E r,
     out] and its B [in, r E], and (B A)^T was added: the current A is its B^T, and the current B is its A^T. The shapes
-    show which layout it is; for square weights, the version of PEFT does.
+    show which layout it is; for square weights, the version of PEFT does. Adapters of weights that are [in, out] had
+    the current layout already.
 
     Args:
       folder: of the adapter, for errors.

@@ -1,11 +1,12 @@
 """Merges an adapter into its base, one matrix at a time, and verifies that the result computes the same.
 `merge_adapter` makes the merged model in memory, `merged_weights` computes its tensors one by one for an export, and
-`merge_bytes` tells the planner what that takes.
+`merge_bytes` gives the planner the memory that merging takes.
 
 A merge is verified before any of it is used:
 - Every merged matrix is finite, and its product with random rows equals its adapter's within a bound that every correct
   merge satisfies (_merge_and_check). Every embedding or head that was trained beside the adapter is finite.
-- Every other tensor is the model's own, or decoded from it.
+- Every other tensor is the model's own, decoded if it is quantised, and rounded to the grid if the model is prepared
+  for QAT.
 - The logits of a small random batch agree (_check_logits). They are computed with the merged model's structure, and
   each matrix is merged when it is used, so that the code between the matrices is covered without a second model in
   memory.
@@ -58,7 +59,7 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
 
     Args:
       weight: [out, in], decoded.
-      lora: its adapter: A [r, in], B [out, r], the scale, and DoRA's factors of the rows.
+      lora: its adapter: A [r, in], B [out, r], the scale, and DoRA's factors of the rows [out] (None: it has no DoRA).
       probe: float32[rows, in], random.
       dtype: of the merged weight.
       fake_quant: the grid of QAT to which the merged weight is then rounded, which is no error and not part of the
@@ -197,7 +198,8 @@ def merged_weights(model: Decoder) -> Weights:
 
     Raises:
       ValueError: the model has no adapter.
-      ArithmeticError: a verification failed: here, that of the logits; or, when a tensor is computed, its own.
+      ArithmeticError: a verification failed: here, that of the logits; or, when a tensor is computed, its own. Also if
+        a changed tensor has no name in files.
     """
     if not has_adapter(model):
         raise ValueError("merge_adapter: this model has no adapter")

@@ -1,10 +1,11 @@
-"""The record of what an adapter was trained over: format and dtype of the base's weights, which the adapter depends on.
-`of_model` makes it when an adapter is saved. `read` reads it when one is loaded, so that the base is loaded in the same
-form; where the base has another form, `difference` says so for a warning.
+"""The record of what an adapter was trained over (`TrainedOver`): format and dtype of the base's weights, and the grid
+to which QAT rounded the merged ones, on which the adapter depends; and the tokens that end its texts. `of_model` makes
+it when an adapter is saved. `read` reads it when one is loaded, so that the base is loaded in the same form; where the
+base has another form, `difference` says so for a warning.
 
 The record is JSON in the metadata of the adapter's safetensors file, which PEFT and servers ignore, whereas PEFT warns
-of unknown keys in adapter_config.json. Folders that runs of older versions wrote have the same facts in the run's own
-record, jaxtune_run.json.
+of unknown keys in adapter_config.json. Folders that runs of older versions wrote have most of these facts in the run's
+own record, jaxtune_run.json, from which `of_run` makes a TrainedOver.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ RUN_RECORD = "jaxtune_run.json"  # in a folder that a run wrote; see train/folde
 
 @dataclasses.dataclass(frozen=True)
 class TrainedOver:
-    """How the base was loaded when an adapter was trained, and the tokens that end its texts. The defaults make no
-    statement about it. `of_model` makes it of a model, and `read` and `of_run` of files."""
+    """How the base was loaded when an adapter was trained, and the tokens that end its texts. The defaults say that the
+    base was loaded in the format of its own files and that nothing else is known of it. `of_model` makes it of a model,
+    and `read` and `of_run` of files."""
 
     # the format (of model.load_in) in which the base's linears were; None: as the base's files store them
     load_in: str | None = None
@@ -91,9 +93,9 @@ def _stored_so(model: Decoder) -> bool:
 
 
 def read(folder: Path) -> TrainedOver | None:
-    """Returns the record in the metadata of an adapter's file, or, for folders of runs of older versions, the same
-    facts from the folder's jaxtune_run.json; None if the folder has neither. By it load_base loads the base as it was
-    in training, and load_adapter compares the base that it is given.
+    """Returns the record in the metadata of an adapter's file, or, for folders of runs of older versions, what the
+    folder's jaxtune_run.json says of it (of_run); None if the folder has neither. By it load_base loads the base as it
+    was in training, and load_adapter compares the base that it is given.
 
     Raises:
       ValueError: a record that is not supported, with file and key; a file that is not safetensors.
@@ -147,8 +149,9 @@ def _from_record(where: str, record: Any) -> TrainedOver:
 def of_run(folder: Path) -> TrainedOver | None:
     """What the run that wrote a folder (an adapter's or a whole model's) trained over, from the config in its
     jaxtune_run.json: model.load_in, model.compute, the dtype in `precision` (of a map, its entry "*"; entries for
-    single modules are not read) and the QAT grid. Older versions recorded these facts only there. None for any other
-    folder.
+    single modules are not read) and the QAT grid. Older versions recorded these facts only there, so `read` calls it
+    for adapters without a record. Commands that load a model which a run wrote take its dtype from it. None for any
+    other folder.
 
     Raises:
       ValueError: a recorded format, compute dtype, precision or QAT grid that is not supported, with file and key.

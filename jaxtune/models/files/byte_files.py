@@ -1,5 +1,6 @@
 """Writes large files with several threads while the next tensor is computed, and reads them back to verify them. A
-Writer writes a file and gives the checksums (Sums) of each part; is_as_written compares the finished file with them."""
+Writer writes a file and gives the checksums (Sums) of each part; is_as_written compares the finished file with them,
+and all_of makes many such checks in several threads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The identity of a base model: a digest of its config and of every byte of its weights. An adapter's file records it,
-and the adapter is refused over a base that has another one.
+and the adapter is refused over a base that has another one. `Digest` digests tensors; `base_digest` makes the identity
+of a Digest and the config, and `random_digest` that of random weights.
 
 Weights are digested tensor by tensor, in the order of their names, as they are read. A checkpoint that is divided into
 other shards therefore has the same digest. Bytes that a load reads anyway are always digested, at 13 GB/s a thread. A
@@ -48,8 +49,10 @@ class Digest:
     digest a tensor in memory (`of`) or in a file (`read`), and combine the digests of several tensors (`joined`).
     """
 
-    sampled: bytes  # SHA-256 over up to 64 evenly spaced blocks of 4 KiB of a tensor, or over the digests of several
-    whole: bytes  # XXH3-128 over every byte of a tensor, or SHA-256 over the digests of several
+    # SHA-256 over name, dtype, shape and up to 64 evenly spaced blocks of 4 KiB of a tensor, or over several digests
+    sampled: bytes
+    # XXH3-128 over name, dtype, shape and every byte of a tensor, or SHA-256 over the digests of several
+    whole: bytes
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:

@@ -51,7 +51,7 @@ def gather_experts(
         a layer in one tensor, and nothing is combined.
       num_experts: the number of experts of each layer, by the config.
     Raises:
-      ValueError: the matrix of an expert is missing, or does not fit the others.
+      ValueError: the matrix of an expert is missing, is one too many, or does not fit the others.
     """
     if files is None:
         return dict(entries)

@@ -1,6 +1,7 @@
 """A plan of the tensors that are written to files: their shapes are known first, and each is computed when it is
 written. Checkpoints and exports are planned so, because a file's header precedes its data, and the tensors of a changed
-model do not all fit in memory."""
+model do not all fit in memory. A plan is a dict of Groups, one for each tensor of the model. A Group consists of
+Pieces, a Piece of tensors of a file; `one` makes a Group of a single tensor, and `size_bytes` adds up a plan."""
 
 from __future__ import annotations
 

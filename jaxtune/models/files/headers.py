@@ -1,4 +1,6 @@
-"""Headers of safetensors files: which tensors a file has, with their dtypes, shapes and places.
+"""Headers of safetensors files: which tensors a file has, with their dtypes, shapes and places. `read_header` makes a
+TensorEntry of each. `check_entry` refuses an entry that cannot be read as a plain weight, and `check_size` one that
+cannot be read at all.
 
 The format is 8 bytes of little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, and the bytes
 of the tensors, which shards.py reads. This module does not import JAX, so that a command that only looks at a model's
@@ -51,7 +53,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     check_entry.
 
     Raises:
-      ValueError: a file that is truncated, too long or not safetensors, with its expected and actual size.
+      ValueError: a file that is truncated or too long, with its expected and actual size, or that is not safetensors.
       OSError: the file cannot be read.
     """
     actual = file.stat().st_size
@@ -91,7 +93,7 @@ def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> Tensor
       start: the byte of the file at which the data of its tensors begin, from which data_offsets count.
     Raises:
       KeyError, TypeError, ValueError: an item that is not as the format says; whether the bytes fit shape and dtype is
-        checked by check_entry.
+        checked by check_size.
     """
     dtype, shape, (first, last) = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str):

@@ -35,7 +35,7 @@ def load_bytes(
     Args:
       shapes: {name: shape} of the tensors.
       entries: {name: entry in files} of the tensors.
-      dtype: of tensors that are not quantised.
+      dtype: of tensors that the model does not keep quantised.
       encoded: {name: format} of tensors that are quantised on loading.
       decoded: names of quantised tensors that are decoded on loading. Others that the model keeps quantised
         (is_kept_packed) take the bytes that they have in files.
@@ -61,9 +61,9 @@ def _encoded_bytes(shape: tuple[int, ...], dtype: str, load_in: str) -> int:
 
 
 def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None) -> None:
-    """Raises ValueError where a model's weights are larger than the free memory of the default device. A device that
-    does not report its memory, such as a CPU, always has room. Models that nothing refers to any more are freed before
-    the error.
+    """Raises ValueError where a model's weights are larger than the free memory of this process's first device. A
+    device that does not report its memory, such as a CPU, always has room. Models that nothing refers to any more are
+    freed before the error.
 
     Without this check an allocation that cannot succeed is retried for seconds, and its error does not say what would
     fit.

@@ -1,6 +1,8 @@
-"""The files of a model's folder other than the data of tensors: finds the folder, locally or on the hub; reads and
-checks config.json, the index, the headers of weight files, generation_config.json and the tokenizer; and writes JSON
-files and what comes with the weights."""
+"""The files of a model's folder other than the data of tensors. `resolve_folder` finds the folder, locally or on the
+hub. `read_config` reads its config.json, `find_config` that of a model whose folder need not be there, `weight_entries`
+the index and the headers of its weight files, `read_generation_config` its generation_config.json, and `load_tokenizer`
+its tokenizer; `require_tokenizer` only looks whether there is one. `read_json` and `write_json` handle any JSON file,
+and `save_companions` writes what comes with the weights. A damaged file is refused with its name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
-"""Changes how the weights of a whole model are represented: quantises and decodes them, lets FP8 weights multiply in
-FP8, and prepares models for quantisation-aware training (QAT), which computes with weights that are rounded to the
-values of a low-bit format. Each such function returns a new model and leaves the given one as it was. Other functions
-write and check what config.json says about quantisation and QAT."""
+"""Changes how the weights of a whole model are represented. `quantize` and `dequantize` quantise and decode them
+(`encode` a single one), and `compute_in_fp8` lets FP8 weights multiply in FP8. `prepare_qat` and `rounded_by` prepare a
+model for quantisation-aware training (QAT), which computes with weights that are rounded to the grid of a low-bit
+format; `unrounded` undoes that, and `convert_qat` rounds the weights for good, by `round_to_grid`. Each of these
+functions of a model returns a new one and leaves the given one as it was.
+
+Other functions say how a model's weights are: `stored_in`, `computes_in_fp8`, `qat_spec`, `not_quantized` and
+`parameters`. `quantization_config` and `qat_config` write what config.json says about quantisation and QAT;
+`check_load_in`, `check_stored` and `grid_of` check and read such settings."""
 
 from __future__ import annotations
 

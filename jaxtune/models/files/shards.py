@@ -1,5 +1,7 @@
 """Reads and writes the tensors of safetensors files, one at a time: `read_tensor`, `read_bytes` and `over_devices` read
-one, `write_file` writes a file, and `is_as_written` verifies what was written. headers.py reads the headers.
+one, and `entry_digest` computes its digest, which is a part of a base model's identity. `plan_shards` divides tensors
+among files, `write_file` writes a file and returns a Written for each tensor, by which `is_as_written` verifies what
+was written. headers.py reads the headers.
 
 Files are read by positioned reads and not mapped, so that memory can be freed and threads can share the work.
 """
@@ -58,7 +60,8 @@ def read_tensor(entry: TensorEntry) -> np.ndarray:
 def entry_digest(
     name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], known: bytes | None = None
 ) -> Digest:
-    """The digest of the tensor of a file that `entry` describes, by which a base model is identified.
+    """The digest of the tensor of a file that `entry` describes; the digests of all tensors, joined, identify a base
+    model. The loader calls it for tensors that are divided over devices.
 
     name: the name that the digest covers, the model's name of the tensor, which the file's may differ from. read:
     (start, stop) -> the tensor's bytes from start to before stop, uint8. known: `Digest.whole` of the tensor if it is

@@ -1,5 +1,6 @@
 """Quantised weights in checkpoints: finds their tensors by name (`gather`), reads them (`read`) and plans how they are
-written (`group`); `stacked` combines the matrices of single experts.
+written (`group`); `stacked` combines the matrices of single experts, for which `require_alike` checks them. A
+StoredEntry describes a weight in files.
 
 How each format stores its weights is described by its layouts (jaxtune/pallas/formats/layout.py).
 """

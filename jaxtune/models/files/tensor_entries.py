@@ -1,6 +1,7 @@
 """Matches the tensors of a checkpoint's files with the tensors that a model needs, by name and shape, and refuses files
-that lack one or have ones that the model does not need (`match`). The other functions name dtypes and tensors for the
-loader (models/hf.py), or say how a tensor is loaded."""
+that lack one or have ones that the model does not need (`match`). The other functions serve the loader (models/hf.py):
+`dtype_name` checks the dtype that a user asks for, `weight_name` gives the name of a matrix's tensor, `is_kept_packed`
+says whether a tensor stays quantised in the model, and `listed` joins names for errors."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bo
 
 def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
     """Finds the entry of every tensor that the model needs: {name: entry}, in the order of `wanted`. The loader calls
-    it before it reads any tensor. Neither argument is changed.
+    it before it reads the tensors; only a tied head is read here. `wanted` and `entries` are not changed.
 
     Args:
       wanted: {name: shape} of the model's tensors.

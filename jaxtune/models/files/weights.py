@@ -1,5 +1,6 @@
 """Computes the tensors of a changed model one at a time, so that the changed model is never in memory as a whole:
-`Weights`, which merging, saving and exporting use.
+`Weights`, which merging, saving and exporting use. `tensors_of` names the tensors of a model in the order of files, and
+`not_whole` those that a format cannot store.
 
 Changes are merging adapters, decoding and encoding weights.
 """

@@ -1,5 +1,7 @@
 """Weights that a sampler converts once instead of in each step, those of as many layers as there is free memory for: it
 decodes quantised weights, and casts and pads adapters of experts to the form that the kernels of experts read.
+`Converted` does it, after `Convertible` has measured what it would take; `head_of_step` gives the head in the form by
+which each step multiplies.
 
 The values of decoded weights are those that each product would decode, so the tokens are those of the quantised model.
 A step of some dozen rows multiplies weights of 16 bits at the speed at which it reads them, which no product that
@@ -36,11 +38,11 @@ class Convertible:
     """What the decoded weights of a model would take, by which the sampler's plan (plan_slots) decides how many layers
     it decodes."""
 
-    # for each layer, device bytes of its decoded weights in the model's compute dtype and of its experts' adapters in
-    # the form that kernels read; 0: it has nothing to convert
+    # for each layer that may be converted, from the first one on, device bytes of its decoded weights in the model's
+    # compute dtype and of its experts' adapters in the form that kernels read; 0: it has nothing to convert
     layers: tuple[int, ...]
     # device bytes of buffers that the sampler's programs need at most beside slots, weights and the states of prompts
-    # that they prefill; decoded weights leave them free
+    # that they prefill; plan_slots leaves them free beside the decoded weights
     buffer_bytes: int
     prefill_tokens: int  # the most tokens that one program prefills
 
@@ -126,9 +128,10 @@ def _buffer_bytes(model: Decoder, tokens: int) -> int:
 
 
 def head_of_step(model: Decoder, head: jax.Array) -> jax.Array:
-    """The weight [vocab, hidden] of the head of `model` as a decoding step multiplies by it: cast to the dtype in which
-    the head computes, and padded where products of 16 bits need it (filled_up). head: the weight as it is stored. A
-    round pads it once for all of its steps (slots._decode)."""
+    """The weight of the head of `model` as a decoding step multiplies by it, [vocab or a little more, hidden]: cast to
+    the dtype in which the head computes, and in 16 bits padded with rows of zeros to a multiple of 8, as products need
+    it (filled_up). head: the weight as it is stored, [vocab, hidden]. A round does so once for all of its steps
+    (slots._decode)."""
     return filled_up(head.astype(model.head_compute or model.dtype))
 
 

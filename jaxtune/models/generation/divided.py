@@ -1,5 +1,6 @@
 """Samplers of several devices that share the rows, for a model whose weights every device has, such as one that is
-being trained on them: each device samples a part of the answers, without exchanges."""
+being trained on them: each device samples a part of the answers, without exchanges. `devices_of` finds the devices,
+`copy_on` makes the model of one of them, and `DividedSampler` has a sampler on each."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The tokens at which the text of a model ends, as its generation_config.json and config.json name them, and adding
-further ones to a model."""
+"""The tokens at which the text of a model ends, as its generation_config.json and config.json name them
+(`end_token_ids`), and adding further ones to a model (`with_end_token_ids`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
     folder that it is saved to (its generation_config.json). The model is changed in place, and returned. load_adapter
     and training call it.
 
-    Ids outside the vocabulary are left out, and a model with random weights, which has no such file, stays as it is.
+    Ids outside the vocabulary are left out, and a model without a Source, which was made from no files, stays as it is.
     """
     source, ends = model.source, end_token_ids(model)
     more = [token for token in dict.fromkeys(tokens) if token not in ends and token < model.config.vocab_size]

@@ -1,7 +1,7 @@
 """Generation: continues a list of prompts of any lengths in one call (`generate`), by the sampler (sampler.py).
 
-It also computes the log-probabilities of answers as training does, because those of the decoding steps differ by
-rounding.
+It also computes the log-probabilities of answers as training does (`training_logprobs`), because those of the decoding
+steps differ by rounding.
 """
 
 from __future__ import annotations

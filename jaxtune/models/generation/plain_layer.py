@@ -4,6 +4,9 @@ A step of few rows is bound by the bytes of the weights and by the number of its
 pallas/few_rows are one kernel each: the residual stream is added up and normed at once, also across the border of two
 layers, and a token's heads are normed, rotated and written into the caches at once. Layers of another kind, and chunks
 of prompts, run through Block.step.
+
+`is_plain` says which layers `step` can run. A Stream is what one layer hands to the next; `norm_before` and `rounding`
+give the norms that the kernels compute, and their settings.
 """
 
 from __future__ import annotations

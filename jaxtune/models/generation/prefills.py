@@ -1,6 +1,7 @@
-"""Prefills prompts, once for all waiting rows that have the same prompt, and keeps their states until slots take them.
-At most four batches of prompts are kept; if there are more, the oldest is dropped, and those of its prompts for which
-rows still wait are prefilled again."""
+"""Prefills prompts, once for all waiting rows that have the same prompt, and keeps their states until slots take them
+(`Prefills`). A `Batch` has the states of the prompts that one program prefilled. At most four batches of prompts are
+kept; if there are more, the oldest is dropped, and those of its prompts for which rows still wait are prefilled
+again."""
 
 from __future__ import annotations
 
@@ -68,10 +69,10 @@ class Prefills:
     and values). `wanted` and `unwanted` count the requests that wait for a prompt, `advance` prefills, `ready` finds a
     prompt's states, and `take` hands them to a request that gets a slot.
 
-    For models whose mixers are attention, one program computes several prompts packed into one row, so that those of
-    unequal lengths need no padding; prompts of other models, and short ones, are padded rows of a batch. A prompt
-    longer than `chunk` tokens is prefilled in several programs: a forward pass over its first tokens, as many as leave
-    whole chunks, and then one program for each chunk.
+    For models whose mixers are attention and whose layers exchange nothing, one program computes several prompts packed
+    into one row if they fill half of it, so that those of unequal lengths need no padding. All other prompts are padded
+    rows of a batch. A prompt longer than `chunk` tokens is prefilled in several programs: a forward pass over its first
+    tokens, as many as leave whole chunks, and then one program for each chunk.
 
     Args:
       programs: the compiled functions.
@@ -111,17 +112,19 @@ class Prefills:
         self._long: _Long | None = None
 
     def wanted(self, request: Request) -> bytes:
-        """Counts a request among those that wait for the states of its prompt, which are not freed while any of them
-        waits. Returns the prompt's key, which the caller stores as request.key: the bytes of the tokens as int32, so
-        that requests with equal prompts have the same key and share one prefill."""
+        """Counts a request among those that wait for the states of its prompt. While any of them waits, the states are
+        dropped only if too many batches are kept (`_keep`), and computed again then. Returns the prompt's key, which
+        the caller stores as request.key: the bytes of the tokens as int32, so that requests with equal prompts have the
+        same key and share one prefill."""
         key = np.asarray(request.tokens, np.int32).tobytes()
         self._wanted[key] += 1
         return key
 
     def unwanted(self, request: Request) -> None:
-        """Registers that a request no longer waits for its prompt, because it was cancelled or gets a slot. A batch is
-        freed when no request waits for any of its prompts, and a prompt that is in work in chunks when none waits for
-        it."""
+        """Registers that a request no longer waits for its prompt, because it was cancelled or gets a slot. If none
+        waits for any prompt of a batch, the batch is dropped from this object's list and freed when nobody refers to it
+        any more: `take`, which calls this method, has a caller that refers to it and still copies states. A prompt that
+        is in work in chunks is dropped if no request waits for it."""
         self._wanted[request.key] -= 1
         if self._wanted[request.key] <= 0:
             del self._wanted[request.key]
@@ -149,8 +152,9 @@ class Prefills:
         self._batches, self._long = [], None
 
     def advance(self, leaves: Sequence[jax.Array], nearest: Sequence[Request]) -> int:
-        """Dispatches one program that prefills the prompt of the first of these requests, and of others if they fit.
-        When a prompt is complete, `ready` finds its states.
+        """Dispatches one program that prefills the prompt of the first of these requests, and the prompts of others
+        that are padded to the same length, if there are enough of them for a program. When a prompt is complete,
+        `ready` finds its states.
 
         If a long prompt is being prefilled in chunks, the program prefills its next chunk instead. For a prompt of one
         token, whose states are empty, no program is needed, and 1 is returned.

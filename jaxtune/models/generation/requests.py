@@ -1,5 +1,6 @@
-"""What is requested of the sampler (sampler.py): the state of one row that it continues, stop strings, at which a text
-ends, checks of prompts and lengths, and the seeds of rows."""
+"""What is requested of the sampler (sampler.py): the state of one row that it continues (`Request`), stop strings, at
+which a text ends (`StopStrings`), checks of prompts and lengths (`checked_prompt`, `checked_length`), and the seeds of
+rows (`seeds_of`)."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ class Request:
     placed: int = 0  # how often it was placed in a slot
     rounds: int = 0  # how many rounds that decode it were dispatched to the device and have not been read
     # identifies the tokens of which its states are computed, so that requests with equal prompts share a prefill; set
-    # while it waits
+    # when it is queued (Prefills.wanted)
     key: bytes = b""
     done: bool = False  # whether it has ended
 

@@ -84,8 +84,7 @@ class Piece:
 
 @dataclasses.dataclass
 class _Round:
-    """A round, that is one call of the compiled function `decode`, which makes a few tokens in every slot. It has been
-    dispatched to the device, and its results have not been read."""
+    """A round: a call of `decode` (a few tokens in every slot) that was dispatched and whose results are not read."""
 
     emitted: device.Emitted  # its results, which may not have arrived
     requests: dict[int, tuple[Request, int]]  # {slot: (the request that it decodes, Request.placed at that time)}
@@ -101,14 +100,14 @@ class Sampler:
     prompt length, and shared by all samplers of equal models.
 
     Args:
-      model: with its adapters, of which the sampler has a copy in the compute dtype. Other weights are not copied;
-        `update` sets others.
+      model: with its adapters. Plain adapters are copied in the compute dtype, and so are weights that are converted
+        (most_converted); other arrays are the model's own. `update` sets new weights.
       slots: rows that decode in one batch. None: `most_slots`, or as many as there is memory for.
       length: tokens that a row may have, its prompt included. None: as many as there is memory for, at most the model's
         positions. Caches grow in buckets up to the longest row that is requested.
       most_slots: the limit of slots if `slots` is None.
       most_converted: the most layers whose weights are converted once (converted.py); None: as many as fit.
-      memory_share: the share of the free memory that slots may take; the rest is for samplers that are made next.
+      memory_share: the share of the free memory for slots and converted weights; the rest is for samplers made next.
       deterministic: a row's tokens and log-probabilities have the same bits whatever else is sampled, in any slot and
         any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, and matrix products
         use the vendor's first algorithm instead of the fastest.
@@ -121,7 +120,7 @@ class Sampler:
       plan: the SlotPlan in use: slots, length, and the layers converted once. config: the model's DecoderConfig.
     Raises:
       ValueError: a number that must be a positive integer and is not; a model that scores texts; weights that are
-        divided over devices; slots and length for which there is too little memory.
+        divided over devices; slots and length for which there is too little memory, or positions.
     """
 
     def __init__(
@@ -393,7 +392,7 @@ class Sampler:
             self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
 
     def _widen_ends(self, needed: int) -> None:
-        """Gives the array of end tokens at least `needed` columns, the most end tokens of a row, padded with -1."""
+        """Gives the array of end tokens at least `needed` columns, a row's number of end tokens, padded with -1."""
         have = self._rows.ends.shape[1]
         if needed > have:
             more = (1 << (needed - 1).bit_length()) - have
@@ -461,8 +460,9 @@ class Sampler:
         return changed, device.Live(*(array.copy() for array in self._given))
 
     def _look(self) -> None:
-        """Waits for the oldest round and makes pieces of its tokens, for the next step to return. Ends rows that are
-        complete; puts those that paused (their states must be computed anew) first into the queue again."""
+        """Waits for the oldest round and makes pieces of its tokens, for the next step to return. Ends complete rows.
+        Rows that paused, as a longrope model changes its factors at their length and their states must be computed
+        anew, wait again at the head of the queue."""
         done = self._rounds.popleft()
         tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, done.emitted)
         for slot, (request, placed) in done.requests.items():

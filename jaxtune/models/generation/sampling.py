@@ -1,5 +1,9 @@
 """How the next token is chosen from the logits: the settings of a row (Sampling) and their effect on logits. Names and
-definitions are those of Hugging Face's generate."""
+definitions are those of Hugging Face's generate.
+
+The compiled programs get the settings of all rows as arrays (Numbers), and as a static argument which operations they
+contain (Kind). They apply `penalised`, `filtered` and `drawn` in this order; `block_sums` has the sums of probabilities
+by which `drawn` finds a token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Plans how many rows a sampler decodes at the same time and how long they may be, by the free device memory. The
-memory of one such row, with the caches of its keys and values, is a slot (slots.py)."""
+memory of one such row, with the caches of its keys and values, is a slot (slots.py). `plan_slots` makes a SlotPlan for
+a sampler, from `room_bytes`, the free memory, and `slot_bytes`, what slots take; `slots_for` makes it for the plan of a
+training run. `capacity_bucket` rounds the length of caches up."""
 
 from __future__ import annotations
 
@@ -73,10 +75,12 @@ def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], s
 def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, deterministic: bool = False) -> SlotPlan:
     """The slots with which a sampler would run, for the plan of a training run that samples answers: `most_slots` slots
     of `length` tokens, or half as many, or a quarter, and so on, until they fit into `room_bytes` bytes of device
-    memory, of which a tenth is left for other buffers; and as many converted layers as fit beside these slots.
+    memory, of which a tenth is left for other buffers; and as many converted layers as fit beside these slots, if there
+    are enough slots for conversion to be faster (converted.LEAST_ROWS).
 
     model: its arrays may be jax.ShapeDtypeStructs, because only their shapes are read. deterministic: as the sampler's;
-    nothing is converted if it is True. Raises ValueError if there is no room for a single slot.
+    nothing is converted if it is True. Raises ValueError if there is no room for a single slot, or if the model has
+    fewer than `length` positions.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -119,7 +123,8 @@ def plan_slots(
       convertible: what the model's converted weights would take, and what they leave free; None: nothing is
         converted.
     Raises:
-      ValueError: fixed values that do not fit, or are not positive integers.
+      ValueError: fixed values that are not positive integers; a length above `positions`; no room for the fixed slots,
+        or for a single one, of the fixed or the least length.
     """
     for name, value in (("slots", slots), ("length", length), ("most_slots", most_slots)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -150,8 +155,8 @@ def _planned(
     most_slots: int,
 ) -> SlotPlan:
     """Makes the plan for which `room` bytes suffice, without converted weights: `most_slots` slots, halved until rows
-    of 256 tokens fit, and rows of 256 tokens, doubled as long as they fit. plan_slots calls it with all room, and again
-    with the room that converted weights leave.
+    of 256 tokens (or of `length`) fit, and rows of 256 tokens, doubled as long as they fit, up to `positions`.
+    plan_slots calls it with all room, and again with the room that converted weights leave.
 
     Args:
       bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.

@@ -1,11 +1,17 @@
 """The device side of the sampler: its arrays and its compiled programs.
 
 A slot is one row of fixed arrays: for each mixer the row's state (caches of keys and values, or states of delta nets)
-and a few numbers. `decode` makes the next tokens of all slots in one batch. A prompt's states are computed outside the
-slots, by `prefill` and, for a long prompt, `extend`; `insert` copies them into the slots that take the prompt.
+and a few numbers. `Programs` are the compiled functions, which `programs` makes: `decode` makes the next tokens of all
+slots in one batch. A prompt's states are computed outside the slots, by `prefill` or `pack` and, for a long prompt,
+`extend`; `insert` copies them into the slots that take the prompt.
 
 The states of a row of n tokens cover its first n - 1 tokens: the newest token is the input of the next decoding step. A
 prompt's last token is therefore decoded too, and a prefill computes no logits.
+
+`Live` and `Rows` are the numbers of the slots, which `decode` changes and does not change, and `Emitted` its results.
+`empty_rows` and `empty_states` make the arrays of empty slots, `states_shape` their shapes, `grown` longer caches, and
+`mark_seen` records the tokens of a row for the repetition penalty. Prompts run through the layers by `_forward`, the
+new tokens of a row by `_through_layers`, and `_chosen` chooses the next token.
 """
 
 from __future__ import annotations
@@ -97,10 +103,10 @@ class Emitted(NamedTuple):
     """The tokens that a call of `decode` made in the N slots. The host reads them one call later."""
 
     tokens: jax.Array  # int32[steps, N]: slot i made the tokens [:counts[i], i]; the others are to be ignored
-    logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model
+    logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model (see _chosen)
     counts: jax.Array  # int32[N]: how many tokens the row in each slot made
-    # (int32[steps, N, MOST_RANKED], the most likely tokens in descending order; float32, their log-probabilities), or
-    # None if no row asks for them
+    # (int32[steps, N, MOST_RANKED], the most likely tokens in descending order, all if the vocabulary has fewer;
+    # float32, their log-probabilities), or None if no row asks for them
     ranked: tuple[jax.Array, jax.Array] | None
 
 
@@ -200,9 +206,9 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
     Args:
       structure, leaves: the model without its arrays, and its arrays.
       width: the most tokens of a prompt, for which the states have room.
-      tokens: int32[1, T], the prompts.
+      tokens: int32[1, T], the prompts, each without its last token.
       starts: int32[G], the index of each prompt's first token, ascending; T for an entry without a prompt.
-      lengths: int32[G], the tokens of each prompt; 0 for an entry without a prompt.
+      lengths: int32[G], how many tokens each prompt has in `tokens`; 0 for an entry without a prompt.
       totals: int32[G], tokens of each whole row, by which a longrope model chooses its factors.
     """
     model, length = structure.model(leaves), tokens.shape[1]
@@ -238,7 +244,8 @@ def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals)
 def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable[..., object]) -> States:
     """Runs prompts through all layers of `model` as training does, and returns the generation states, a list with one
     for each layer. tokens: int32[R, T]. layout: the tokens' document boundaries and rotary tables. first_state: (layer,
-    its LayerSpec, {name: value} of the residuals that the layer's `state_reads` names) -> the layer's state."""
+    its LayerSpec, {name: value} of the residuals that the layer's `state_reads` and `gives` name) -> the layer's
+    state."""
     x = model.embed(tokens)
     states, shared = [], {}
     given = model.given(tokens, x) or [{}] * len(model.layers)
@@ -355,12 +362,12 @@ def _split(model: Decoder) -> list[tuple]:
 
 def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) -> tuple[jax.Array, States]:
     """Runs new tokens of N rows through all layers and the final norm, for a step of generation: by `_plain_step` if C
-    is 1 and all layers are plain ones, otherwise by `_layer_step`. Returns (the hidden states after the final norm [N,
-    C, hidden], the layers' new states).
+    is 1, all layers are plain (plain_layer.is_plain), and the final norm has no dtype of its own; otherwise by
+    `_layer_step`. Returns (the hidden states after the final norm [N, C, hidden], the layers' new states).
 
     Args:
       model, splits: the decoder, and its split layers from _split.
-      tokens: int32[N, C], the next C tokens of each row.
+      tokens: int32[N, C], the next C tokens of each row. A row has all C or, where `real` is False, none.
       states: of the N rows, one pytree for each layer.
       at: int32[N], the position of each row's first token in `tokens`; -1 for a row that has none.
       tables: the rotary tables of the positions, one for each of the decoder's rotary bases (rope.rotary_tables).
@@ -421,7 +428,7 @@ def _context(spec: LayerSpec, length: int, tables, real) -> Context:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _plain_step(graph, spec: LayerSpec, trainable, frozen, stream, tables, state, at, real, next_weight):
     """Runs one layer for one new token of each row by plain_layer.step, in fewer kernels than `_layer_step`: (its
-    output, a plain_layer.Stream, and the new state). It is used where all layers are plain ones (plain_layer.is_plain).
+    output, a plain_layer.Stream, and the new state). `_through_layers` chooses between the two.
 
     Args:
       graph, trainable, frozen, spec: the layer's Block, from nnx.split(layer, nnx.Param, ...), and its kind.

@@ -1,5 +1,6 @@
-"""A model taken apart for the sampler's programs: its structure, which is static, and the list of its arrays, among
-them its adapters, rounded to the compute dtype."""
+"""A model taken apart for the sampler's programs: its Structure, which is static, and the list of its arrays, of which
+the plain adapters of linears are cast to the compute dtype. `flattened` does it; `structure_of` makes the Structure,
+and `rounded_places` finds the arrays that are cast."""
 
 from __future__ import annotations
 
@@ -42,9 +43,10 @@ def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) 
 
 
 def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
-    """Takes a model apart for the programs: (its Structure, which has no arrays, the list of its arrays). Adapters are
-    rounded to the compute dtype, in new arrays; all others are the model's own. The sampler does so once and not for
-    each call, because flattening a deep model takes the host as long as the device takes for many tokens.
+    """Takes a model apart for the programs: (its Structure, which has no arrays and is their static argument, the list
+    of its arrays). The A and B of plain adapters of linears (`_rounded_sides`) are cast to the compute dtype, in new
+    arrays; all others are the model's own. The sampler does so once and not for each call, because flattening a deep
+    model takes the host as long as the device takes for many tokens.
 
     Raises:
       ValueError: weights are divided over devices.
