@@ -1,4 +1,6 @@
-"""Tokenises texts and records the position of each token, at a cost that grows linearly with the length of a text.
+"""Tokenises texts and records the position of each token (`Tokens`), at a cost that grows linearly with the length of a
+text. `tokenize` does it for several texts, and `tokenize_pieces` for one text that is cut into pieces at given
+characters.
 
 A text longer than a window (65,536 characters) is tokenised window by window. Neighbouring windows overlap, and are
 joined at a token that both have at the same position, away from the edges of both. There they agree with the text

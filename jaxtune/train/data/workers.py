@@ -1,4 +1,4 @@
-"""Tokenises rows in chunks, in a thread of this process or in several processes.
+"""Tokenises rows in chunks (`encode_rows`), in a thread of this process or in several; `encode_chunk` makes a `Chunk`.
 
 The processes are started as separate commands and receive their work through pipes. Nothing is forked, because JAX may
 already be running here. The caller's main module is not imported again, as multiprocessing's spawn would do, so a
@@ -178,9 +178,9 @@ def encode_rows(
         rows: from `reading.read_rows`.
         tokenizer: a fast Hugging Face tokenizer.
         options: keyword arguments of `RowEncoder`.
-        num_workers: the number of processes. With 0 or 1, or, with a line that says so, a tokenizer that cannot be
-            pickled, a thread of this process tokenises. None: a process for each CPU (at most 16) if over 3 CPUs and
-            16,384 rows.
+        num_workers: the number of processes. With 0 or 1, or a tokenizer that cannot be pickled (a line says so), a
+            thread does it. None: a process for each CPU, at most 16, if there are both more than 3 CPUs and more than
+            16,384 rows, which are read ahead to see it, else a thread.
         poll: called several times a second; what it raises ends the work at once and passes through.
 
     Raises:

@@ -1,5 +1,6 @@
-"""The figures of a run that its page shows, read from the run's folder, as one JSON object: `RunFiles.page` returns
-it. `jaxtune report` and `jaxtune watch` make their pages of it."""
+"""The figures of a run that its page shows, read from the run's folder, as one JSON object: `RunFiles.page` returns it.
+`jaxtune report` and `jaxtune watch` make their pages of it. `Figures` collects the lines of metrics.jsonl, a `Curve`
+has the values of one metric, and `thinned` makes a long curve short enough to draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: Orbax writes the arrays, and this module makes a save atomic, verified and safe to resume from.
+"""Checkpoints: Orbax writes the arrays, `Checkpointer` makes saves atomic and verified, `saved_steps` lists them.
 
     folder/
       run.lock                the run that uses the folder: pid, host, start time
@@ -9,8 +9,8 @@
       .tmp_step_00000200/     a save in progress, or the leftover of a dead run, which the next start removes
 
 A save copies device arrays to the host, returns, and finishes in a thread. Before a resume every byte is read again and
-its checksum compared. In a run of several processes each writes and reads the parts of its own devices. The first
-process does everything else: the lock, the commit, deletions, and the choice of what is restored.
+its checksum compared. In a run of several processes each writes and reads the parts of its own devices. The first does
+all else: the lock, the commit, deletions, and the choice of what is restored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The record of a run: the values in checkpoints, results and config.yaml by which a run recognises its own files.
 
-`record_of` makes the record, `require_same_run` compares it with that of a checkpoint, and `same_run` and `digest` make
-of it what results store. `require_same_settings` and `require_same_rows` compare the processes of a run.
+`record_of` makes the record, `require_same_run` compares it with that of a checkpoint (`is_longer`: whether the run got
+more steps), and `same_run` and `digest` make of it what results store (`is_digest_of` recognises it).
+`require_same_settings` and `require_same_rows` compare the processes of a run, and `in_first_words` gives them one
+config. `require_compatible` and `compare_meta` list the differences of two records (each a `Difference`).
 `recorded_config`, `write_config` and `require_same_config` are about config.yaml."""
 
 from __future__ import annotations

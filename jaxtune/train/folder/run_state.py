@@ -1,5 +1,6 @@
 """Whether a run is running, has finished, was stopped or has failed, as its folder says to `jaxtune watch` and `jaxtune
-report`. The module imports nothing of JAX, so that reading a folder is quick."""
+report` (`RunState`). A run writes it by `recorded_state`, and `read_state` reads it. The module imports nothing of JAX,
+so that reading a folder is quick."""
 
 from __future__ import annotations
 
