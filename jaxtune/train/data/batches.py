@@ -157,8 +157,9 @@ class BatchSource:
 
     def limit_slots(self, plan: SlotPlan) -> None:
         """Sets the most rows that a source which samples answers may sample at a time, and the most layers whose
-        weights its samplers may convert once: those of `plan`. It is called once the memory of the run is planned. By
-        default, for a source that does not sample, it does nothing."""
+        weights its samplers may convert once: those of `plan`. It is called once the memory of the run is planned, if
+        the source has `sampled_rows` and memory is limited. By default, for a source that does not sample, it does
+        nothing."""
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
         """Tells the source how devices share the rows of a batch; called once, before the first batch. By default

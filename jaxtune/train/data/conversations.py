@@ -93,7 +93,8 @@ class Conversations:
         self, messages: list[dict], tools: list[dict] | None, first: int
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the (start, end) character range of each response, in order, for a template
-        without `{% generation %}` marks. Each response costs two renderings.
+        without `{% generation %}` marks. Each response costs up to two renderings, and more if the template renders its
+        turns differently once later turns follow.
 
         Args:
             messages, tools: the conversation.

@@ -52,7 +52,7 @@ class _Marker:
         key: the config key below `data` that it comes from, for error messages.
 
     Raises:
-        ValueError: the marker is empty, or no token of it is the same in every context.
+        ValueError: the marker is empty, or no token of it but white space is the same in every context.
     """
 
     def __init__(self, tokenizer: Any, text: str, key: str):

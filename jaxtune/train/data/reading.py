@@ -4,7 +4,8 @@ Reading yields each row as a `Row` with its file and line, so that error message
 is yielded with the reason, and the caller decides whether to stop or leave it out. The readers are in `row_files.py`. A
 row has at most `MAX_ROW_SIZE` bytes or characters (32 MiB), and a Parquet file may expand to at most `MAX_EXPANSION`
 times its size (or 32 MiB), so that a damaged or malicious file cannot exhaust the memory. `open_sources` finds the
-files, and `read_rows` reads them.
+files, each a `Source`, and `read_rows` reads them. A `Window` is a source of rows that were read already, those of a
+stream.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Readers of rows: one for each kind of file, one for `datasets` and one for lists.
+"""Readers of rows: one for each kind of file, one for `datasets` and one for lists. `reading.open_sources` chooses
+them. `is_array` says whether a .json file is one array or has an object a line.
 
 Each reader yields in order the rows whose number is above `after` and skips the others as cheaply as the file format
 allows; a .json file with an array is always read from its beginning. A row that cannot be read, a bad row, is yielded

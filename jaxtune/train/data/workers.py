@@ -1,11 +1,11 @@
-"""Tokenises rows in chunks (`encode_rows`), in a thread of this process or in several; `encode_chunk` makes a `Chunk`.
+"""Tokenises rows in chunks (`encode_rows`; `encode_chunk` makes one `Chunk`), in this process or in several others.
 
 The processes are started as separate commands and receive their work through pipes. Nothing is forked, because JAX may
 already be running here. The caller's main module is not imported again, as multiprocessing's spawn would do, so a
 training script need not guard its main code.
 
 The caller can interrupt the work at any time, because its wait wakes several times a second. On an interrupt, or when a
-chunk takes far too long (a template is a program, and may loop), processes are killed and the thread is abandoned.
+chunk takes far too long (a template is a program, and may loop), processes are killed, and a thread is made to exit.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ REASON_CHARACTERS = 500  # the most of a bad row's reason that is kept; a messag
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The documents made from a chunk of rows (what one worker tokenises at a time), in flat arrays, and lists of the
-    rows that made none. A document is the token ids of one example. A place is the text `file:line` of a row, for
-    messages."""
+    """The documents made from a chunk of rows (what one worker tokenises at a time), in flat arrays, and lists of rows
+    that made none or are warned about. A document is the token ids of one example. A place is the text `file:line` of a
+    row, for messages."""
 
     rows: int
     """The number of rows in the chunk, bad ones included."""

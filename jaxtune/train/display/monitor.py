@@ -219,8 +219,9 @@ class Monitor:
         Args:
           step: the step's number, from 0.
           latest: its metrics as arrays on the device, as StepProgram.update returns them.
-          counts: what is known on the host, from Engine.load_step: {"tokens", "trained_tokens", "lengths" of its
-            documents, and, if the source of the rows adds some, "metrics": {name: value}}.
+          counts: what is known on the host, from Engine.load_step, of which these are read: {"tokens",
+            "trained_tokens", "lengths" of its documents, "metrics": {name: value}, those that the source of the rows
+            adds}.
         Raises:
           TrainingStopped: a guard ends the run because of the step before.
         """

@@ -65,7 +65,7 @@ class BestCheckpoint:
     config: CheckpointConfig
     """The section `checkpoint` of the run's config."""
     step: int | None = None
-    """The number of steps done at the best evaluation so far whose state is saved; None if there is none."""
+    """The number of steps done at the best evaluation taken so far, whose state is saved; None if there is none."""
     value: float = math.nan
     """The value of the metric in that evaluation."""
 
