@@ -48,7 +48,7 @@ class ConfigKey:
 
 
 def config_keys() -> list[ConfigKey]:
-    """Every key of a TrainConfig in the order of the schema, from which `--help` and the documentation are made."""
+    """Every key of a TrainConfig in the order of the schema (see `_keys_of`), for `--help` and the documentation."""
     return list(_keys_of(TrainConfig, ""))
 
 

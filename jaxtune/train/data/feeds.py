@@ -339,8 +339,8 @@ class PreparedSet:
         return _PreparedFeed(self.data.rows, lane, lanes, seed, position if isinstance(position, int) else 0)
 
     def identity(self) -> dict[str, Json]:
-        """Values that identify the rows by name: the number of packed rows, a checksum of all tokens, and the number of
-        trained tokens. A run that resumes with other values is refused."""
+        """Values, by name, that identify the rows: the number of packed rows, a checksum of all tokens, and the number
+        of trained tokens, as `Batches.identity` gives them. A run that resumes with other values is refused."""
         return self.data.batches(1).identity()
 
     def described(self) -> str:

@@ -48,7 +48,8 @@ class PackedPairs:
         max_documents: the most documents in a row, for which batches have room; None is the most of any row.
 
     Raises:
-        ValueError: the number of documents is odd, `overflow` is "split", or it is "error" and a pair is too long.
+        ValueError: the number of documents is odd; `overflow` is "split"; it is "error", and a pair, or with `width` a
+            document, is longer than `length`; or a pair is longer than `width`.
     """
 
     def __init__(

@@ -353,7 +353,7 @@ def _span(rows: list[Row]) -> str:
 
 
 class _InProcess:
-    """The `_Encoder` that tokenises with `encoder` in this process: for few rows, or a tokenizer that cannot be
+    """The `_Encoder` that tokenises with `encoder` in this process: for one worker, or a tokenizer that cannot be
     pickled. Its attribute `thread` is the id of the thread that encodes, so that `kill` can end it."""
 
     def __init__(self, encoder: RowEncoder):

@@ -295,7 +295,7 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 def evaluations(path: Path, rows: str) -> dict[int, float]:
     """{step: evaluation loss} from the metrics.jsonl at `path`, of evaluations of the rows `rows` (Documents.identity)
-    or of rows that are not recorded; {} without a file. A run that is started again sees by it what was evaluated."""
+    or of rows that are not recorded; {} without a file. results.json and a run that is started again need them."""
     lines = read_metrics(path) if path.exists() else []
     return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and line.get(ROWS, rows) == rows}
 

@@ -193,8 +193,8 @@ def precision_notes(
 ) -> list[str]:
     """Sentences on the numeric settings of a run, a sentence each, which are printed before it starts: the dtypes of
     weights, gradients and optimizer state, modules with a precision of their own, losses that the layers add, the
-    rounding of quantisation-aware training (QAT), and, for dpo and kto with a loaded adapter, which model is the
-    reference.
+    rounding of quantisation-aware training (QAT), also that it differs from the one of an adapter's earlier training,
+    and, for dpo and kto with a loaded adapter, which model is the reference.
 
     Args:
       config: the run's.

@@ -65,7 +65,8 @@ class Figures:
 
     Attributes:
       curves: {key of a drawn metric: its Curve}, apart from those of evaluations.
-      evaluations: (step, identity of the rows, numbers by their keys without the prefix "eval_") of each evaluation.
+      evaluations: (step, identity of the rows or "", {name of a drawn metric without the prefix "eval_": value}) of
+        each evaluation.
       plan: the plan in force, in words, a list of lines: of a run that was resumed, or ran out of memory, the last of
         several.
       step: the number of steps done, by the last line.

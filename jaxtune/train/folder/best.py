@@ -70,13 +70,14 @@ class BestCheckpoint:
     """The value of the metric in that evaluation."""
 
     def resume(self, output: Path, start: int, rows: str | None) -> None:
-        """Finds the best evaluation of earlier processes of the run, among those whose checkpoint exists. A collective
-        call: the first process reads the file for all.
+        """Finds the best evaluation of earlier processes of the run, among those whose checkpoint exists; with
+        checkpoint.best unset it does nothing. A collective call: the first process reads the file for all.
 
         Args:
           output: the run's folder, whose metrics.jsonl is read.
           start: the number of steps done; evaluations after more steps are left out, as the run repeats these steps.
-          rows: what identifies the held-out rows; evaluations of other rows are left out.
+          rows: what identifies the held-out rows; evaluations of other rows are left out, those that name no rows are
+            not.
         """
         if self.config.best is None:
             return

@@ -190,7 +190,7 @@ class Checkpointer:
     def _finish(self, step: int, temporary: Path, record_text: str) -> None:
         """The main function of a save's thread: waits until Orbax has written the arrays into the folder `temporary`,
         adds meta.json (record_text) and the manifest, gives the checkpoint of `step` its name, and removes old ones. An
-        error is kept for `wait`."""
+        error is kept for `wait`. Other processes than the first only wait."""
         try:
             self._orbax.wait_until_finished()  # in the first process this waits until all have written
             if not processes.first():

@@ -95,7 +95,9 @@ def record_of(
     numerics: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The record that a checkpoint stores with its arrays, as JSON values. When a run is resumed, its own record is
-    compared with it, so that it does not continue another run (require_same_run).
+    compared with it, so that it does not continue another run (require_same_run). Its keys are the names of the
+    arguments; base_digest, base_fingerprint and teacher_digest are those of base and teacher, and teacher and own are
+    left out if there are none.
 
     Args:
       config: the run's.
