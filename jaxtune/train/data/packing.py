@@ -256,9 +256,9 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
 class PackedRows:
     """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch;
     `TokenDataset.rows` makes them. Documents that are empty, or lose all their trained tokens when they are cut, are in
-    no row. The attribute `report` has the counts, a PackingReport, `plan` the assignment of documents to rows, and
-    `full` says whether every row is one document without padding. `empty` makes a batch, `fill` writes a row into it,
-    and `batch` makes one of all rows.
+    no row; nor are untrained pieces of a divided document that is trained on elsewhere. The attribute `report` has the
+    counts, a PackingReport, `plan` the assignment of documents to rows, and `full` says whether every row is one
+    document without padding. `empty` makes a batch, `fill` writes a row into it, and `batch` makes one of all rows.
 
     Args:
         documents: the documents.
