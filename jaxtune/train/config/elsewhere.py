@@ -1,8 +1,8 @@
 """Configs of axolotl and LLaMA-Factory, as the recipe that they mean.
 
 `recipe_of` goes through the keys of such a config. Either a key of a recipe has the same meaning, or it has no effect
-here, or it has no counterpart. `jaxtune convert` prints the recipe. Names and defaults are those of the two programs'
-documentation.
+here, or it has no counterpart. `jaxtune convert` prints the recipe. `program_of` says whose config it is, and a
+`Translation` has the recipe with what it lacks. Names and defaults are those of the two programs' documentation.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
         looked for.
     Returns:
       The recipe. Keys without a counterpart are no error; they are listed in `lacking`. Keys that have no effect here
-        (`_IDLE`, such as gradient_checkpointing), and those whose value is null, false or empty, are left out without a
-        note.
+        (`_IDLE`, such as gradient_checkpointing), and those whose value is null, false, 0 or empty, are left out
+        without a note.
     Raises:
       ConfigError: the config is neither axolotl's nor LLaMA-Factory's.
       ValueError: dataset_info.json is not JSON.
@@ -170,8 +170,8 @@ def _common(made: Translation, left: dict[str, Any]) -> None:
     (rows_per_step is rows x micro-batches), steps or epochs, optimizer, schedule, precision, held-out rows. Called
     after `_axolotl` or `_llama_factory`, as it reads what they have set. made: the recipe, which is extended. left: the
     config's keys that are not translated yet; those that this function translates are removed from it. Some are removed
-    without effect: those of LoRA if the recipe makes no new adapter, the number of epochs beside max_steps, and
-    eval_steps if there are no held-out rows."""
+    without effect: lora_alpha and lora_dropout if the recipe makes no new adapter, the number of epochs beside
+    max_steps, val_set_size beside data.eval, and eval_steps if there are no held-out rows."""
     adapted = "adapter" in made.values and "path" not in (made.values["adapter"] or {})
     for name, key in _SAME.items():
         if name in left and (value := left.pop(name)) is not None and (adapted or name not in _ADAPTERS):

@@ -1,4 +1,6 @@
-"""Reads recipes and `key.sub=value` overrides into a TrainConfig, writes one as YAML, and lists the keys of the schema.
+"""Reads recipes and `key.sub=value` overrides into a TrainConfig (`load_config`; `load_to_evaluate` for `jaxtune
+evaluate`), writes one (`config_to_yaml`, `config_to_dict`), and lists the keys of the schema (`config_keys`) and the
+packaged recipes. `read_values` reads YAML unchecked, `config_from_dict` checks, `flat_keys` makes {dotted key: value}.
 
 Pydantic checks strictly: an unknown key or a wrong type is an error that names the key and the nearest valid one. YAML
 is read by the rules of YAML 1.2: only `true` and `false` are booleans (`on` and `no` are strings), `1e-4` is a number,
@@ -46,7 +48,7 @@ class ConfigKey:
 
 
 def config_keys() -> list[ConfigKey]:
-    """Every key of a TrainConfig in the order of the schema, from which `--help` and the documentation are made."""
+    """Every key of a TrainConfig in the order of the schema (see `_keys_of`), for `--help` and the documentation."""
     return list(_keys_of(TrainConfig, ""))
 
 
@@ -67,8 +69,7 @@ def _keys_of(cls: type, prefix: str) -> Iterator[ConfigKey]:
 
 
 def _section(hint: Any) -> type | None:
-    """The dataclass in a field's type `hint`, such as `Annotated[AdapterConfig | None, help]`, by which a key is known
-    to be a section; None if there is none."""
+    """The dataclass (a section) in a field's type `hint`, such as `Annotated[AdapterConfig | None, help]`, or None."""
     for member in _members(hint):
         if dataclasses.is_dataclass(member) and isinstance(member, type):
             return member
@@ -77,8 +78,7 @@ def _section(hint: Any) -> type | None:
 
 def _members(hint: Any) -> tuple[Any, ...]:
     """The members of a union type `hint`, or (the type itself,) if it is no union, without the help text of an
-    `Annotated`. `_section` looks for a section of keys among them, and `_describe` and error messages name them;
-    pydantic, which checks the values, does not need it."""
+    `Annotated`. `_section` looks for a section of keys among them, and `_describe` and error messages name them."""
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     # Literal[...] | None is a typing.Union before Python 3.14.

@@ -321,9 +321,9 @@ class TrainConfig:
         require(self.steps is None or start < self.steps, "qat.start", start, f"must be below steps = {self.steps}")
 
     def _check_evaluation(self) -> None:
-        """Raises `ConfigError` if evaluations are asked for and there are no held-out rows (for evaluations by
-        generation: no data.eval), if evaluation.generate names rewards that cannot be used, or if checkpoint.best names
-        a metric that evaluations will not have."""
+        """Raises `ConfigError` if evaluations are asked for (every_steps, at_start) and there are no held-out rows (for
+        evaluations by generation: no data.eval), if evaluation.generate names rewards that cannot be used, or if
+        checkpoint.best names a metric that evaluations will not have."""
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
         for key in ("every_steps", "at_start"):
             value = getattr(self.evaluation, key)

@@ -8,9 +8,10 @@ makes its batches. The other files, in the order in which data flows through the
 - `formats.py` and `messages.py` convert the known row formats (text, Alpaca, messages, ...) to one `Example`.
 - `templates.py`, `conversations.py`, `tokenizing.py`, `markers.py` and `spans.py` render examples with a chat
   template, tokenise the text, and decide which tokens are trained on; `packaged.py` has templates for base models.
-- `workers.py` tokenises many rows in several processes; `cache.py` stores the result on disk.
+- `workers.py` tokenises rows in chunks, of many rows in several processes; `cache.py` stores the result on disk.
 - `packing.py` (and `pairs.py` for preferences) packs the documents (`documents.py`) into rows of fixed length.
-- `teacher_values.py` has a teacher's stored log-probabilities beside them.
+- `teacher_values.py` has a teacher's stored log-probabilities beside them; `teacher_files.py` reads these from files
+  that another program wrote.
 - `batches.py` maps the number of a step to its batch; `steps.py` does so when every step trains on a fixed number of
   documents.
 - `streamed.py` does all of this during the run, for a window of rows at a time; `feeds.py` takes the rows of a step

@@ -2,8 +2,10 @@
 
 A `Batch` is what a train step computes on. A `BatchSource` makes the batch of each step, and says what a checkpoint
 must record so that a resumed run gets the same batches. `Batches` is the source for rows that are all known before the
-run: the order of an epoch is a permutation computed from (seed, epoch) alone, so a checkpoint need record only the
-number of the step.
+run. It writes packed rows (the interface `Rows`) into batches, in an order of each epoch that one of the functions in
+`ORDERS` (`epoch_order`, `torch_order`, `given_order`) computes from (seed, epoch) alone, so a checkpoint need record
+only the number of the step. `SampledRows` is for sources that sample answers from the model: the size of what they
+sample at a time.
 """
 
 from __future__ import annotations
@@ -149,14 +151,15 @@ class BatchSource:
         raise NotImplementedError
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the rows of `step`, a recent one, came from, such as `file:line`; [] if that is not known. A run shows
-        it if the loss or gradient of the step is not finite."""
+        """Where the rows of `step`, a recent one, came from, such as `file:line`; [], the default, if that is not
+        known. A run shows it if the loss or gradient of the step is not finite."""
         return []
 
     def limit_slots(self, plan: SlotPlan) -> None:
         """Sets the most rows that a source which samples answers may sample at a time, and the most layers whose
-        weights its samplers may convert once: those of `plan`. It is called once the memory of the run is planned. By
-        default, for a source that does not sample, it does nothing."""
+        weights its samplers may convert once: those of `plan`. It is called once the memory of the run is planned, if
+        the source has `sampled_rows` and memory is limited. By default, for a source that does not sample, it does
+        nothing."""
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
         """Tells the source how devices share the rows of a batch; called once, before the first batch. By default
@@ -191,7 +194,7 @@ class BatchSource:
         return ["training rows: made during the run", f"{total_steps:,} steps of {self.rows_per_step:,} rows"]
 
     def warnings(self) -> list[str]:
-        """Warnings about the rows to show before training, such as rows that were cut, one sentence each; [] by
+        """Warnings about the rows to show before training, such as rows that were left out, one sentence each; [] by
         default. They end nothing: what makes rows unusable is raised as an error instead."""
         return []
 
@@ -219,7 +222,7 @@ class Rows(Protocol):
     length: int
     """The number of tokens in a row, padding included."""
     max_documents: int
-    """The most documents in any row."""
+    """The most documents in any row, or the larger number for which batches have room."""
     full: bool
     """Whether every row is one document without padding."""
     documents: Any

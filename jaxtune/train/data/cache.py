@@ -1,4 +1,7 @@
-"""The token cache: tokenised documents as flat, memory-mapped files, written once for each input.
+"""The token cache: tokenised documents as flat, memory-mapped files, written once for each input. `open_or_build` opens
+the folder of a set of rows, or builds it first. `cache_folder` is the folder of all caches, and `cache_key` the name of
+the set's folder in it. `collect` keeps rows that have no key, such as a list of dicts, in memory. A `Summary` counts
+the rows.
 
 A folder of the cache is named by a hash of everything that decides its content: the rows, the tokenizer, the options
 and the source of this code. It is written under a temporary name and then renamed, so a folder under its final name is
@@ -250,7 +253,8 @@ def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
 
 def collect(chunks: Iterable[Chunk]) -> tuple[Documents, Summary]:
     """(documents, summary) of all chunks: the documents in memory, and the counts of their rows. Without a chunk there
-    is no document, and all counts are 0. It is for rows that cannot be cached, such as a list of dicts."""
+    is no document, and all counts are 0. It is for rows that cannot be cached, such as a list of dicts or a window of a
+    stream."""
     store = _Store(None)
     for chunk in chunks:
         store.add(chunk)
@@ -459,7 +463,8 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
 
 
 def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) -> str | None:
-    """The name of the cache folder for these rows, 32 hex digits; None if a source has no identity (a list in memory).
+    """The name of the cache folder for these rows, 32 hex digits; None if a source has no identity (such as a list in
+    memory).
 
     It is a hash of the rows, the tokenizer, the options and the source of the code that tokenises.
 

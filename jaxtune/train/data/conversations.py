@@ -1,4 +1,5 @@
-"""Renders conversations with a chat template, and finds in the text where each response begins and ends.
+"""Renders conversations with a chat template, and finds in the text where each response begins and ends
+(`Conversations`). `TextRange` is the place of one message's text.
 
 It also finds the parts of a conversation that the template does not write into the text, such as a thought, the content
 of a message, a tool call or the list of tools, so that a warning can name them.
@@ -92,7 +93,8 @@ class Conversations:
         self, messages: list[dict], tools: list[dict] | None, first: int
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the (start, end) character range of each response, in order, for a template
-        without `{% generation %}` marks. Each response costs two renderings.
+        without `{% generation %}` marks. Each response costs up to two renderings, and more if the template renders its
+        turns differently once later turns follow.
 
         Args:
             messages, tools: the conversation.
@@ -255,11 +257,12 @@ class Conversations:
 
     def _all_written(self, messages: list[dict], tools: list[dict] | None, parts: list[tuple[int, str]]) -> bool:
         """Whether the template writes every one of these parts of a conversation (messages; tools or None); each part
-        is (index of the message, name of the part). True without parts.
+        is (index of the message, name of the part as `_changed` gives it). True without parts.
 
         All parts are replaced by markers and rendered at once, which costs one rendering instead of one for each part.
         False means that it is not known, and that the parts must be tried one by one: a marker is missing, the template
-        fails, or a part is content, which `left_out` asks about only if the text does not contain it unchanged.
+        fails, or a part is content. `left_out` asks about content only if the text does not contain it unchanged, so it
+        is probably not written, and this rendering would be wasted.
         """
         if not parts or any(part == "content" for _, part in parts):
             return not parts

@@ -144,8 +144,9 @@ class TokenDataset:
 
     def in_rows(self, slots: int) -> TokenDataset:
         """The data set as it is evaluated. With packing="step" it is a copy that is packed into rows of `slots` tokens,
-        at least the longest document, because the length of rows is known only when the training steps are packed
-        (`steps.pack_steps`). Otherwise it is `self`, and `slots` is not used."""
+        because the length of rows is known only when the training steps are packed (`steps.pack_steps`). A document
+        that is longer than `slots` is treated as `overflow` says; callers give the length of the training rows or more.
+        Otherwise it is `self`, and `slots` is not used."""
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
     def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:

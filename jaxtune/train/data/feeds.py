@@ -1,8 +1,10 @@
 """Batches whose rows are taken one at a time from feeds: from a stream, or from several sets of rows mixed by weight.
 
 A `RowSet` is a set of rows that may be too large to be read before the run. It makes one `Feed` for each lane, that is
-for each device that computes on rows of its own. The feeds of a set have no row in common, and each can report its
-position, so that a resumed run continues with the next row. `FedBatches` takes the rows of each step from the feeds.
+for each device that computes on rows of its own. In one epoch no two feeds of a set take the same row, and each feed
+can report its position, so that a resumed run continues with the next row. `FedBatches` takes the rows of each step
+from the feeds. `PreparedSet` is the RowSet of rows that were tokenised before the run; that of a stream is
+`streamed.StreamedRows`.
 """
 
 from __future__ import annotations
@@ -103,8 +105,8 @@ class RowSet(Protocol):
         ...
 
     def warnings(self) -> list[str]:
-        """Warnings about the rows to show before training, such as rows that were cut, one sentence each; [] if there
-        are none. FedBatches adds the set's name if it mixes several."""
+        """Warnings about the rows to show before training, such as rows that were left out, one sentence each; [] if
+        there are none. FedBatches adds the set's name if it mixes several."""
         ...
 
     def news(self) -> list[str]:
@@ -263,7 +265,8 @@ class FedBatches(BatchSource):
 
     def described(self, total_steps: int) -> list[str]:
         """Two lines for the screen before a run of `total_steps` steps: each set, with its share of the rows if there
-        are several, and the numbers of steps, of rows in a step and of devices that divide them."""
+        are several, and the numbers of steps, of rows in a step and, if there are several lanes, of these (as
+        devices)."""
         shares = np.diff(self._bounds, prepend=0.0)
         words = [one.described() for one in self.sets]
         if len(words) > 1:
@@ -308,13 +311,13 @@ class PreparedSet:
 
     @property
     def max_documents(self) -> int:
-        """The most documents in any row of this set. FedBatches takes the largest number of its sets, and gives all of
-        them room for it (`with_max_documents`)."""
+        """The most documents in any row of this set; in a copy that `with_max_documents` made, the number that it was
+        given. FedBatches takes the largest number of its sets, and gives all of them room for it."""
         return self.data.rows.max_documents
 
     def with_max_documents(self, documents: int) -> PreparedSet:
-        """A copy whose batches have room for `documents` documents in a row, because mixed sets need batches of equal
-        shapes."""
+        """A copy whose rows have at most `documents` documents and whose batches have room for as many, because mixed
+        sets need batches of equal shapes. It packs its rows anew."""
         return PreparedSet(self.name, self.data.with_max_documents(documents))
 
     def empty(self, rows: int) -> Batch:
@@ -336,8 +339,8 @@ class PreparedSet:
         return _PreparedFeed(self.data.rows, lane, lanes, seed, position if isinstance(position, int) else 0)
 
     def identity(self) -> dict[str, Json]:
-        """Values that identify the rows by name: the number of packed rows, a checksum of all tokens, and the number of
-        trained tokens. A run that resumes with other values is refused."""
+        """Values, by name, that identify the rows: the number of packed rows, a checksum of all tokens, and the number
+        of trained tokens, as `Batches.identity` gives them. A run that resumes with other values is refused."""
         return self.data.batches(1).identity()
 
     def described(self) -> str:
@@ -346,7 +349,7 @@ class PreparedSet:
         return f"{self.name}: {self.data.report}"
 
     def warnings(self) -> list[str]:
-        """Warnings about the rows to show before training, such as documents that were cut, one sentence each
+        """Warnings about the rows to show before training, such as documents that packing dropped, one sentence each
         (`TokenDataset.warnings`); [] if there are none."""
         return self.data.warnings()
 
@@ -357,10 +360,10 @@ class PreparedSet:
 
 
 class _PreparedFeed:
-    """The feed of a PreparedSet: the packed `rows` in the order of an epoch (`epoch_order`, by `seed`), then in that
-    of the next epoch, and so on without end. Of this sequence lane number `lane` of `lanes` takes every `lanes`-th
-    row, beginning with row `lane`, so no two lanes have a row in common. taken: how many rows the lane took in the run
-    that is resumed, 0 in a new one."""
+    """The feed of a PreparedSet: the packed `rows` in the order of an epoch (`epoch_order`, by `seed`), then in that of
+    the next epoch, and so on without end. Of this sequence lane number `lane` of `lanes` takes every `lanes`-th row,
+    beginning with row `lane`, so in one epoch no two lanes take the same row. taken: how many rows the lane took in the
+    run that is resumed, 0 in a new one."""
 
     def __init__(self, rows: Rows, lane: int, lanes: int, seed: int, taken: int):
         self._rows, self._lane, self._lanes, self._seed, self._taken = rows, lane, lanes, seed, taken

@@ -23,8 +23,8 @@ def require_readable(config: TrainConfig) -> None:
     folder must have a tokenizer.
 
     Raises:
-      ConfigError: a file or data set is not there or has no rows, or its first row cannot be used and data.on_bad_row
-        is "error"; the message names the key.
+      ConfigError: a file or data set is not there or has no rows (one file of several may be empty), or its first row
+        cannot be used and data.on_bad_row is "error"; the message names the key.
       ValueError: the folder of the model has no tokenizer, data.format is not known, or a file cannot be read at all.
     """
     data = config.data
@@ -49,7 +49,8 @@ def _look(key: str, rows: Any, config: TrainConfig) -> None:
       rows: the name of the source.
       config: the run's.
     Raises:
-      ConfigError: it cannot be opened, has no rows, or its first row cannot be used and data.on_bad_row is "error".
+      ConfigError: it cannot be opened, has no rows (one file of several may be empty), or a first row cannot be used
+        and data.on_bad_row is "error".
       ValueError: data.format is not known, or a file cannot be read at all.
     """
     data, objective = config.data, config.objective.name

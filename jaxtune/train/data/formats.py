@@ -3,7 +3,9 @@ one with a chosen and a rejected answer, one with an answer and a label.
 
 `normalize` converts a row's columns to an `Example`, the one form that `templates.py` renders. `normalize_pair` and
 `normalize_labelled` convert the rows of preference objectives to a `Pair` of examples. All of them raise `RowError`
-with the reason if a row cannot be converted.
+with the reason if a row cannot be converted. `detect_format` finds the format of rows by their columns, `unread` names
+columns that the format does not read, `refuse_media` refuses rows with images, video or audio, and `strings` yields all
+texts of a row.
 """
 
 from __future__ import annotations
@@ -239,7 +241,8 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
 
 def _answered(value: Mapping[str, Any], side: str) -> Example:
     """The example of a row's prompt with one of its answers, in the formats of TRL and LLaMA-Factory. Raises `RowError`
-    if the row lacks one of them, the answer is empty, or its turns do not end with one of the assistant.
+    if the row lacks the answer, or the prompt of an answer that is text; if a text answer is empty; or if the turns do
+    not end with one of the assistant.
 
     If both are text, the example has both as text and as a conversation. Otherwise it is a conversation only: the turns
     of the prompt (in the column prompt, question, messages or conversations), then the answer, which is text, a turn or
@@ -266,8 +269,8 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
 def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
     """The example of a prompt (`asked`) and a completion (`answer`) of which at least one is a list of turns, TRL's
     conversational format: one conversation, in which only the responses of the completion are trained on. Raises
-    `RowError` if one of them is empty, or the completion does not end with a turn of the assistant. value: the row's
-    columns by name, for its system message and tools."""
+    `RowError` if the completion is empty, the prompt is an empty list, or the completion does not end with a turn of
+    the assistant. value: the row's columns by name, for its system message and tools."""
     if isinstance(answer, str):
         _not_empty(answer, "response")
         answer = {"role": "assistant", "content": answer}

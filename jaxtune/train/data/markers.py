@@ -1,4 +1,5 @@
-"""Finds responses by marker strings: a response is the tokens from a response marker to the end of that turn.
+"""Finds responses by marker strings (`Markers`): a response is the tokens from a response marker to the end of that
+turn. `special_ids` gives the ids of a tokenizer's special tokens.
 
 The rules are those of Unsloth's `train_on_responses_only`. They work on token ids, so they also apply to rows that were
 tokenised elsewhere. A marker is found by its stable core, the tokens that are the same whatever text is next to the
@@ -51,7 +52,7 @@ class _Marker:
         key: the config key below `data` that it comes from, for error messages.
 
     Raises:
-        ValueError: the marker is empty, or no token of it is the same in every context.
+        ValueError: the marker is empty, or no token of it but white space is the same in every context.
     """
 
     def __init__(self, tokenizer: Any, text: str, key: str):
@@ -116,9 +117,9 @@ def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
-    """The forms in which the marker `text` can occur in tokens, one or two: the marker itself and, if its core (the
-    tokens that are the same in every context) differs after a space, the marker after a space ("hi ASSISTANT:"). A
-    marker that begins with white space has one form. `Markers` searches for all forms.
+    """The forms in which the marker `text` can occur in tokens, one or two: the marker itself and, if the core (the
+    tokens that are the same in every context) that it has after a space does not contain its own, the marker after a
+    space ("hi ASSISTANT:"). A marker that begins with white space has one form. `Markers` searches for all forms.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.

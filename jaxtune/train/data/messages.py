@@ -2,7 +2,8 @@
 conversations of rows by it.
 
 Data sets write turns as OpenAI's API does (`role`, `content`, `tool_calls`) or as ShareGPT does (`from`, `value`). Both
-become dicts with a chat role and text, and with calls whose arguments are objects.
+become dicts with a chat role and text, and with calls whose arguments are objects: `chat_message` converts a turn of
+the first form, `sharegpt_message` one of either, and `tool_schemas` the tools of a conversation.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Each template writes the same text as the template of its family's chat models, 
 trained on: a response and the token that ends its turn. It writes a BOS if the family's own template does; training
 rows never have two (`RowEncoder`). There are these differences: the templates do not look up the current date (Llama's
 have the date of its first template with one, gpt-oss the day of its release), phi-4 has no default system message, and
-gpt-oss writes no tools. Mistral's template is that of its tokenizers from version 3 on.
+gpt-oss writes no tools. Mistral's template is that of its tokenizers from version 3 on. `PACKAGED` has the templates by
+name. `missing_marks` says why a tokenizer cannot use one of them, and `packaged_that_fit` which it can use.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Packaged:
     name: str
     """The name by which data.template selects it, and of its file."""
     marks: tuple[str, ...] | None
-    """The special tokens that the template writes and a tokenizer must have; the last one ends a turn. None if the
-    template needs only an EOS, which ends a turn."""
+    """Those tokens that the template writes which must be special tokens of the tokenizer; the last one ends a turn.
+    None if the template needs only an EOS, which ends a turn."""
 
     @property
     def text(self) -> str:

@@ -1,9 +1,10 @@
 """Packs whole documents into rows of a fixed length, by best fit decreasing.
 
-First, a `Plan` assigns each document (or each piece of a document that is split) to a row. It is made from lengths
-alone, so it costs little even for millions of documents. Rows are then built from the plan on demand, from arrays in
-memory or from the memory-mapped token cache. A document never continues in another row. The documents of a row do not
-attend to each other, because `Batch.segment_ids` separates them.
+First, a `Plan` assigns each document (or each piece of a document that is split) to a row. `plan_rows` makes it from
+lengths alone, so it costs little even for millions of documents. `PackedRows` then builds rows from the plan on demand,
+from arrays in memory or from the memory-mapped token cache; its `PackingReport` counts what was packed and cut. `pack`
+makes one batch of all rows, for scripts and tests. A document never continues in another row. The documents of a row do
+not attend to each other, because `Batch.segment_ids` separates them.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ class PackingReport:
     trained_tokens: int
     """Trained targets in the rows."""
     truncated: int
-    """Documents that were cut because they are longer than a row."""
+    """Documents that were cut because they are longer than a row (or, with their pair, than its limit), without those
+    that were dropped."""
     cut_tokens: int
     """Tokens that were cut off these documents."""
     split: int
     """Documents that were divided into several pieces."""
     dropped: int
-    """Documents left out: empty ones, and those that lost every trained token when they were cut."""
+    """Documents that are in no row: empty ones, and those that lost every trained token when they were cut or divided;
+    both of each pair that is left out."""
     max_documents: int
     """The most documents (or pieces) in any row; for pairs the number that batches have room for."""
     untrained_pieces: int = 0
@@ -107,8 +110,9 @@ class Plan:
 
     @property
     def max_documents(self) -> int:
-        """The most pieces in any row, of which each becomes a document of its own in the row. Attention's kernels are
-        compiled for this number of documents."""
+        """The most pieces in any row; 0 without rows. A piece becomes a document of the row, and a pair two.
+        Attention's kernels are compiled for the most documents of a row, which PackedRows and PackedPairs take from
+        here unless they are given a number."""
         return int(np.diff(self.row_starts).max(initial=0))
 
     @property
@@ -252,9 +256,9 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
 class PackedRows:
     """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch;
     `TokenDataset.rows` makes them. Documents that are empty, or lose all their trained tokens when they are cut, are in
-    no row. The attribute `report` has the counts, a PackingReport, `plan` the assignment of documents to rows, and
-    `full` says whether every row is one document without padding. `empty` makes a batch, `fill` writes a row into it,
-    and `batch` makes one of all rows.
+    no row; nor are untrained pieces of a divided document that is trained on elsewhere. The attribute `report` has the
+    counts, a PackingReport, `plan` the assignment of documents to rows, and `full` says whether every row is one
+    document without padding. `empty` makes a batch, `fill` writes a row into it, and `batch` makes one of all rows.
 
     Args:
         documents: the documents.

@@ -2,7 +2,8 @@
 
 Documents 2i and 2i + 1 of a set are pair i: the prompt with the chosen answer, then the prompt with the rejected one. A
 pair is packed as one piece, so its documents are next to each other: in a row, segment 2p + 1 is the chosen document of
-the row's pair p, and segment 2p + 2 the rejected one.
+the row's pair p, and segment 2p + 2 the rejected one. `PairDataset` is the data set of pairs, and `PackedPairs` its
+packed rows.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class PackedPairs:
     """Packed rows of preference pairs, which are built when they are written into a batch (`batches.Rows`);
     `PairDataset.rows` makes them. The attribute `kept`, int64[pairs, 2], is the number of tokens of each document after
     truncation, 0 for a pair that is left out. `report` has the counts, a PackingReport, `plan` the assignment of pairs
-    to rows, and `max_pairs` is the most pairs of a row.
+    to rows, and `max_pairs` is the most pairs of a row (half of `max_documents`, if that is given).
 
     With overflow="truncate", a pair that is longer than `length` is cut: first its longer document, to the length of
-    the shorter one, then both equally; with `width`, each document is cut by itself. A pair is left out if one of its
-    documents has no trained token then.
+    the shorter one, then both equally; with `width`, each document is cut by itself. With any overflow, a pair is left
+    out if one of its documents has no trained token, or has lost all of them.
 
     Args:
         documents: two documents for each pair.
@@ -47,7 +48,8 @@ class PackedPairs:
         max_documents: the most documents in a row, for which batches have room; None is the most of any row.
 
     Raises:
-        ValueError: the number of documents is odd, `overflow` is "split", or it is "error" and a pair is too long.
+        ValueError: the number of documents is odd; `overflow` is "split"; it is "error", and a pair, or with `width` a
+            document, is longer than `length`; or a pair is longer than `width`.
     """
 
     def __init__(
@@ -197,9 +199,10 @@ class PairDataset(TokenDataset):
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]
-        """The packed rows of pairs; packing is planned on first access. Raises `NothingUsable` if no pair is left whose
-        documents both have a trained token, and ValueError if `overflow` is "split", or is "error" and a pair is too
-        long."""
+        """The packed rows of pairs; packing is planned on first access. With packing="step" each row is one pair, and
+        `steps.pack_steps` packs them; then, and with `width`, `length` limits each document, and otherwise the pair.
+        Raises `NothingUsable` if no pair is left whose documents both have a trained token, and ValueError if
+        `overflow` is "split", or is "error" and a document or pair is longer than its limit."""
         rows = PackedPairs(
             self.documents,
             self.length,
@@ -225,8 +228,9 @@ class PairDataset(TokenDataset):
 
     def in_rows(self, slots: int) -> PairDataset:
         """The data set as it is evaluated. With packing="step" it is a copy that is packed into rows of `slots` tokens,
-        at least the longest pair, because the length of rows is known only when the training steps are packed;
-        otherwise it is `self`, and `slots` is not used."""
+        because the length of rows is known only when the training steps are packed. Callers give at least the tokens of
+        the longest pair; a longer one raises ValueError when the rows are packed. Otherwise it is `self`, and `slots`
+        is not used."""
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:

@@ -4,7 +4,8 @@ Reading yields each row as a `Row` with its file and line, so that error message
 is yielded with the reason, and the caller decides whether to stop or leave it out. The readers are in `row_files.py`. A
 row has at most `MAX_ROW_SIZE` bytes or characters (32 MiB), and a Parquet file may expand to at most `MAX_EXPANSION`
 times its size (or 32 MiB), so that a damaged or malicious file cannot exhaust the memory. `open_sources` finds the
-files, and `read_rows` reads them.
+files, each a `Source`, and `read_rows` reads them. A `Window` is a source of rows that were read already, those of a
+stream.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Source:
     """Its name in messages."""
     read: Callable[[int], Iterator[Row]]
     """Yields in order the rows whose number is above the argument; 0 yields all. The others are skipped as cheaply as
-    the file format allows."""
+    the file format allows. A JSON array and a window yield all rows in any case."""
     identity: Callable[[], str] | None = None
     """Returns a string that changes when the rows change, which goes into the key of the token cache. None for a list
     in memory, a window of a stream or a data set without a fingerprint, whose tokens are not cached."""
@@ -83,8 +84,8 @@ class Window:
 
 
 def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str] | None = None) -> list[Source]:
-    """Finds the files or data sets that `source` names, and returns them in order. No rows are read, but a data set
-    given by name is downloaded unless `streaming` is set.
+    """Finds the files or data sets that `source` names, and returns them in order. No rows of files are read, but a
+    data set given by name is downloaded unless `streaming` is set.
 
     Args:
         source: a file (.jsonl, .json, .parquet, .csv), a folder of such files, a folder written by

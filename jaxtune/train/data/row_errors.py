@@ -1,5 +1,5 @@
 """Errors of a single row (`RowError`), which `attempt` returns in place of raising them, and errors of the setup that
-affect every row (`SetupError`)."""
+affect every row (`SetupError`). `check_unicode` refuses text that no tokenizer can encode."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
     """The result of `work(*arguments)`, which handles one row, or the `RowError` that it raised, returned and not
     raised. The code that reads and tokenises rows calls its functions by it.
 
-    Any other exception is returned as a `RowError` that names its type, so that a row with unforeseen content affects
-    that row only. A `SetupError` is raised, since it concerns all rows.
+    Any other exception is returned as a `RowError` that names its type (a RecursionError as "nested too deeply"), so
+    that a row with unforeseen content affects that row only. A `SetupError` is raised, since it concerns all rows.
     """
     try:
         return work(*arguments)

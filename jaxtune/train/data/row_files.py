@@ -1,4 +1,5 @@
-"""Readers of rows: one for each kind of file, one for `datasets` and one for lists.
+"""Readers of rows: one for each kind of file, one for `datasets` and one for lists. `reading.open_sources` chooses
+them. `is_array` says whether a .json file is one array or has an object a line.
 
 Each reader yields in order the rows whose number is above `after` and skips the others as cheaply as the file format
 allows; a .json file with an array is always read from its beginning. A row that cannot be read, a bad row, is yielded
@@ -80,7 +81,8 @@ def _without_none(value: object) -> object:
 
 def _measure(value: Any) -> tuple[int, str]:
     """Returns (roughly how many characters a row has, why it is too large or too deeply nested, or ""). value: the
-    row's columns, a mapping of any nested values; a number counts as 8 characters.
+    row's columns, a mapping of any nested values; names count too, and a number or other value that is no text counts
+    as 8 characters.
 
     It is walked level by level and not recursively, so that deep nesting cannot overflow the stack, and a list that
     contains itself is refused as nested too deeply.
@@ -169,7 +171,8 @@ def is_array(file: Path) -> bool:
 def read_json(file: Path, after: int) -> Iterator[Row]:
     """Yields the rows of a .json file: an array of objects, which is read into memory as a whole and always from its
     beginning (`after` is ignored), or one object a line. In an array, a row's number is the line on which it begins.
-    Invalid JSON in it gives a bad row, after which nothing is read; one that is not UTF-8 gives only a bad row."""
+    Invalid JSON in an array gives a bad row, after which nothing is read; a file with an array that is not UTF-8 gives
+    only a bad row."""
     if not is_array(file):
         yield from read_jsonl(file, after)
         return

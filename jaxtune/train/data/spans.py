@@ -1,5 +1,6 @@
-"""Parts of a row's text that need care: spans that are not trained on (data.mask_spans), special tokens and markers in
-the text itself, and answers that the row says are not to be trained on."""
+"""Parts of a row's text that need care: special tokens and markers in the text itself (`special_texts`), answers that
+the row says are not to be trained on (`refuse_left_out`), and spans that are not trained on (`masked_spans`,
+data.mask_spans)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A step trains on `rows_per_step` documents (or pairs) in an order that does not depend on their lengths, as in trainers
 that pad every document. But the documents of a step are packed into common rows, so that little of it is padding. The
 number of rows that this needs differs from step to step. Therefore all steps of a run are packed before it begins, from
-lengths alone, and every batch gets as many rows as the largest step needs: the shape never changes.
+lengths alone, and every batch gets as many rows as the largest step needs: the shape never changes. `pack_steps` does
+this and returns the source of the batches, `StepBatches`.
 """
 
 from __future__ import annotations
@@ -175,12 +176,13 @@ def _most_equal(rows: np.ndarray) -> int:
 def pack_steps(
     train: TokenDataset, held_out: TokenDataset | None, config: TrainConfig, steps: int
 ) -> tuple[StepBatches, TokenDataset | None]:
-    """Packs all steps of a run with data.packing=step. Rows are as long as the longest document (or pair), rounded up
-    to a multiple of 64 tokens, but no longer than data.length allows.
+    """Packs all steps of a run with data.packing=step. Rows are as long as the longest document (or pair) of both sets,
+    rounded up to a multiple of 64 tokens, but no longer than data.length allows (`TokenDataset.longest`).
 
     Args:
         train, held_out: data sets with packing="step"; held_out is None if the run evaluates nothing.
-        config: of the run; rows_per_step, micro_batches, seed and mesh are read.
+        config: of the run; rows_per_step (here the documents or pairs of a step), micro_batches, seed and mesh are
+            read.
         steps: the number of steps of the run.
 
     Returns:

@@ -4,9 +4,10 @@ come over a network.
 A stream is a list of shards (`reading.Source`), which are divided among the lanes: each lane has the same number of
 whole shards of its own, and takes every `lanes`-th row of the shards that remain. A lane reads its shards in an order
 drawn for the epoch, one window of rows at a time. A window is tokenised and packed like a small data set, and its
-packed rows are used in an order drawn for the window, while a thread makes the next window. So only two windows are in
-memory. A checkpoint records where the current window begins and how many of its rows were used; a resumed run reads
-that window again and continues with the same row.
+packed rows are used in an order drawn for the window, while a thread makes the next window. So only two windows of a
+lane are in memory. A checkpoint records where the current window begins and how many of its rows were used; a resumed
+run reads that window again and continues with the same row. `StreamedRows` is the stream as a set of rows
+(`feeds.RowSet`), and `StreamFeed` the feed of one lane.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ class StreamedRows:
 
     def warnings(self) -> list[str]:
         """Warnings about the rows of the first window, the only ones that are read before the run, such as documents
-        that were cut, one sentence each; [] if there are none. What is found in later windows comes by `news`."""
+        that packing dropped, one sentence each; [] if there are none. What is found in later windows comes by
+        `news`."""
         return self.first.warnings()
 
     def news(self) -> list[str]:

@@ -8,7 +8,8 @@ A row of the file (JSONL, JSON or Parquet; or a folder of such files) is a docum
   not trained on;
 - or, in place of both, `prompt_logprobs`: for each token null or {token id: {"logprob": number}}, as vLLM writes it.
 
-Rows may be in any order, and more than needed. They are found by their token ids.
+Rows may be in any order, and more than needed. They are found by their token ids. `open_file` opens such a file and
+returns a `TeacherFile`, which reads the values.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class TeacherFile:
         )
 
     def read(self, values: TeacherValues, vocab_size: int, into: np.ndarray) -> None:
-        """Reads the file's distributions for the trained tokens of the documents of `values`. Documents that the file
-        lacks are left as they are; `require_all` has refused them before.
+        """Reads the file's distributions for the trained tokens of the documents of `values`, all of which the file
+        has: `require_all` was called before. Documents without trained tokens are not looked for.
 
         Args:
           values: the documents, and the places of their tokens.
@@ -74,8 +75,9 @@ class TeacherFile:
           into: `[values.total]` of the dtype `TeacherValues.entry(k)`, filled in place, as `TeacherValues.stored` has
             the values.
         Raises:
-          ConfigError: a distribution is missing, or is none: token ids twice or beyond `vocab_size`, logarithms above 0
-            or that are not finite, or probabilities that add up to more than 1.
+          ConfigError: a trained token has no distribution, or what it has is none: it has a token id twice or not below
+            `vocab_size`, logarithms that are above 0 or not finite, or probabilities that add up to more than 1
+            (rounding by `_SLACK` is allowed).
         """
         wanted = _wanted(values)
         for row in _rows(self.sources):

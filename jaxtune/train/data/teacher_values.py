@@ -1,5 +1,7 @@
 """A teacher's stored log-probabilities beside packed rows, for distillation without the teacher in memory: for each
-trained token of the rows, the k most probable tokens of the teacher's distribution and their log-probabilities."""
+trained token of the rows, the k most probable tokens of the teacher's distribution and their log-probabilities.
+`TeacherValues` says where each document's values are in one array, and `TaughtRows` are packed rows whose batches have
+them."""
 
 from __future__ import annotations
 
@@ -53,9 +55,9 @@ class TeacherValues:
         return np.dtype([("ids", np.int32, (k,)), ("log_probs", np.float32, (k,))])
 
     def of(self, document: int, offset: int = 0, count: int | None = None) -> slice:
-        """The places in `stored` of a piece's trained tokens. The piece is the `count` tokens (None: all that can be in
-        a row) of document number `document` from token `offset` on; its first token is not predicted, and is left out.
-        Without a count, `offset` must be 0."""
+        """The places in `stored` of a piece's trained tokens, which are consecutive. The piece is the `count` tokens
+        (None: all that can be in a row) of document number `document` from token `offset` on; its first token is not
+        predicted, and is left out. Without a count, `offset` must be 0."""
         start = int(self._starts[document])
         if count is None:
             return slice(start, start + int(self.counts[document]))
@@ -88,10 +90,11 @@ class TaughtRows(PackedRows):
         )
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes row number `row` of these, with the teacher's values, in place into row `slot` of a batch from token
-        `at` on, and returns the index after its last token. place: how many of these rows were written into the same
-        row of the batch before. Before the run has the values, as when rows are only shown, the places in `extra` stay
-        unused."""
+        """Writes row number `row` of these in place into row `slot` of a batch from token `at` on, with the teacher's
+        values of its trained tokens in `extra` (TEACHER_IDS and TEACHER_LOG_PROBS, [rows, length, k], at the place of
+        the token before), and returns the index after its last token. place: how many of these rows were written into
+        the same row of the batch before; segment ids count from 1 + place x `max_documents`. As long as `values.stored`
+        is None, as when rows are only shown, the ids in `extra` stay -1 (unused)."""
         end, plan, stored = super().fill(batch, slot, row, at, place), self.plan, self.values.stored
         if stored is None:
             return end

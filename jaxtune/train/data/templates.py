@@ -1,9 +1,9 @@
 """Converts examples to tokens with a chat template, and decides which tokens are trained on.
 
-An example is rendered to text, with the character ranges of its responses. The tokenizer converts the text to ids and
-offsets, and with the offsets the ranges become a mask over tokens. The ranges come from the template: from its
-`{% generation %}` marks, or, if it has none, from rendering the conversation up to each response. For rows and
-templates that do not show their responses, marker strings (`markers.py`) find them.
+`RowEncoder` renders an example to text, with the character ranges of its responses (`Rendered`), and makes ids of the
+text and a mask of the ranges (`Encoded`). The ranges are the template's `{% generation %}` marks, or, if it has none,
+come from rendering the conversation up to each response; or marker strings (`markers.py`; `derive_markers` finds those
+of a template). `resolve_template` reads templates, and `trained_tokenizer` puts one into a tokenizer to be stored.
 
 The trained tokens of a response are its text and the token that ends the turn; nothing after it, and no span of
 `mask_spans`. If a conversation's own text contains special tokens or markers, its responses are found by the template

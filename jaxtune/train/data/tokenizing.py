@@ -1,4 +1,6 @@
-"""Tokenises texts and records the position of each token, at a cost that grows linearly with the length of a text.
+"""Tokenises texts and records the position of each token (`Tokens`), at a cost that grows linearly with the length of a
+text. `tokenize` does it for several texts, and `tokenize_pieces` for one text that is cut into pieces at given
+characters.
 
 A text longer than a window (65,536 characters) is tokenised window by window. Neighbouring windows overlap, and are
 joined at a token that both have at the same position, away from the edges of both. There they agree with the text
@@ -60,7 +62,7 @@ def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) ->
         tokenizer: a fast Hugging Face tokenizer.
         texts: any number of texts of any length.
         max_tokens: tokenising a text stops after the window with which there are at least this many tokens; the
-            result's `cut` is then True. None never stops. A text of a single window is never cut.
+            result's `cut` is then True, if text is left. None never stops. A text of a single window is never cut.
     """
     short = iter(_at_once(tokenizer, [text for text in texts if len(text) <= WINDOW]))
     return [next(short) if len(text) <= WINDOW else _in_windows(tokenizer, text, max_tokens) for text in texts]

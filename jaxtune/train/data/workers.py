@@ -1,11 +1,11 @@
-"""Tokenises rows in chunks, in a thread of this process or in several processes.
+"""Tokenises rows in chunks (`encode_rows`; `encode_chunk` makes one `Chunk`), in this process or in several others.
 
 The processes are started as separate commands and receive their work through pipes. Nothing is forked, because JAX may
 already be running here. The caller's main module is not imported again, as multiprocessing's spawn would do, so a
 training script need not guard its main code.
 
 The caller can interrupt the work at any time, because its wait wakes several times a second. On an interrupt, or when a
-chunk takes far too long (a template is a program, and may loop), processes are killed and the thread is abandoned.
+chunk takes far too long (a template is a program, and may loop), processes are killed, and a thread is made to exit.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ REASON_CHARACTERS = 500  # the most of a bad row's reason that is kept; a messag
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The documents made from a chunk of rows (what one worker tokenises at a time), in flat arrays, and lists of the
-    rows that made none. A document is the token ids of one example. A place is the text `file:line` of a row, for
-    messages."""
+    """The documents made from a chunk of rows (what one worker tokenises at a time), in flat arrays, and lists of rows
+    that made none or are warned about. A document is the token ids of one example. A place is the text `file:line` of a
+    row, for messages."""
 
     rows: int
     """The number of rows in the chunk, bad ones included."""
@@ -178,9 +178,9 @@ def encode_rows(
         rows: from `reading.read_rows`.
         tokenizer: a fast Hugging Face tokenizer.
         options: keyword arguments of `RowEncoder`.
-        num_workers: the number of processes. With 0 or 1, or, with a line that says so, a tokenizer that cannot be
-            pickled, a thread of this process tokenises. None: a process for each CPU (at most 16) if over 3 CPUs and
-            16,384 rows.
+        num_workers: the number of processes. With 0 or 1, or a tokenizer that cannot be pickled (a line says so), a
+            thread does it. None: a process for each CPU, at most 16, if there are both more than 3 CPUs and more than
+            16,384 rows, which are read ahead to see it, else a thread.
         poll: called several times a second; what it raises ends the work at once and passes through.
 
     Raises:
@@ -353,7 +353,7 @@ def _span(rows: list[Row]) -> str:
 
 
 class _InProcess:
-    """The `_Encoder` that tokenises with `encoder` in this process: for few rows, or a tokenizer that cannot be
+    """The `_Encoder` that tokenises with `encoder` in this process: for one worker, or a tokenizer that cannot be
     pickled. Its attribute `thread` is the id of the thread that encodes, so that `kill` can end it."""
 
     def __init__(self, encoder: RowEncoder):

@@ -1,6 +1,7 @@
-"""Metrics of a run: metrics.jsonl and other loggers (`MetricsLogger`), the `Progress` bar, the plot of the loss. Names
-of metrics are `loss`, `eval_loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, ...; each line of metrics.jsonl
-also has `step` (optimizer steps done) and `time` (unix seconds). monitor.py says how speeds are counted."""
+"""Metrics of a run: metrics.jsonl and other loggers (`MetricsLogger`; `require_packages` for those), the `Progress` bar
+and the plot of the loss. `read_metrics` and `evaluations` read metrics.jsonl, `parsed` a line of it (metrics such as
+`loss` and `eval_loss`, `step`: steps done, `time`: unix seconds). `duration` writes times as text, and `decorate` makes
+what a run can do without. monitor.py says how speeds are counted."""
 
 from __future__ import annotations
 
@@ -180,8 +181,7 @@ class _WandbSink(_Sink):
         id_file = folder / "wandb_run_id"
         run_id = id_file.read_text().strip() if resumed_step is not None and id_file.exists() else None
         self._run = wandb.init(project=project, dir=str(folder), config=dict(config or {}), id=run_id, resume="allow")
-        # A separate axis for steps: wandb's own step may only grow, and wandb would drop what a resumed run logs for
-        # steps that it had logged before it was killed.
+        # A separate axis for steps: wandb's own may only grow, so it would drop the steps that a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
         atomic_write(id_file, self._run.id)
 
@@ -229,8 +229,8 @@ class _TrackioSink(_Sink):
 
 def require_packages(tensorboard: bool, wandb_project: str | None, trackio_project: str | None) -> None:
     """Imports the packages of the loggers that a config asks for: tensorboardX if `tensorboard` is true, wandb and
-    trackio if wandb_project and trackio_project, the names of their projects, are not None. If one is missing, raises
-    ValueError with the key and the command that installs it; a run calls it before it loads its model."""
+    trackio if the names of their projects are not None. A run calls it before it loads its model. ValueError, with the
+    key and the command that installs it: one is missing."""
     if tensorboard:
         _require_package("tensorboardX", "metrics.tensorboard")
     if wandb_project is not None:
@@ -295,7 +295,7 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 def evaluations(path: Path, rows: str) -> dict[int, float]:
     """{step: evaluation loss} from the metrics.jsonl at `path`, of evaluations of the rows `rows` (Documents.identity)
-    or of rows that are not recorded; {} without a file. A run that is started again sees by it what was evaluated."""
+    or of rows that are not recorded; {} without a file. results.json and a run that is started again need them."""
     lines = read_metrics(path) if path.exists() else []
     return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and line.get(ROWS, rows) == rows}
 
@@ -435,7 +435,7 @@ class Progress:
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         """Estimates the seconds until the last step, when `step` steps are done at the time `now` (time.monotonic()).
-        It takes the mean time of the steps since the first call of `update`, and returns None before there is one."""
+        It takes the mean time of the steps since the first `update` after compiling; None before there is one."""
         first_step, first_seconds = self._first or (step, now)
         if step <= first_step:
             return None
@@ -446,8 +446,8 @@ class Progress:
 
 
 def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
-    """Draws the finite losses in the metrics.jsonl at jsonl_path into the image png_path: that of every step and of
-    every evaluation, and from 50 steps on a moving average. ValueError if there are none, ImportError without
+    """Draws the finite losses in the metrics.jsonl at jsonl_path into the image png_path: of every logged step and
+    every evaluation, and from 50 logged steps on a moving average. ValueError if there are none, ImportError without
     matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

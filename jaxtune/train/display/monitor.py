@@ -1,4 +1,6 @@
-"""The monitor of a run: metrics of every step, speeds, and the guards that stop a run.
+"""The monitor of a run: metrics of every step, speeds, and the guards that stop a run (`Monitor`, which raises
+`TrainingStopped`). `Watched` is what it needs to know about the run, and `finished` waits for arrays and takes the
+time.
 
 **How the speeds in metrics.jsonl are counted.** The wall clock of a run is divided into steps and pauses, so that each
 moment belongs to exactly one of them. A step lasts until the device has finished it, starting at the end of the
@@ -101,7 +103,8 @@ class Watched:
     planner: Planner  # of the training step; it has the plan in words, and its forecast
     history: list[dict[str, Any]]  # every step's line is appended to it
     callbacks: Sequence[Callback] = ()  # each gets every step's line
-    # called with the line of the first step of the whole run; may raise TrainingStopped
+    # called with the line of the first step of the whole run, if the step is finite and trains on a token; may raise
+    # TrainingStopped
     check_first: Callable[[dict[str, Any]], None] = lambda line: None
 
 
@@ -216,8 +219,9 @@ class Monitor:
         Args:
           step: the step's number, from 0.
           latest: its metrics as arrays on the device, as StepProgram.update returns them.
-          counts: what is known on the host, from Engine.load_step: {"tokens", "trained_tokens", "lengths" of its
-            documents, and, if the source of the rows adds some, "metrics": {name: value}}.
+          counts: what is known on the host, from Engine.load_step, of which these are read: {"tokens",
+            "trained_tokens", "lengths" of its documents, "metrics": {name: value}, those that the source of the rows
+            adds}.
         Raises:
           TrainingStopped: a guard ends the run because of the step before.
         """

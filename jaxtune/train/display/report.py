@@ -1,5 +1,9 @@
-"""Texts and tables for the screen: what a run prints before it starts (the trainable tensors, the data, the numeric
-settings, the plan), the reports of --check and --plan, and lines that compare the plan with what is measured."""
+"""Texts and tables for the screen. A run prints before it starts: its trainable tensors (`trained_table`), its data
+(`data_summary`), its numeric settings (`precision_notes`), its plan (`plan_lines`), the time and price that it will
+take (`finish_line`), if it was resumed with more steps the learning rate from there on (`new_rates`), and on a CPU a
+warning (`cpu_note`). `measured_lines` compares the plan with what the first steps took. `held_out_warnings` is also for
+`jaxtune evaluate`. `check` is the report of --check; `memory_plan` and `plan_elsewhere` are those of --plan, for this
+machine's device and another one."""
 
 from __future__ import annotations
 
@@ -136,8 +140,8 @@ def data_summary(
 
 
 def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None) -> list[str]:
-    """Warnings about the rows of an evaluation, a sentence each: those that these rows have by themselves, and how many
-    of their documents are also trained on.
+    """Warnings about the rows of an evaluation, a sentence each: those that the training rows do not have too, and how
+    many of their documents are also trained on (not counted if `train` is None, or both were split from one set).
 
     Args:
       train: the rows that are trained on; None if they are not all known before the run.
@@ -189,8 +193,8 @@ def precision_notes(
 ) -> list[str]:
     """Sentences on the numeric settings of a run, a sentence each, which are printed before it starts: the dtypes of
     weights, gradients and optimizer state, modules with a precision of their own, losses that the layers add, the
-    rounding of quantisation-aware training (QAT), and, for dpo and kto with a loaded adapter, which model is the
-    reference.
+    rounding of quantisation-aware training (QAT), also that it differs from the one of an adapter's earlier training,
+    and, for dpo and kto with a loaded adapter, which model is the reference.
 
     Args:
       config: the run's.
@@ -339,12 +343,12 @@ def _table_lines(parts: StepCost) -> list[str]:
 
 
 def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:
-    """One line with the time that a run will take under its plan, and its price, without evaluations and saves. If the
-    number of steps is not known, the line has the time and the price of a million tokens.
+    """One line with the predicted time of a run under its plan, and its price if that of a device is given, without
+    evaluations and saves. If the number of steps is not known, they are those of a million tokens.
 
     Args:
       forecast: what is predicted for the plan.
-      steps: the number of steps of the whole run; None: unknown.
+      steps: the number of steps that the run makes, of a resumed one those that are left; None: unknown.
       dollars_per_hour: the price of one device; None: no price is given.
       devices: the number of devices that the run uses.
     """
@@ -402,7 +406,7 @@ def memory_plan(
 
 def _parts_table(forecast: Forecast) -> Table:
     """A rich Table of the device memory that `forecast` predicts for the peak of the step: a line for each use of the
-    memory (such as weights), in GB, the largest first, and their sum in the last line."""
+    memory (such as weights), in GB, the largest first, and their sum, the predicted peak, in the last line."""
     table = Table(title="Memory at the peak, on each device", title_justify="left", box=None)
     table.add_column("part")
     table.add_column("GB", justify="right")

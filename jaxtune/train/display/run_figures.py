@@ -1,5 +1,6 @@
-"""The figures of a run that its page shows, read from the run's folder, as one JSON object: `RunFiles.page` returns
-it. `jaxtune report` and `jaxtune watch` make their pages of it."""
+"""The figures of a run that its page shows, read from the run's folder, as one JSON object: `RunFiles.page` returns it.
+`jaxtune report` and `jaxtune watch` make their pages of it. `Figures` collects the lines of metrics.jsonl, a `Curve`
+has the values of one metric, and `thinned` makes a long curve short enough to draw."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Figures:
 
     Attributes:
       curves: {key of a drawn metric: its Curve}, apart from those of evaluations.
-      evaluations: (step, identity of the rows, numbers by their keys without the prefix "eval_") of each evaluation.
+      evaluations: (step, identity of the rows or "", {name of a drawn metric without the prefix "eval_": value}) of
+        each evaluation.
       plan: the plan in force, in words, a list of lines: of a run that was resumed, or ran out of memory, the last of
         several.
       step: the number of steps done, by the last line.

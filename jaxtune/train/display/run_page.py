@@ -1,4 +1,5 @@
-"""The HTML page of runs: their curves over each other, how far they are, samples and settings.
+"""The HTML page of runs: their curves over each other, how far they are, samples and settings. `run_page` makes the
+page of `jaxtune report`, and `page` both this one and that of `jaxtune watch`.
 
 run_figures.py reads the figures, page.js draws them, page.css is the page's style. A page that `jaxtune report` writes
 holds all three and loads nothing.

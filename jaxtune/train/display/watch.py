@@ -1,5 +1,5 @@
-"""A local server that shows runs while they train, side by side on one page: what `jaxtune report` shows, kept up to
-date.
+"""A local server (made by `server`) that shows runs while they train, side by side on one page: what `jaxtune report`
+shows, kept up to date.
 
 The server is the standard library's. It listens on the loopback address only, and answers no page of another site
 (system/loopback.py), so that none can read runs through the browser.

@@ -1,4 +1,5 @@
-"""The best checkpoint of a run, by a metric of its evaluations (checkpoint.best).
+"""The best checkpoint of a run, by a metric of its evaluations (checkpoint.best): `BestCheckpoint` keeps it during the
+run, and `best_saved` finds it in the run's folder. `BestEvaluation` names it in results.json.
 
 Which one it is follows from two things on disk: the evaluations in metrics.jsonl, and the checkpoints that exist. A run
 that is resumed reads both, so nothing else must be stored.
@@ -38,7 +39,7 @@ def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
     """The best evaluation of the run in the folder `output` by checkpoint.best (of `wanted`, the section `checkpoint`)
     among those whose checkpoint exists, on the held-out rows of its last evaluation; NaN is never the best. None if no
     metric is named, or no such evaluation has it. The files are only read, so a run that writes them meanwhile is not
-    disturbed."""
+    disturbed. `jaxtune evaluate` chooses the checkpoint by it."""
     name, path = wanted.best, output / JSONL
     if name is None or not path.exists():
         return None
@@ -64,18 +65,19 @@ class BestCheckpoint:
     config: CheckpointConfig
     """The section `checkpoint` of the run's config."""
     step: int | None = None
-    """The number of steps done at the best evaluation so far whose state is saved; None if there is none."""
+    """The number of steps done at the best evaluation taken so far, whose state is saved; None if there is none."""
     value: float = math.nan
     """The value of the metric in that evaluation."""
 
     def resume(self, output: Path, start: int, rows: str | None) -> None:
-        """Finds the best evaluation of earlier processes of the run, among those whose checkpoint exists. A collective
-        call: the first process reads the file for all.
+        """Finds the best evaluation of earlier processes of the run, among those whose checkpoint exists; with
+        checkpoint.best unset it does nothing. A collective call: the first process reads the file for all.
 
         Args:
           output: the run's folder, whose metrics.jsonl is read.
           start: the number of steps done; evaluations after more steps are left out, as the run repeats these steps.
-          rows: what identifies the held-out rows; evaluations of other rows are left out.
+          rows: what identifies the held-out rows; evaluations of other rows are left out, those that name no rows are
+            not.
         """
         if self.config.best is None:
             return
@@ -96,8 +98,9 @@ class BestCheckpoint:
         ]
 
     def offer(self, step: int, values: Mapping[str, float], save: Callable[[], bool]) -> None:
-        """Takes an evaluation as the best one if its metric is better than all before, and its state can be saved. The
-        model before the first step is never taken.
+        """Takes an evaluation as the best one if its metric is better than that of the best one taken so far, and its
+        state can be saved. The model before the first step is never taken, and with checkpoint.best unset nothing is
+        done.
 
         Args:
           step: the number of steps done.

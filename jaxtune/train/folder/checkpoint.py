@@ -1,4 +1,4 @@
-"""Checkpoints: Orbax writes the arrays, and this module makes a save atomic, verified and safe to resume from.
+"""Checkpoints: Orbax writes the arrays, `Checkpointer` makes saves atomic and verified, `saved_steps` lists them.
 
     folder/
       run.lock                the run that uses the folder: pid, host, start time
@@ -9,8 +9,8 @@
       .tmp_step_00000200/     a save in progress, or the leftover of a dead run, which the next start removes
 
 A save copies device arrays to the host, returns, and finishes in a thread. Before a resume every byte is read again and
-its checksum compared. In a run of several processes each writes and reads the parts of its own devices. The first
-process does everything else: the lock, the commit, deletions, and the choice of what is restored.
+its checksum compared. In a run of several processes each writes and reads the parts of its own devices. The first does
+all else: the lock, the commit, deletions, and the choice of what is restored.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Checkpointer:
     def _finish(self, step: int, temporary: Path, record_text: str) -> None:
         """The main function of a save's thread: waits until Orbax has written the arrays into the folder `temporary`,
         adds meta.json (record_text) and the manifest, gives the checkpoint of `step` its name, and removes old ones. An
-        error is kept for `wait`."""
+        error is kept for `wait`. Other processes than the first only wait."""
         try:
             self._orbax.wait_until_finished()  # in the first process this waits until all have written
             if not processes.first():

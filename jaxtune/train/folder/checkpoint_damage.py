@@ -1,4 +1,5 @@
-"""The files of a checkpoint, and the check that each still has the size and checksum that its manifest lists."""
+"""The files of a checkpoint, and the check (`find_damage`) that each still has the size and checksum that its manifest
+lists."""
 
 from __future__ import annotations
 

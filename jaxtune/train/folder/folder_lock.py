@@ -1,4 +1,5 @@
-"""A lock by which one run at a time uses a folder, so that two do not overwrite each other's checkpoints."""
+"""A lock (`FolderLock`) by which one run at a time uses a folder, so that two do not overwrite each other's
+checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """The record of a run: the values in checkpoints, results and config.yaml by which a run recognises its own files.
 
-`record_of` makes the record, `require_same_run` compares it with that of a checkpoint, and `same_run` and `digest` make
-of it what results store. `require_same_settings` and `require_same_rows` compare the processes of a run.
+`record_of` makes the record, `require_same_run` compares it with that of a checkpoint (`is_longer`: whether the run got
+more steps), and `same_run` and `digest` make of it what results store (`is_digest_of` recognises it).
+`require_same_settings` and `require_same_rows` compare the processes of a run, and `in_first_words` gives them one
+config. `require_compatible` and `compare_meta` list the differences of two records (each a `Difference`).
 `recorded_config`, `write_config` and `require_same_config` are about config.yaml."""
 
 from __future__ import annotations
@@ -93,7 +95,9 @@ def record_of(
     numerics: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The record that a checkpoint stores with its arrays, as JSON values. When a run is resumed, its own record is
-    compared with it, so that it does not continue another run (require_same_run).
+    compared with it, so that it does not continue another run (require_same_run). Its keys are the names of the
+    arguments; base_digest, base_fingerprint and teacher_digest are those of base and teacher, and teacher and own are
+    left out if there are none.
 
     Args:
       config: the run's.

@@ -3,7 +3,10 @@
 A folder gets its name when it is complete and contains `jaxtune_run.json`: the values that identify the run
 (record.same_run), the step whose weights it has, and size and CRC-32 of every file. A folder without a valid proof is
 never taken for a result, and never overwritten. At the end of a run the application (train/app.py) exports by these
-functions; evaluation and a run that is started again recognise its results by them.
+functions; evaluation and a run that is started again recognise its results by them. `write_result` writes a folder with
+its proof, and `read_result` checks one. `require_own`, `require_replaceable` and `holds` ask whether a folder is a
+result of this run, whether the run may overwrite it, and whether it is up to date. `Delivery` is the interface of what
+gets the trained model.
 """
 
 from __future__ import annotations

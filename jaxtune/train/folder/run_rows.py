@@ -1,5 +1,7 @@
 """The rows of a run as tokens: `run_rows` tokenises those that it trains on and those that it is evaluated on, by a
-`Reader`, and `source_of` makes the source of its batches."""
+`Reader`, and `source_of` makes the source of its batches. `samples` and `is_stream` say whether rows are sampled from
+the model or read during the run, `own_lanes` which rows of a batch a process makes, and `most_documents` for how many
+documents in a row attention is compiled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Whether a run is running, has finished, was stopped or has failed, as its folder says to `jaxtune watch` and `jaxtune
-report`. The module imports nothing of JAX, so that reading a folder is quick."""
+report` (`RunState`). A run writes it by `recorded_state`, and `read_state` reads it. The module imports nothing of JAX,
+so that reading a folder is quick."""
 
 from __future__ import annotations
 
@@ -84,8 +85,8 @@ class _Writer:
 
 def read_state(folder: Path) -> RunState:
     """The state of the run in `folder`, from its state.json. It is "killed" if the file says that it is running, and
-    its process is gone (a process of another machine cannot be asked, and is taken to live); "unknown" if the file is
-    missing or cannot be read."""
+    its process is gone by the file of the run's lock (a process of another machine cannot be asked, and is taken to
+    live); "unknown" if state.json is missing, cannot be read, or names another state."""
     try:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
         name, why, total = found["state"], str(found["why"]), found["total_steps"]

@@ -1,5 +1,6 @@
 """When a run's state is saved: as the section `checkpoint` of the config says, after a signal, and when a callback asks
-for it, but never while updates are being skipped. `SavePolicy` decides when a save is due, and `Saver` makes it."""
+for it, but never while updates are being skipped. `SavePolicy` decides when a save is due, and `Saver` makes it; after
+a signal it raises `TrainingInterrupted`."""
 
 from __future__ import annotations
 
@@ -179,8 +180,9 @@ class Saver:
 
     def evaluated(self, done: int, state: TrainState, values: Mapping[str, float]) -> None:
         """Called after an evaluation: saves `state`, the TrainState after `done` steps, if checkpoint.best names a
-        metric that is better than in all evaluations before. values: the evaluation's metrics, by name. Raises
-        ConfigError if that metric is not among them."""
+        metric that is better than in the best evaluation taken so far (`BestCheckpoint.offer`), and `done` is not 0.
+        With checkpoint.best unset it does nothing. values: the evaluation's metrics, by name. Raises ConfigError if
+        that metric is not among them."""
 
         def save() -> bool:
             """Saves the state unless updates are being skipped; returns whether it is saved now."""
