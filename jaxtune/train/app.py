@@ -411,7 +411,8 @@ class _Delivery:
 
     def _exports(self, adapted: bool) -> list[tuple[str, Callable[[Decoder, Path], None]]]:
         """(folder's name, function that writes a model to a folder) for each export that the config asks for. The
-        adapter comes first, because it is quick. adapted: whether the model has an adapter."""
+        adapter comes first, because it is quick. adapted: whether the model has an adapter; if not, none is
+        exported."""
         tokenizer, wanted = self.trainer.tokenizer, self.config.export
 
         def whole(model: Decoder, folder: Path) -> None:

@@ -50,10 +50,10 @@ class Environment(Protocol):
 
     def reset(self, **row: object) -> str | None:
         """Called before an answer is sampled: it sets the environment to its initial state for that answer. The same
-        object has served earlier answers, so all that they left must be cleared. row: the columns of the data row and
-        the messages as `prompt`, but only those that its parameters name, or all if it has **parameters; the column
-        `environment` is left out where it selects one of several environments. A text that it returns is added to the
-        last message of the prompt; None adds nothing."""
+        object may have served earlier answers, and all that they left in it must be cleared. row: the columns of the
+        data row and the messages as `prompt`, but only those that its parameters name, or all if it has **parameters;
+        the column `environment` is left out where it selects one of several environments. A text that it returns is
+        added to the last message of the prompt; None adds nothing."""
         ...
 
 

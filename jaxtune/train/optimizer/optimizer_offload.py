@@ -1,7 +1,7 @@
 """Optimizer states in pinned host memory (optim.offload): each tensor's states are copied to the device for its update,
 and back. `first_states` makes the states, `shardings` says where each array is, `hosted_bytes` how much is on the host,
-`states_of` and `joined` take the states of one tensor out of the whole and put them back, and `update_by_tensor` makes
-an update.
+`is_hosted` which arrays, `states_of` and `joined` take the states of one tensor out of the whole and put them back, and
+`update_by_tensor` makes an update.
 
 Tensors are updated in groups. While a group is updated, the states of the next one are copied to the device and those
 of the previous one to the host; optimization barriers start both copies before the update and end both after it. An

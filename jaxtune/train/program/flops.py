@@ -1,6 +1,6 @@
 """Model FLOPs of a step: what its matrices, its documents' attention and the other work of its layers need, without
-recomputation. `flop_counter` makes the function that counts them for a model, by the formula of `model_flops_per_step`.
-The metric `mfu` compares them with the device's peak."""
+recomputation. `flop_counter` makes the function that counts them for a model, by the formula of `model_flops_per_step`,
+from the `document_lengths` of a batch. The metric `mfu` compares them with the device's peak."""
 
 from __future__ import annotations
 
