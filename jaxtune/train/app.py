@@ -3,8 +3,9 @@ held-out questions if the config asks for it (results.json). With --check it onl
 rows are tokenised and packed, with --plan only the memory plan (`show_memory`). `answered` reads the held-out
 questions, `sampled_by` plans how many are answered at a time, and `answer` has the model answer them and prints the
 answers that `answers_to_show` chooses, for the evaluate command (scoring.py) too. `_Delivery` exports and evaluates
-what a run has trained; it raises `RunIsComplete` if all of that exists already. `require_fit_for_processes` refuses
-what several processes cannot do, and `next_commands` says what to do after a run."""
+what a run has trained (`_train` does the run); it raises `RunIsComplete` if all of that exists already.
+`require_fit_for_processes` refuses what several processes cannot do, and `next_commands` says what to do after a
+run."""
 
 from __future__ import annotations
 

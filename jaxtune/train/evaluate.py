@@ -1,5 +1,6 @@
 """Exact match: the share of held-out questions whose greedy answer equals the expected one. `exact_match` has the model
-answer rows; `questions_of` makes a `Question` of each row, with its prompt, which is tokenised as in training."""
+answer rows; `questions_of` makes a `Question` of each row, with its prompt, which is tokenised as in training. `_after`
+drops the thought before an answer, and `_first` finds the token that ends a turn."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The evaluate command (`evaluate`). `weights_to_score` finds which weights it scores, those of a run or those that a
 recipe names, as a `Scored`; `loaded_in` sets the format in which they are loaded; and `evaluate` scores them on the
-held-out rows."""
+held-out rows; `_require_same_split` refuses rows of data.eval_rows that the run trained on. `_exported` finds the best
+evaluation whose weights a run exported, and `_best` writes it in words."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What --plan prints of a run without its weights and rows (`show_plan`): the plan from the model's shapes, for a
-device here or elsewhere."""
+device of this machine (`_here`) or of another one (`_elsewhere`)."""
 
 from __future__ import annotations
 

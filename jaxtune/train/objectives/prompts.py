@@ -2,7 +2,7 @@
 that learns from rewards (GRPO, RLOO) from them and from the functions of the user's code, its `OwnParts`
 (`sampled_answers`). `read_each` and `prompt_of` serve other readers of prompts, such as on-policy distillation, and
 evaluations by generated answers read their questions by `read_prompts` too. `end_tokens` gives the tokens that end an
-answer."""
+answer, and `_answering` makes what samples the answers of a run."""
 
 from __future__ import annotations
 

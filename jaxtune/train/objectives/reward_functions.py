@@ -1,8 +1,8 @@
 """Reward functions, which give the answers that a model sampled a number each: loading them by name, calling them, and
 handling their errors (`RewardFunctions`, `RewardError`). Their arguments are made as a `Sampled`; `load_function` loads
-one, and `unique` makes their names differ. The ready ones, which a recipe names without a file, are `exact_number`,
-`exact_match`, `tagged_format`, `regex`, `brevity` and `rollout_reward`; they read answers by `text_of` and
-`last_number`.
+one, `unique` makes their names differ, `_given` chooses the arguments of a call, and `_checked` checks what it
+returned. The ready ones, which a recipe names without a file, are `exact_number`, `exact_match`, `tagged_format`,
+`regex`, `brevity` and `rollout_reward`; they read answers by `text_of` and `last_number`.
 
 A reward function has TRL's signature. It is called once with all answers of a generation (one round of sampling) and
 returns a number for each, or None where it does not apply:

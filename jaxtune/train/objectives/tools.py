@@ -1,6 +1,7 @@
 """The tools that a model may call while it answers: functions, and the methods of environments. `Tools` has those of a
 run, and calls them; what the calls of one turn returned is an `Answered`. `Environment` is the interface of
-environments.
+environments; `_environment` makes one, and `_reward_of` makes a reward function of its `get_reward`. `_schemas`
+describes tools to chat templates.
 
 A tool is a Python function with types and a docstring in Google's style, from which the chat template gets its JSON
 schema; it may be `async def`. An environment is an object with a method `reset(**row)`, whose other public methods are

@@ -1,8 +1,8 @@
 """The optimizers, all of them optax transformations, which `make_optimizer` makes; what a step asks of them
-(`StepOptimizer`); which tensors weight decay and an own learning rate apply to (`decayed_tensors`,
-`embedding_tensors`); the dtypes in which trained weights are stored (`weight_storage`); and a bound on what one update
-can change (`update_bound`, an `UpdateBound`). `step_optimizer` gives any optax transformation the interface of a
-StepOptimizer."""
+(`StepOptimizer`); which tensors weight decay and an own learning rate apply to (`decayed_tensors`, `embedding_tensors`;
+`_add_decay` and `_scale_embeddings` apply them); the dtypes in which trained weights are stored (`weight_storage`); and
+a bound on what one update can change (`update_bound`, an `UpdateBound`). `step_optimizer` gives any optax
+transformation the interface of a StepOptimizer."""
 
 from __future__ import annotations
 

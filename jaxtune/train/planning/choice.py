@@ -5,9 +5,9 @@ logits exist at a time, the tokens of a tile (`tile_tokens_of`), the layers whos
 `choose` takes the fastest plan that fits a budget, by forecast, and raises PlanError if none does; `smallest_plan`
 takes the one with the lowest peak. Only the plan that is taken is compiled, and the compiler's own figure is then
 compared with the budget (planner.py). Layer plans are sought as pairs, one for the first layers and one for the rest
-(`_best_pair`), and plans that resemble failed ones are left out (`_related`). `beside_states` says what host memory
-residuals may take, `saved_bytes` and `trained_bytes` are what a checkpoint copies there, and `tokens_of` are a
-micro-batch's tokens.
+(`_best_pair`), among those that no other layer plan beats (`_best_layers`, `_unbeaten`), and plans that resemble failed
+ones are left out (`_related`, `_Relatives`). `beside_states` says what host memory residuals may take, `saved_bytes`
+and `trained_bytes` are what a checkpoint copies there, and `tokens_of` are a micro-batch's tokens.
 """
 
 from __future__ import annotations

@@ -3,7 +3,12 @@
 a `SegmentCost` for each function of the layers' computation, and an `Exchange`: the bytes that devices receive from
 each other.
 
-A layer's residuals and work follow from its shapes and from what its segments declare (models/layers/segment.py).
+A layer's residuals and work follow from its shapes and from what its segments declare (models/layers/segment.py);
+`_segment_costs` averages the segments over the layers. The other functions give the shapes, dtypes or bytes of one
+thing: stored trained weights (`_stored`), frozen ones (`_frozen_parts`), the head (`_head_costs`), what devices send
+each other (`_exchange`, `_sync_bytes`), gathered weights and gradients of a layer (`_whole_layer_bytes`,
+`_whole_gradient_bytes`), copies in the compute dtype (`_trained_matrix_bytes`, `_adapter_bytes`), values from outside
+of a layer (`_given_bytes`), dropout's masks (`_masked_sizes`), and the update (`_update_bytes`).
 """
 
 from __future__ import annotations

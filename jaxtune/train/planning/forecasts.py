@@ -4,7 +4,8 @@ for many plans at once), from `head_forecast`, `gathered_bytes` and `state_secon
 (`product_time`, `bytes_with_gaps`).
 
 Bytes of residuals (what the parts of a layer return and a plan keeps, recomputes or offloads) are exact, from shapes.
-What the compiler adds around them, and the rates, are fitted (models/fitted.py).
+What the compiler adds around them, and the rates, are fitted (models/fitted.py). `_remade` is about recomputed
+residuals, `_travelling` about offloaded ones on their way, `_backward_bytes` about a backward's peak.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
 
 
 def _seen(lengths: np.ndarray, window: int | None) -> float:
-    """Twice the number of pairs of tokens that see each other in causal attention: the sum of length^2 over the
+    """About twice the number of pairs of tokens that see each other in causal attention: the sum of length^2 over the
     documents, less what is outside of a sliding window. lengths: the documents' tokens. window: the window's tokens;
     None: no window."""
     hidden = 0 if window is None else np.maximum(lengths - window, 0)

@@ -1,5 +1,6 @@
 """The compiled programs of a run (`Programs`), and what compiles and runs them (`Engine`): once for all data, and again
-with other plans until one fits the memory. `abstract` makes the shapes for which they are lowered. XLA's options for
+with other plans until one fits the memory. `abstract` makes the shapes for which they are lowered, `_uncollected` turns
+off garbage collection meanwhile, and `_may_plan_again` says after which errors another plan is tried. XLA's options for
 them are in xla_options.py."""
 
 from __future__ import annotations
