@@ -420,7 +420,8 @@ def _best_pair(
 
 def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
     """The layer plans from which pairs are formed: those of `layer_plans` that no other plan beats in kept bytes,
-    working bytes, time and bytes on the host at once. If the device has no host link, no plan offloads.
+    working bytes, time and bytes on the host at once; of plans with equal forecasts only the first. If the device has
+    no host link, no plan offloads.
 
     Args:
       parts: the step's costs.

@@ -91,7 +91,8 @@ class Planner:
 
     @property
     def plan(self) -> StepPlan:
-        """The plan in force: the one with which the step is compiled, until `adopt` or `replan` takes another."""
+        """The plan in force: the one with which the step is compiled, until `adopt`, `skip_known_failures` or `replan`
+        takes another."""
         return self.forecast.plan
 
     @property
