@@ -117,7 +117,8 @@ class AnswerMetrics:
     @property
     def sampled_rows(self) -> SampledRows:
         """The size of what is generated at a time: the most tokens of a row (the longest question and an answer) and
-        the most rows. The planner reserves memory for it."""
+        the most rows. `setup.with_slots` plans by it how many answers fit beside the weights and the optimizer's
+        states."""
         longest = max(len(prompt.ids) for prompt in self.prompts)
         return SampledRows(longest + self.max_new_tokens, min(self.most_slots, len(self.prompts)))
 

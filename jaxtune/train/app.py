@@ -1,7 +1,9 @@
 """The train command (`run`): it trains by a config, exports the model to the output folder, and measures exact match on
 held-out questions if the config asks for it (results.json). With --check it only shows what would be trained and how
-rows are tokenised and packed, with --plan only the memory plan (`show_memory`). `answer` asks the model the held-out
-questions, for the evaluate command (scoring.py) too, and `_Delivery` exports and evaluates what a run has trained.
+rows are tokenised and packed, with --plan only the memory plan (`show_memory`). `answered` reads the held-out
+questions, `sampled_by` plans how many are answered at a time, and `answer` has the model answer them and prints the
+answers that `answers_to_show` chooses, for the evaluate command (scoring.py) too. `_Delivery` exports and evaluates
+what a run has trained (`_train` does the run); it raises `RunIsComplete` if all of that exists already.
 `require_fit_for_processes` refuses what several processes cannot do, and `next_commands` says what to do after a
 run."""
 
@@ -410,7 +412,8 @@ class _Delivery:
 
     def _exports(self, adapted: bool) -> list[tuple[str, Callable[[Decoder, Path], None]]]:
         """(folder's name, function that writes a model to a folder) for each export that the config asks for. The
-        adapter comes first, because it is quick. adapted: whether the model has an adapter."""
+        adapter comes first, because it is quick. adapted: whether the model has an adapter; if not, none is
+        exported."""
         tokenizer, wanted = self.trainer.tokenizer, self.config.export
 
         def whole(model: Decoder, folder: Path) -> None:
@@ -428,10 +431,11 @@ class _Delivery:
 
 def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
     """Commands that are useful after a run, [(purpose, command line)], which the train command prints at its end: one
-    that asks the trained model a question, if it was exported; one that shows the profile, if there is one; and after
-    the packaged first run, two that train other models. They are valid in the folder where the run was started. output:
-    the run's folder. config: the run's; the question is that of a held-out row if exact match is measured, else
-    "..."."""
+    that asks the trained model a question, if it was exported; one that shows the profile, if there is one; and after a
+    run on the packaged model (a first run) two more, which train a model of the hub on rows of one's own, and which
+    show, without training, what memory and time an 8B model needs on a GPU. They are valid in the folder where the run
+    was started. output: the run's folder. config: the run's; the question is that of a held-out row if exact match is
+    measured, else "..."."""
     commands = []
     trained = [output / name for name in (MERGED, ADAPTER) if (output / name).exists()]
     if trained:

@@ -59,9 +59,9 @@ class Callback:
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
         """Called with the metrics of optimizer step `step` (counted from 1), about one step after it was dispatched. It
-        is called for every step; metrics.jsonl has only the steps that metrics.log_every selects, and its speeds are
-        means over the steps since the previous line. Entries that are added to `metrics` go into Trainer.history, and
-        into metrics.jsonl if that has the step."""
+        is called for every step; metrics.jsonl has only the steps that metrics.log_every selects, the last one, and
+        those whose numbers are not finite, and its speeds are means over the steps since the previous line. Entries
+        that are added to `metrics` go into Trainer.history, and into metrics.jsonl if that has the step."""
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
         """Called before the held-out rows are evaluated after `step` steps (0: before the first one). It may be the

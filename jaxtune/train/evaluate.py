@@ -1,5 +1,6 @@
 """Exact match: the share of held-out questions whose greedy answer equals the expected one. `exact_match` has the model
-answer rows; `questions_of` makes a `Question` of each row, with its prompt, which is tokenised as in training."""
+answer rows; `questions_of` makes a `Question` of each row, with its prompt, which is tokenised as in training. `_after`
+drops the thought before an answer, and `_first` finds the token that ends a turn."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ def exact_match(
     and `jaxtune evaluate` measure exact match by it (evaluation.exact_match_rows).
 
     Prompts are tokenised as in training, up to the begin of the answer. An answer ends at the first special token of
-    the tokenizer or end token of the model. White space around it is ignored. So is, in the generated and in the row's
-    own answer, everything up to the last mark that the template writes before an answer, such as the end of a thought
-    (</think>) or the name of a channel. If that mark has special tokens, thoughts may have them too; a turn then ends
-    only with the token with which the template ends it, or with an end token of the model.
+    the tokenizer (other than BOS and UNK) or end token of the model. White space around it is ignored. So is, in the
+    generated and in the row's own answer, everything up to the last mark that the template writes before an answer,
+    such as the end of a thought (</think>) or the name of a channel. If that mark has special tokens, thoughts may have
+    them too; a turn then ends only with the token with which the template ends it, or with an end token of the model.
 
     Args:
       model: the model.

@@ -1,6 +1,7 @@
 """Optimizers, schedules and objectives that a user's code gives to Trainer instead of the config's.
-`require_nothing_beside` refuses config keys that have no effect beside them, and `identities` makes what checkpoints
-record of each.
+`require_nothing_beside` refuses config keys that have no effect beside them (for each kind `require_own_optimizer`,
+`require_own_schedule` and `require_own_objective`), and `identities` makes what checkpoints record of each
+(`optimizer_identity`, `schedule_identity`, `objective_identity`).
 
 With its identity recorded, a run is not resumed with another one. What comes from the config is identified by its
 settings, but of a function only its behaviour can be recorded: an optimizer is identified by its states and the program
@@ -114,9 +115,9 @@ def _require_defaults(section: str, given: Any, default: Any, part: str, kept: t
 
 
 def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) -> dict[str, str]:
-    """The identity of an optimizer in checkpoints: {"states": a digest of its states' shapes, "update": a digest of its
-    update's jaxpr}, which contains its constants. trainable: the tensors that it updates, which may be
-    `jax.ShapeDtypeStruct`s."""
+    """The identity of an optimizer in checkpoints: {"states": a digest of the paths, shapes and dtypes of its states,
+    "update": a digest of the text of its update's jaxpr}, which has the scalar constants of the update. trainable: the
+    tensors that it updates, which may be `jax.ShapeDtypeStruct`s."""
     wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape(optimizer.init, wide)
     named = [

@@ -1,6 +1,7 @@
 """The evaluate command (`evaluate`). `weights_to_score` finds which weights it scores, those of a run or those that a
 recipe names, as a `Scored`; `loaded_in` sets the format in which they are loaded; and `evaluate` scores them on the
-held-out rows."""
+held-out rows; `_require_same_split` refuses rows of data.eval_rows that the run trained on. `_exported` finds the best
+evaluation whose weights a run exported, and `_best` writes it in words."""
 
 from __future__ import annotations
 
@@ -54,9 +55,10 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
     """Finds the weights that `jaxtune evaluate` scores: the result of a run if `recipe` is the config.yaml of its
     folder, which has metrics or checkpoints, otherwise the model that the recipe names.
 
-    A run's result is its exported adapter or model, or a checkpoint if there is one of a later step: with
-    checkpoint.best that of the best evaluation, as in what the run exports, otherwise the newest one. If an override
-    sets a key of `model` or `adapter`, the weights are those that the config names.
+    A run's result is its exported adapter or model (with QAT the model, otherwise the adapter, if both exist), or a
+    checkpoint if nothing is exported or a checkpoint is of a later step: with checkpoint.best that of the best
+    evaluation, as in what the run exports, otherwise the newest one. If an override sets a key of `model` or `adapter`,
+    the weights are those that the config names.
 
     Args:
       config: of the recipe, overrides applied.
@@ -135,8 +137,8 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
     Args:
       scored: the weights to score, from `weights_to_score`.
       load_in: a format of from_pretrained's load_in, or "stored" for the checkpoint's own. With None, the base of an
-        adapter is loaded in the format that the adapter was trained over, if its folder records that and no override
-        sets model.load_in.
+        adapter is loaded in the format and precision that the adapter was trained over, if its folder records them and
+        no override sets model.load_in.
       overrides: "key=value" arguments of the command.
     Raises:
       ValueError: a format is given, and the weights are a checkpoint, which belongs to the base of its run.
@@ -183,9 +185,10 @@ def evaluate(
       load_in: the format of the frozen weights, as load_in of from_pretrained, or "stored" for the checkpoint's own;
         None keeps that of the config or the adapter.
     Returns:
-      {"weights": in words, "eval_loss", "eval_UNIT": the number of targets or pairs}; and "exact_match", "rows" and
-        "samples", and the metrics of evaluation.generate (None for one that is NaN) with "eval_samples", some of its
-        answers, where the config asks for them. If the held-out rows have only questions, it has no loss.
+      {"weights": in words, "eval_loss", "eval_UNIT": the number of targets or pairs, and the objective's other metrics
+        as "eval_NAME"}; and "exact_match", "rows" and "samples", and the metrics of evaluation.generate (None for one
+        that is NaN) with "eval_samples", some of its answers, where the config asks for them. If the held-out rows have
+        only questions, it has no loss.
     Raises:
       ValueError: there are no such weights, no held-out rows, or these are not those that the run left out.
       CheckpointError: the run has no intact checkpoint, or it does not fit the config.

@@ -5,7 +5,8 @@ A matrix's loss is the mean divergence KL(model || model with this matrix alone 
 distributions, in nats, over the rows' trained tokens. `Sensitivity.measure` finds it for every `Matrix` with a forward
 pass each, `choose` keeps those in 16 bits that lose most for each byte, and `Sensitivity.divergence` measures what a
 choice loses as a whole, because losses of single matrices need not add up. `model_and_batches` loads the model and the
-rows, and `patterns` and `as_recipe` write the choice as a recipe."""
+rows, and `patterns` and `as_recipe` write the choice as a recipe. `_quantizable` lists the matrices; `_hidden`,
+`_rounded` and `_divergence` are the compiled steps of a measurement."""
 
 from __future__ import annotations
 

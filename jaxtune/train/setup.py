@@ -1,6 +1,7 @@
-"""What a Trainer constructs before it trains: the optimizer and schedule (`update_rule`), the step's programs
-(`step_programs`), the mesh and the planner (`planned`), and how many answers are sampled at a time (`with_slots`).
-`require_sampling` and `require_starts_within` refuse what cannot run, and `profile_facts` is stored with a profile."""
+"""What a Trainer constructs before it trains: the optimizer and schedule (`update_rule`, an `UpdateRule`), the step's
+programs (`step_programs`), the mesh and the planner (`planned`), and how many answers are sampled at a time
+(`with_slots`). `require_sampling` and `require_starts_within` refuse what cannot run, and `profile_facts` is stored
+with a profile."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class UpdateRule:
     optimizer: optax.GradientTransformation
     """The optimizer, its learning rate included."""
     schedule: optax.Schedule | None
-    """The learning rate that metrics show; None if a given optimizer has a schedule of its own."""
+    """The learning rate by the number of updates made, which metrics show; None if an optimizer was given to the
+    Trainer without a schedule."""
     bound: UpdateBound | None
     """A limit to how far one update can move a weight. A step decides by it, before the update, whether all new weights
     will be finite; without a limit the step first computes the whole update for this decision. None if no limit is
@@ -123,8 +125,10 @@ def step_programs(
 
 
 def _require_observable(model: TrainedModel, batches: BatchSource) -> None:
-    """Raises ValueError if QAT rounds activations under scales that it observes on the rows of the first step, and
-    these are not there before the run: `batches` samples them from the model, or several processes share them."""
+    """Raises ValueError if QAT rounds activations under scales that it observes on the rows of the first step, and this
+    process does not have all of these rows before the run: `batches` samples them from the model during it
+    (sees_model), or the run has several processes, of which each has a part of the rows. `model` says whether QAT
+    observes scales. `step_programs` calls it."""
     if model.qat is None or not model.qat.observes:
         return
     what = f"qat.format = {model.qat.format} observes activations on the rows of the first step"
@@ -193,8 +197,8 @@ def planned(
 def require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
     """Raises ConfigError if the run's objective cannot sample its answers on this mesh, because the mesh divides
     weights (fsdp), or because the run has several processes. It is called only for objectives that train on answers
-    which the model samples, such as GRPO; the train command calls it before it reads anything, and `planned` for
-    sources of answers that were given in Python. config: has the objective's name, for the message."""
+    which the model samples, such as GRPO: by `planned` for the batch sources of GRPO and RLOO, and in a run of several
+    processes by the train command before it reads anything. config: has the objective's name, for the message."""
     config.require_whole_weights(mesh)
     name = config.objective.name
     if (count := processes.count()) > 1:
@@ -217,8 +221,9 @@ def with_slots(
       batches: the source of the run's batches, which may sample.
       answers: the evaluation in which the model answers questions, or None.
     Returns:
-      ({"answers" (of `batches`) or "generate" (of evaluations): the plan of the slots of that phase}, empty if memory
-        has no limit, nothing is sampled, or the trainer only evaluates; `answers` with the numbers of that plan).
+      ({"answers" (if `batches` samples) and "generate" (if `answers` is given): the plan of the slots of that phase},
+        empty if memory has no limit, nothing is sampled, or the trainer only evaluates; `answers` with the numbers of
+        that plan).
     Raises:
       ValueError: there is no room for one slot.
     """

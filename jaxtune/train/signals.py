@@ -1,6 +1,7 @@
 """Handling of the signals SIGTERM, SIGINT and SIGHUP, which stop a run. During the steps the step in progress is
 finished and the state saved. During other work, such as loading and compiling, the run ends at once by the exception
-`Interrupted`. `StopSignal` is the context in which this holds."""
+`Interrupted`. `StopSignal` is the context in which this holds. `handled` leaves out a SIGHUP that is ignored; the
+launch command (commands/launch.py) uses it too."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class StopSignal:
     the process immediately.
 
     SIGHUP means that the terminal was closed or the connection was lost. Both the shell and the system send it, often
-    in addition to SIGTERM, so it never counts as a second signal. If it is ignored (nohup), it stays ignored.
+    in addition to SIGTERM, so it is not counted: the second signal is the second SIGTERM or SIGINT. If it is ignored
+    (nohup), it stays ignored.
 
     The training loop reads `requested` after every step and between the batches of an evaluation; if it is set, the
     loop saves, and the process leaves with `EXIT_SAVED`, so that the same command continues. Inside `at_once`, for work
@@ -85,7 +87,7 @@ class StopSignal:
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """A context in which a signal only sets `requested`. If this context is within an `at_once`, the signal raises
-        Interrupted when it ends."""
+        Interrupted when this context ends."""
         with self._mode(False):
             yield
 

@@ -100,8 +100,8 @@ class Trainer:
     Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
     by), `batches` (the BatchSource of its steps), `train_data` (TokenDataset; None where not all rows are known before
     the run), `eval_data` (TokenDataset or None), `answers` (AnswerMetrics of evaluation.generate, or None), `output`
-    (Path), `total_steps`, and after train() `history`, the metrics of every step as dicts, `steps_done`, and `best`
-    ({"best_checkpoint": the evaluation whose weights were returned}, or {} if they are the last ones). Raises
+    (Path), `total_steps`, and after train() `history`, the metrics of all steps and evaluations, `steps_done`, and
+    `best` ({"best_checkpoint": the evaluation whose weights were returned}, or {} if they are the last ones). Raises
     ValueError for a config, model or rows that cannot be trained, and PlanError, one too, if no plan fits.
     """
 
@@ -369,8 +369,8 @@ class Trainer:
 
     @property
     def gradients(self) -> str:
-        """The dtype in which gradients are summed over micro-batches, and how devices send them if not in float32, in
-        words: "fp32", or "fp32, sent in int8 with error feedback"."""
+        """The dtype of a step's gradient sums ("fp32", or that of the weights, "bf16" too, with one micro-batch), and
+        how devices send them if not in float32, such as "fp32, sent in int8 with error feedback"."""
         summed = "fp32" if self.engine.planner.plan.micro_batches > 1 else self.program.weights
         return summed if self.program.sync is None else f"{summed}, {self.program.sync}"
 

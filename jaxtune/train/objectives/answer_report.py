@@ -55,7 +55,7 @@ def screen_lines(
 ) -> list[str]:
     """Lines for the screen about a generation of answers: the one with the largest reward (the first one if no answer
     has a reward), and warnings if more than half are cut off, or if in more than 80% of groups (the answers to one
-    prompt) all rewards are equal, which teaches nothing. A run shows them in every tenth generation.
+    prompt) all rewards are equal or missing, which teaches nothing. A run shows them in every tenth generation.
 
     Args:
       sampled: the prompts and answers as reward functions got them.

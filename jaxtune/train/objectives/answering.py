@@ -1,6 +1,7 @@
 """Samples the answers of a generation (all the answers of one round of sampling): in one turn (`OneTurn`), in turns
 between which tools are called (`ToolTurns`), or by a function of the user's code (rollout_function.py). `Answering` is
-the interface of the three ways, `Sampling` has the options that they share, and each answer is a `Given`."""
+the interface of the three ways, `Sampling` has the options that they share, and each answer is a `Given`, with calls of
+tools a `_Dialogue` while it is sampled."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """The losses of reinforcement learning from rewards: GRPO, its variants and RLOO, as functions of arrays.
 
-No function depends on a model. `group_advantages` and `rloo_advantages` compute advantages from rewards on the host.
-`importance_ratio` corrects for a sampler whose probabilities differ from the trainer's. `grpo_loss` and `rloo_loss` are
-the losses of a batch of `Answers`, given as arrays [answers, tokens], with the options `PolicyLoss`; `grpo_sums` and
-`rloo_sums` give them as sums, which a train step adds up, and `means_of` makes metrics of the sums. Names, defaults and
-values are TRL 1.16's.
+No function depends on a model. `group_advantages` and `rloo_advantages` compute advantages from rewards on the host
+(`total_rewards` weighs and adds them). `importance_ratio` corrects for a sampler whose probabilities differ from the
+trainer's. `grpo_loss` and `rloo_loss` are the losses of a batch of `Answers`, given as arrays [answers, tokens], with
+the options `PolicyLoss`; `grpo_sums` and `rloo_sums` give them as sums, which a train step adds up, and `means_of`
+makes metrics of the sums, whose names `metric_names` gives. `_policy_losses` clips ratios, `_of_high_entropy` selects
+tokens, and `_aggregated` adds up the losses of tokens. Names, defaults and values are TRL 1.16's.
 
 Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585, SAPO 2511.20347,
 RLOO 2402.14740, entropy masks 2506.01939."""

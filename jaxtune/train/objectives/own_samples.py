@@ -1,6 +1,7 @@
 """The batch source of on-policy distillation: a data row is trained on with an answer that the student samples just
 before the step, or, in a share of cases, with the answer that the data set has. `OwnSamples` is the source, and
-`own_samples` makes it of a run's rows, each of which becomes an `Asked`.
+`own_samples` makes it of a run's rows; `_Reading` makes an `Asked` of each. `_draws` decides which answers are sampled;
+the others are the data set's (`_with_own_answer`).
 
 What is sampled depends on the seed, the number of the step and the weights alone, so an interrupted run continues to
 the same bits, and a checkpoint needs to record nothing."""

@@ -169,8 +169,8 @@ class Preference(Pairs):
     computes."""
 
     def check(self, model: Decoder) -> None:
-        """Accepts every model, because without a reference nothing about it can be wrong. The Trainer calls the method
-        of every objective before anything is compiled. model: not used here."""
+        """Accepts every model: nothing is checked, because there is no reference that must stay fixed. The Trainer
+        calls the method of every objective before anything is compiled. model: not used here."""
 
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
         """The implicit reward of each answer of a batch divided by beta: float32[rows, most pairs, 2], chosen answers

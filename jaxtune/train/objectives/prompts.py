@@ -2,7 +2,7 @@
 that learns from rewards (GRPO, RLOO) from them and from the functions of the user's code, its `OwnParts`
 (`sampled_answers`). `read_each` and `prompt_of` serve other readers of prompts, such as on-policy distillation, and
 evaluations by generated answers read their questions by `read_prompts` too. `end_tokens` gives the tokens that end an
-answer."""
+answer, and `_answering` makes what samples the answers of a run."""
 
 from __future__ import annotations
 
@@ -119,8 +119,9 @@ def sampled_answers(
     own: OwnParts | None = None,
 ) -> SampledAnswers:
     """Makes the batch source of a run that learns from rewards: reads the prompts, and combines them with what samples
-    the answers and what rewards them. Rewards are those of `own`, with the `get_reward` of its environments; without
-    any, the column `reward` that the rollout function returns.
+    the answers and what rewards them. Rewards are those of `own.rewards`, and those that the environments in
+    `own.tools` give by `get_reward`; without `own.rewards` and `own.tools`, the column `reward` that the rollout
+    function returns.
 
     Args:
       objective: GRPO or RLOO.
@@ -129,8 +130,9 @@ def sampled_answers(
       config: the config of the run.
       ends: the token ids that end an answer.
       positions: the most tokens of a prompt and its answer that the model allows.
-      own: the reward functions, tools and rollout function that a Python script gives; None: those that the section
-        config.objective names as file.py:name.
+      own: the reward functions, tools with environments, rollout function and function for a reference's
+        log-probabilities that a Python script gives; None: those that the section config.objective names as
+        file.py:name, which are without the last.
     Raises:
       ConfigError: a row or a function cannot be used, or the lengths in the config leave no room for prompt and answer.
     """

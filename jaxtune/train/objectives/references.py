@@ -1,10 +1,11 @@
 """Log-probabilities of the reference model, which preference objectives compare answers with. They are computed once
 for all rows, and stored beside the token cache for later runs.
 
-`fill_reference` reads or computes them, by a pass over the rows (`values_of_rows`). The name of a stored file is a hash
-of the rows and of every byte of the base model, and the file ends with a checksum. `first_check` checks them by the
-metrics of the first step, also if they are computed in each step: a new adapter changes nothing yet, so the model must
-give the answers the same log-probabilities as the reference."""
+`fill_reference` reads them from the stored file (`_path`, `_read`), or computes them by a pass over the rows
+(`_computed`, `values_of_rows`). The name of a stored file is a hash of the rows and of every byte of the base model,
+and the file ends with a checksum (`_checksum`). `first_check` checks them by the metrics of the first step, also if
+they are computed in each step: a new adapter changes nothing yet, so the model must give the answers the same
+log-probabilities as the reference (`_disagreement`)."""
 
 from __future__ import annotations
 

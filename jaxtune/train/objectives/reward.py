@@ -64,9 +64,9 @@ class Reward(Pairs):
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
         """Reads and tokenises rows into pairs of documents, with the numbers in the rows' column `margin`, if they have
-        one. Pairs that are longer than data.length are left out, because a text that is cut has no last token to score.
-        Raises ValueError if the rows cannot be trained on, or a margin is no finite number or is missing in some rows
-        only, and ConfigError for options of `data` that pairs cannot have (`Pairs.prepare`).
+        one. Pairs that would have to be cut to fit data.length are left out, because a text that is cut has no last
+        token to score. Raises ValueError if the rows cannot be trained on, or a margin is no finite number or is
+        missing in some rows only, and ConfigError for options of `data` that pairs cannot have (`Pairs.prepare`).
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.

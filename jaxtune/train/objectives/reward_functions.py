@@ -1,6 +1,8 @@
 """Reward functions, which give the answers that a model sampled a number each: loading them by name, calling them, and
-handling their errors (`RewardFunctions`, `RewardError`). Their arguments are made as a `Sampled`. The functions from
-`exact_number` to `rollout_reward` are ready ones, which a recipe names without a file.
+handling their errors (`RewardFunctions`, `RewardError`). Their arguments are made as a `Sampled`; `load_function` loads
+one, `unique` makes their names differ, `_given` chooses the arguments of a call, and `_checked` checks what it
+returned. The ready ones, which a recipe names without a file, are `exact_number`, `exact_match`, `tagged_format`,
+`regex`, `brevity` and `rollout_reward`; they read answers by `text_of` and `last_number`.
 
 A reward function has TRL's signature. It is called once with all answers of a generation (one round of sampling) and
 returns a number for each, or None where it does not apply:
@@ -362,9 +364,9 @@ def last_number(text: str) -> float | None:
 
 
 def exact_number(completions: list[Turns], answer: list[object], **columns: object) -> list[float | None]:
-    """A reward function: for each of `completions` 1.0 if its last number equals the last number of the row's column
-    `answer`, else 0.0; None if that column has no number, so that the function does not apply. Other columns are
-    ignored."""
+    """A reward function: for each of `completions` 1.0 if the last number in its text (`text_of`) equals the last one
+    in str of the row's column `answer`, else 0.0; None if that column has no number, so that the function does not
+    apply. Other columns are ignored."""
     wanted = [last_number(str(value)) for value in answer]
     return [
         None if number is None else float(last_number(text_of(completion)) == number)
@@ -373,8 +375,9 @@ def exact_number(completions: list[Turns], answer: list[object], **columns: obje
 
 
 def exact_match(completions: list[Turns], answer: list[object], **columns: object) -> list[float]:
-    """A reward function: for each of `completions` 1.0 if its text equals the row's `answer` (the column of that name)
-    apart from white space at the ends, else 0.0. Other columns are ignored."""
+    """A reward function: for each of `completions` 1.0 if its text (`text_of`: of messages, the content of the last
+    one) equals str of the row's column `answer` apart from white space at the ends, else 0.0. Other columns are
+    ignored."""
     return [
         float(text_of(completion).strip() == str(value).strip())
         for completion, value in zip(completions, answer, strict=True)
@@ -385,14 +388,15 @@ _TAGGED = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTA
 
 
 def tagged_format(completions: list[Turns], **columns: object) -> list[float]:
-    """A reward function: for each of `completions` 1.0 if its text is `<think>...</think><answer>...</answer>` and
-    nothing else but white space around these, else 0.0. All columns are ignored."""
+    """A reward function: for each of `completions` 1.0 if its text (`text_of`) is
+    `<think>...</think><answer>...</answer>` and nothing else but white space around these, else 0.0. All columns are
+    ignored."""
     return [float(_TAGGED.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 
 def regex(completions: list[Turns], pattern: list[str], **columns: object) -> list[float]:
     """A reward function: for each of `completions` 1.0 if the row's regular expression (the column `pattern`) is found
-    in its text, else 0.0. Other columns are ignored."""
+    anywhere in its text (`text_of`), else 0.0. Other columns are ignored."""
     return [
         float(re.search(wanted, text_of(completion)) is not None)
         for completion, wanted in zip(completions, pattern, strict=True)

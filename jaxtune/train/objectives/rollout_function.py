@@ -75,7 +75,7 @@ class RolloutModel:
           prompt_ids: the token ids of each prompt; for several answers to one, repeat it in consecutive places.
           max_new_tokens: the most new tokens of each; None is objective.max_completion_length.
         Raises:
-          ValueError: a prompt with its new tokens is longer than data.length.
+          ValueError: a prompt with its new tokens is longer than data.length or than the model's positions.
         """
         settings, self._calls = self._sampling.settings, self._calls + 1
         return list(

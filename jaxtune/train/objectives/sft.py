@@ -55,7 +55,7 @@ class SFT:
         return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
 
     def check(self, model: Decoder) -> None:
-        """Accepts every `model`: nothing about a decoder can be wrong for this objective, so nothing is checked. The
+        """Accepts every `model`: nothing is checked, because the objective has no reference that must stay fixed. The
         Trainer calls the method of every objective before anything is compiled."""
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:

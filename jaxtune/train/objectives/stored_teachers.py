@@ -3,7 +3,9 @@
 They are computed by one pass of the teacher over the run's rows (objective.teacher_top_k) or read from a file that
 another program wrote (objective.teacher_logprobs), and kept in a file beside the token cache, which a run maps into
 memory. The name of that file is a hash of the rows and of the teacher or the other file; the file ends with a checksum.
-`StoredTeacher` does this for a Trainer.
+`StoredTeacher` does this for a Trainer. `_stored` gives it an array to fill, mapped from such a file (`_written`)
+unless the teacher cannot be recognised later; `_read` maps one that is there; `_checksum` computes a checksum, and
+`_sum_of` reads one.
 """
 
 from __future__ import annotations

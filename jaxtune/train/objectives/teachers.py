@@ -2,9 +2,11 @@
 
 A `Decoder` with a teacher has it as its attribute `teacher`. So its weights are loaded, placed on the devices, counted
 by the planner and given to the step's programs as the frozen weights of the model itself are. `with_teacher` attaches
-one. A run opens and loads the teacher that its config names (`open_teacher`, `load_teacher`), and `teacher_shapes`
-gives the planner its shapes before that. `of_pass` and `pass_shapes` are for a teacher whose log-probabilities are
-stored before the run (stored_teachers.py), and `require_same_tokens` compares its tokenizer with the student's."""
+one, and `without_teacher` gives the model without it. `teacher_of` says which teacher a config names. A run opens and
+loads the teacher that its config names (`open_teacher`, `load_teacher`), and `teacher_shapes` gives the planner its
+shapes before that. `of_pass` and `pass_shapes` are for a teacher whose log-probabilities are stored before the run
+(stored_teachers.py), and `require_same_tokens` compares its tokenizer with the student's. `described` makes the line
+about the teacher that a run prints."""
 
 from __future__ import annotations
 
@@ -60,8 +62,8 @@ def with_teacher(student: Decoder, teacher: Decoder | None) -> Decoder:
 
 
 def without_teacher(model: Decoder) -> Decoder:
-    """Returns a model over the same arrays whose attribute `teacher` is None; `model` itself if it has no teacher. What
-    is placed, saved or exported as the trained model must not contain the teacher."""
+    """Returns a model over the same arrays whose attribute `teacher` is None; `model` itself if it has no teacher. The
+    model that a run exports, and the student of stored log-probabilities, must not contain the teacher."""
     if model.teacher is None:
         return model
     model = copy_structure(model)

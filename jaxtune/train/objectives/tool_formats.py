@@ -1,9 +1,10 @@
 """How models write calls of tools, by the kind of their chat template, and how templates write what tools answer.
 
-A model's answer is parsed as text, by the function of the template's `Kind` (`parse_hermes` and others), into each
-`Call`. A tool's answer is added behind the sampled tokens as the tokens that the template writes between the end of the
-model's turn and the begin of its next one. The sampled tokens themselves are never decoded and tokenised again, because
-that could change them. `ToolFormat` does both for `answering.ToolTurns`."""
+A model's answer is parsed as text, by the function of the template's `Kind` (`parse_hermes`, `parse_xml`,
+`parse_llama`, `parse_channels` or `parse_gemma`), into each `Call`. A tool's answer is added behind the sampled tokens
+as the tokens that the template writes between the end of the model's turn and the begin of its next one. The sampled
+tokens themselves are never decoded and tokenised again, because that could change them. `ToolFormat` does both for
+`answering.ToolTurns`."""
 
 from __future__ import annotations
 
@@ -69,6 +70,7 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 def parse_hermes(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of Hermes and Qwen, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any
     number of times: (the text before the first call, the calls). Raises ValueError for a malformed call.
+    `ToolFormat.parsed` calls it while answers with tools are sampled in training.
 
     Args:
       text: the answer, with special tokens except the one that ended it.
@@ -85,7 +87,8 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTA
 def parse_xml(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of Qwen3-Coder and Qwen3.5,
     `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>... </function></tool_call>`, any number of times: (the
-    text before the first call, the calls). Raises ValueError for a malformed call.
+    text before the first call, the calls). Raises ValueError for a malformed call. `ToolFormat.parsed` calls it while
+    answers with tools are sampled in training.
 
     Args:
       text: the answer, with special tokens except the one that ended it.
@@ -119,7 +122,8 @@ def parse_llama(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of Llama 3: (`text` unchanged, []) if it does not begin with `{` (after a
     `<|python_tag|>`, if it has one), else ("", the calls). The whole answer is then `{"name": ..., "parameters":
     {...}}`, or with "arguments" in place of "parameters"; several are separated by semicolons. Raises ValueError for a
-    malformed call, or TypeError for a number among the calls.
+    malformed call, or TypeError for a number among the calls. `ToolFormat.parsed` calls it while answers with tools are
+    sampled in training.
 
     Args:
       text: the answer, with special tokens except the one that ended it.
@@ -143,7 +147,7 @@ _FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?:<\||$)", re.DOTALL)
 def parse_channels(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of gpt-oss: (the text of the channel `final`, "" if there is none; the calls). A
     call is a message that is addressed `to=functions.NAME` and holds the arguments as JSON. Raises ValueError for a
-    malformed call.
+    malformed call. `ToolFormat.parsed` calls it while answers with tools are sampled in training.
 
     Args:
       text: the answer, with special tokens except the one that ended it.
@@ -168,7 +172,8 @@ _GEMMA_TOKEN = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<sign>[{}\[\],:])|(?P
 def parse_gemma(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of Gemma 4, `<|tool_call>call:NAME{key:value,...}<tool_call|>`, any number of times:
     (the text before the first call, without thoughts; the calls). Keys have no quotes and texts have `<|"|>` on both
-    sides; other values are written as in JSON. Raises ValueError for a malformed call.
+    sides; other values are written as in JSON. Raises ValueError for a malformed call. `ToolFormat.parsed` calls it
+    while answers with tools are sampled in training.
 
     Args:
       text: the answer, with special tokens except the one that ended it.

@@ -1,5 +1,7 @@
 """The tools that a model may call while it answers: functions, and the methods of environments. `Tools` has those of a
-run, and calls them.
+run, and calls them; what the calls of one turn returned is an `Answered`. `Environment` is the interface of
+environments; `_environment` makes one, and `_reward_of` makes a reward function of its `get_reward`. `_schemas`
+describes tools to chat templates.
 
 A tool is a Python function with types and a docstring in Google's style, from which the chat template gets its JSON
 schema; it may be `async def`. An environment is an object with a method `reset(**row)`, whose other public methods are
@@ -48,9 +50,11 @@ class Environment(Protocol):
     answer. `Tools` gives each answer one."""
 
     def reset(self, **row: object) -> str | None:
-        """Called before an answer is sampled: it sets the environment to its initial state for that answer. row: the
-        columns of the data row, with the messages as `prompt`. A text that it returns is added to the last message of
-        the prompt; None adds nothing."""
+        """Called before an answer is sampled: it sets the environment to its initial state for that answer. The same
+        object may have served earlier answers, and all that they left in it must be cleared. row: the columns of the
+        data row and the messages as `prompt`, but only those that its parameters name, or all if it has **parameters;
+        the column `environment` is left out where it selects one of several environments. A text that it returns is
+        added to the last message of the prompt; None adds nothing."""
         ...
 
 

@@ -1,6 +1,7 @@
 """Functions of the user's code, such as rewards and tools: loading one that a recipe names as file.py:name
-(`load_from_file`), choosing its `arguments`, and calling it, whether it is async or not, in another thread, so that the
-run can stop waiting for it (`EventLoop`, `in_thread`)."""
+(`load_from_file`), choosing its `arguments`, telling whether it is async (`is_async`, by what `called` returns), and
+calling it in another thread, so that the run can stop waiting for it (`EventLoop`, `in_thread`). `in_words` makes text
+of what it raised."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The optimizers, all of them optax transformations, which `make_optimizer` makes; what a step asks of them
-(`StepOptimizer`); which tensors weight decay and an own learning rate apply to (`decayed_tensors`,
-`embedding_tensors`); the dtypes in which trained weights are stored (`weight_storage`); and a bound on what one update
-can change (`UpdateBound`)."""
+(`StepOptimizer`); which tensors weight decay and an own learning rate apply to (`decayed_tensors`, `embedding_tensors`;
+`_add_decay` and `_scale_embeddings` apply them); the dtypes in which trained weights are stored (`weight_storage`); and
+a bound on what one update can change (`update_bound`, an `UpdateBound`). `step_optimizer` gives any optax
+transformation the interface of a StepOptimizer."""
 
 from __future__ import annotations
 
@@ -38,18 +39,22 @@ def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, param
 @dataclasses.dataclass(frozen=True)
 class UpdateBound:
     """A bound on one update of weights: no element w changes by more than rate * (direction + decay * |w|), where rate
-    is the learning rate. A step uses it to decide before the update whether all new weights will be finite."""
+    is the learning rate. It follows from the config alone, without the gradients (`update_bound`), and exists for adamw
+    and adamw_8bit with clipping. Before the update a step decides by it, from the weights and the rate, whether all new
+    weights will be finite; without a bound the step first computes the whole update for that."""
 
     direction: float
-    """The largest absolute value of the optimizer's direction for an element."""
+    """max_grad_norm / eps, which the optimizer's direction for an element never exceeds, times the embeddings' learning
+    rate over `rate` if that is above 1."""
     decay: float
-    """The factor of weight decay."""
+    """The factor of weight decay, times the same ratio if that is above 1."""
 
 
 def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBound | None:
-    """The bound on one update of the optimizer in `config`, if gradients are clipped to the norm `max_grad_norm`; None
-    if they are not clipped (None) and for optimizers other than adamw and adamw_8bit. It holds because the
-    bias-corrected mean of the gradients is at most that norm, and Adam divides it by at least eps."""
+    """The bound on one update of the optimizer in `config` (that of the tensor with the highest learning rate), if
+    gradients are clipped to the norm `max_grad_norm`; None if they are not clipped (None) and for optimizers other than
+    adamw and adamw_8bit. It holds because the bias-corrected mean of the gradients is at most that norm, and Adam
+    divides it by at least eps."""
     if max_grad_norm is None or config.name not in ("adamw", "adamw_8bit"):
         return None
     faster = max(1.0, _embedding_share(config))

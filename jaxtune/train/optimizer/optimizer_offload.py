@@ -1,13 +1,13 @@
 """Optimizer states in pinned host memory (optim.offload): each tensor's states are copied to the device for its update,
 and back. `first_states` makes the states, `shardings` says where each array is, `hosted_bytes` how much is on the host,
-`states_of` and `joined` take the states of one tensor out of the whole and put them back, and `update_by_tensor` makes
-an update.
+`is_hosted` which arrays, `states_of` and `joined` take the states of one tensor out of the whole and put them back, and
+`update_by_tensor` makes an update.
 
-Tensors are updated in groups. While a group is updated, the states of the next one are copied to the device and those
-of the previous one to the host; optimization barriers start both copies before the update and end both after it. An
-update takes much less time than its transfers, so the whole takes the time of the host link in both directions: XLA
-(jaxlib 0.11.2) puts all copies of a program into one queue, in which copies to the host and from the host do not
-overlap."""
+Tensors are updated in groups (`_groups`), in stages (`_stages`). While a group is updated, the states of the next one
+are copied to the device and those of the previous one to the host; optimization barriers start both copies before the
+update and end both after it. An update takes much less time than its transfers, so the whole takes the time of the host
+link in both directions: XLA (jaxlib 0.11.2) puts all copies of a program into one queue, in which copies to the host
+and from the host do not overlap."""
 
 from __future__ import annotations
 

@@ -1,8 +1,13 @@
-"""The choice of a plan: the placement of every residual by layer, the number of micro-batches, and how many logits
-exist at a time.
+"""The choice of a plan: the placement of every residual by layer, the number of micro-batches (`splits`), how many
+logits exist at a time, the tokens of a tile (`tile_tokens_of`), the layers whose weights stay gathered or whole
+(`_residents`, `_with_whole_weights`), and where the table of per-layer embeddings is (`table_places`).
 
-`choose` takes the fastest plan that fits a budget, by forecast. Only that plan is compiled, and the compiler's own
-figure is then compared with the budget (planner.py).
+`choose` takes the fastest plan that fits a budget, by forecast, and raises PlanError if none does; `smallest_plan`
+takes the one with the lowest peak. Only the plan that is taken is compiled, and the compiler's own figure is then
+compared with the budget (planner.py). Layer plans are sought as pairs, one for the first layers and one for the rest
+(`_best_pair`), among those that no other layer plan beats (`_best_layers`, `_unbeaten`), and plans that resemble failed
+ones are left out (`_related`, `_Relatives`). `beside_states` says what host memory residuals may take, `saved_bytes`
+and `trained_bytes` are what a checkpoint copies there, and `tokens_of` are a micro-batch's tokens.
 """
 
 from __future__ import annotations
@@ -415,7 +420,8 @@ def _best_pair(
 
 def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
     """The layer plans from which pairs are formed: those of `layer_plans` that no other plan beats in kept bytes,
-    working bytes, time and bytes on the host at once. If the device has no host link, no plan offloads.
+    working bytes, time and bytes on the host at once; of plans with equal forecasts only the first. If the device has
+    no host link, no plan offloads.
 
     Args:
       parts: the step's costs.

@@ -1,7 +1,14 @@
 """The costs of a training step before it is decided how to run it: bytes and work, read from the model's layers.
-`step_cost` makes a `StepCost` of a model, or of the shapes of one that is not loaded (`abstract_model`).
+`step_cost` makes a `StepCost` of a model, or of the shapes of one that is not loaded (`abstract_model`). A StepCost has
+a `SegmentCost` for each function of the layers' computation, and an `Exchange`: the bytes that devices receive from
+each other.
 
-A layer's residuals and work follow from its shapes and from what its segments declare (models/layers/segment.py).
+A layer's residuals and work follow from its shapes and from what its segments declare (models/layers/segment.py);
+`_segment_costs` averages the segments over the layers. The other functions give the shapes, dtypes or bytes of one
+thing: stored trained weights (`_stored`), frozen ones (`_frozen_parts`), the head (`_head_costs`), what devices send
+each other (`_exchange`, `_sync_bytes`), gathered weights and gradients of a layer (`_whole_layer_bytes`,
+`_whole_gradient_bytes`), copies in the compute dtype (`_trained_matrix_bytes`, `_adapter_bytes`), values from outside
+of a layer (`_given_bytes`), dropout's masks (`_masked_sizes`), and the update (`_update_bytes`).
 """
 
 from __future__ import annotations
@@ -362,8 +369,9 @@ def _exchange(trained, frozen, shape: partition.MeshShape, sync: GradientSync | 
 
 def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
     """The largest number of bytes that the gradients of the trained matrices of one layer of `model` take, each once as
-    it is computed and once in float32 as it is summed: what a layer's backward takes if weights are divided over
-    devices. storage: the dtype in which trained weights are stored, "fp32" or "bf16"."""
+    it is computed, in the dtype `storage`, and once in float32 as it is summed; neither is divided. A layer's backward
+    takes as much if weights are divided over devices. storage: the dtype in which trained weights are stored, "fp32" or
+    "bf16"."""
     layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
     sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)

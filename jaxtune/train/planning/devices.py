@@ -1,6 +1,9 @@
 """Devices as the planner knows them: their rates, and the memory that a run may use of them. `find_device` makes a
 `Device` by its name; `limit` and `budget` say how much of its memory a run and its steps may take, and `card_gb` on
-which card they would fit; `host_memory_bytes` and `allow_pinned_memory` are about the memory of the host."""
+which card they would fit (`card_bytes` is what a card's allocator gives out, `with_fragments` what it must have);
+`host_memory_bytes` (by the limits of a container or job, `_group_limits`) and `allow_pinned_memory` are about the
+memory of the host, which the devices that `devices_here` counts share; `memory_peak_bytes` reads the largest use so
+far; and `device_peak_flops` and `float32_time` give rates of the data sheets."""
 
 from __future__ import annotations
 

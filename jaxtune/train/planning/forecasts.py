@@ -1,7 +1,11 @@
 """Forecasts: the bytes and seconds of a step under a plan, by which plans are compared before one is compiled.
+`forecast` makes the `Forecast` of a step, from a `LayerForecast` for each layer (`layer_forecast`; `layer_forecasts`
+for many plans at once), from `head_forecast`, `gathered_bytes` and `state_seconds`, and from fitted numbers
+(`product_time`, `bytes_with_gaps`).
 
 Bytes of residuals (what the parts of a layer return and a plan keeps, recomputes or offloads) are exact, from shapes.
-What the compiler adds around them, and the rates, are fitted (models/fitted.py).
+What the compiler adds around them, and the rates, are fitted (models/fitted.py). `_remade` is about recomputed
+residuals, `_travelling` about offloaded ones on their way, `_backward_bytes` about a backward's peak.
 """
 
 from __future__ import annotations
@@ -29,8 +33,9 @@ type Figure = Any  # a float, or an array of floats, one for each plan
 
 @dataclasses.dataclass(frozen=True)
 class LayerForecast:
-    """Bytes and seconds of one layer under a plan, for one micro-batch; each field is a number, or, if several plans
-    are forecast at once, an array with a value for each plan."""
+    """Bytes and seconds of one layer under a plan, for one micro-batch: means over the layers, but in `work_forward`
+    and `work` the largest kind of layer decides. Each field is a float, or, if several plans are forecast at once, an
+    array with a value for each plan."""
 
     kept: Figure  # bytes on the device from forward to backward
     hosted: Figure  # bytes on the host from forward to backward
@@ -118,8 +123,9 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
 def layer_forecast(
     parts: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
-    """The forecast of the mean layer of a step (costs `parts`) under `plan` for the `tokens` tokens of a micro-batch
-    on one device. `tile_tokens` is the number of tokens of a tile in which its MLP runs; None: it runs whole."""
+    """The forecast of one layer of a step (costs `parts`) under `plan` for the `tokens` tokens of a micro-batch on one
+    device: bytes and seconds as floats, most of them means over the layers (see LayerForecast). `forecast` makes one
+    for each different layer plan. tile_tokens: of a tile in which its MLP runs; None: it runs whole."""
     placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in parts.known]])
     return LayerForecast(*map(float, vars(layer_forecasts(parts, placed, tokens, device, tile_tokens).at(0)).values()))
 
@@ -127,7 +133,7 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """The forecasts of a step's mean layer under many plans at once: a LayerForecast of arrays with a value for each
+    """The forecasts of one layer of a step under many plans at once: a LayerForecast of arrays with a value for each
     plan. parts: the step's costs. placed: int[plans, parts.known], the placement of each residual, as an index into
     PLACEMENTS. tokens: of a micro-batch on `device`. tile_tokens: of a tile in which MLPs run; None: they run whole."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
@@ -206,16 +212,13 @@ def layer_forecasts(
 
 
 def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device, tiles) -> tuple[float, ...]:
-    """Costs of a layer's recomputed residuals.
+    """Costs of a layer's recomputed residuals, from the step's costs `parts`, on `device`.
 
     Args:
-      parts: the step's costs.
-      dropped: names of residuals that are recomputed.
-      rounded: names of residuals that are kept in FP8.
+      dropped, rounded: names of residuals that are recomputed, and of those that are kept in FP8.
       whole: {residual: its bytes in a micro-batch, as the mean of all layers}.
       of_kinds: for each kind of layer, {residual: its bytes in a micro-batch}.
       seconds: (forward, backward) of each segment, a function in the chain by which a layer is computed.
-      device: the device.
       tiles: number of tiles of a row's tokens over which segments run that need no whole rows.
     Returns:
       (seconds of recomputation of an average layer; bytes in the feed-forward's backward; in the mixer's backward; at
@@ -260,12 +263,11 @@ def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, devic
     The largest offloaded residuals are copied out first and back last, while the mixer runs if its time is enough.
 
     Args:
-      parts: the step's costs.
+      parts, device: the step's costs, and the device.
       offloaded: names of the residuals that are offloaded.
       whole: {residual: its bytes in a micro-batch}.
       hosted: bytes of all offloaded residuals.
       seconds: (forward, backward) of each segment, a function in the chain by which a layer is computed.
-      device: the device.
     """
     travelling = [hosted, hosted]
     offloaded = sorted(offloaded, key=lambda name: whole[name], reverse=True)
@@ -331,11 +333,8 @@ def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, fl
     mixer's first segment makes.
 
     They count as 0 if a middle segment of the mixer is recomputed as well: it reads them, so they come back earlier.
-
-    Args:
-      outputs: for each segment of the mixer, the names of the residuals that it makes.
-      dropped: bytes by name of the residuals that are recomputed in the backward pass.
-    """
+    outputs: for each segment of the mixer, the names of the residuals that it makes. dropped: bytes by name of the
+    residuals that are recomputed in the backward pass."""
     if any(name in dropped for made in outputs[1:-1] for name in made):
         return 0.0
     return sum(dropped.get(name, 0.0) for name in outputs[0])

@@ -1,7 +1,7 @@
-"""The plan of a forward pass without a backward, such as an evaluation or a pass over a reference model. It chooses
+"""The plan of a forward pass without a backward, such as an evaluation or a pass of a teacher. `ForwardPlanner` chooses
 into how many micro-batches the rows of a batch are divided, and for how many tokens the logits exist at a time, so that
 the pass fits the device's memory. A forward pass has no optimizer, no gradients and no residuals, so it fits where a
-training step of the same model does not.
+training step of the same model does not. `forward_bytes` forecasts its memory.
 
 `jaxtune train --check`, which shows the rows and runs nothing, uses this plan too, so that it works for a model whose
 training step would not fit."""

@@ -1,6 +1,7 @@
 """Where the planner may put the table of per-layer embeddings (Gemma 4 E2B and E4B): on the device, or on the host,
 which then looks up the rows of each batch (Engine.place). The plan has it on the host if that is faster, or if no other
-plan fits; results are the same in every bit."""
+plan fits; results are the same in every bit. `table_of` gives the facts about a model's table (`Table`),
+`may_be_on_host` says whether a run allows it, and `rows_seconds` forecasts the look-up."""
 
 from __future__ import annotations
 

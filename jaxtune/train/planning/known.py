@@ -1,7 +1,8 @@
-"""A cache of plans that were too large, so that the same command starts with the plan that fitted the last time.
+"""A cache of plans that were too large (`KnownFailures`), so that the same command starts with the plan that fitted the
+last time.
 
-Entries are stored in the cache of compiled programs: damaged files and files of other users are ignored there, and the
-oldest are deleted if space is short.
+Entries are stored in the cache of compiled programs (`_cache`): damaged files and files of other users are ignored
+there, and the oldest are deleted if space is short. Their key covers all sources of jaxtune (`_sources`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The costs of one layer for the planner: the bytes of its residuals (the values between segments that its backward
 reads), and the work of its segments. They follow from its shapes and from what its segments declare
-(models/layers/segment.py); nothing is run."""
+(models/layers/segment.py); nothing is run. `kind_of` makes the `LayerKind` of a layer, which has the `Work` of each of
+its segments (`_segment_work`). `_traced` traces the layer, for its residuals (`_residual_shapes`) and what it keeps
+while it generates (`_state_bytes`)."""
 
 from __future__ import annotations
 

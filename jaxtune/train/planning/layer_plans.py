@@ -1,5 +1,5 @@
 """The plans for one layer among which the choice of a plan is made: every combination of placements that the layer's
-residuals allow."""
+residuals allow. `layer_plans` makes them, as `LayerPlans`."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 A run is more than its steps: it loads, may resume, scores rows with a reference, evaluates, samples answers, saves and
 exports. Each phase keeps some of the arrays that the step keeps, and needs some memory of its own. A run prints a table
-of its phases (`phases_of`, `phase_lines`) before step 0, so that a phase that will not fit is reported then and not
-after the last step. The context `phase` turns the allocator's error in a phase into OutOfDeviceMemory, which names a
-fix."""
+of its phases (`phases_of` makes each `Phase`, `phase_lines` the lines, with `phase_warnings`) before step 0, so that a
+phase that will not fit is reported then and not after the last step. The context `phase` turns the allocator's error in
+a phase into OutOfDeviceMemory, which names a fix. `questions_at_a_time` plans how exact match samples (`Sampled`);
+`prefill_bytes` and `loading_bytes` forecast the memory of a sampler's prefill and of loading."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ class Sampled:
 
     # Number of questions that are answered at a time.
     rows: int
-    # Tokens of the longest prompt and of the longest answer.
+    # Tokens of the longest prompt and of the longest answer, each rounded up to a power of two.
     prompt: int
     answer: int
 

@@ -1,6 +1,7 @@
-"""The plan of a step as a value, and as the text used in configs, checkpoints and reports.
+"""The plan of a step as a value (`StepPlan`), and as the text used in configs, checkpoints and reports:
+`residuals_text` writes the text of a plan's placements, and `parse_residuals` reads it.
 
-The text consists of:
+Examples of the text:
 
 - `keep`: every residual stays in device memory;
 - `recompute`: only each layer's input stays;

@@ -1,4 +1,5 @@
-"""The planner of one run: chooses its plan, checks it against the compiler, and restores it when the run is resumed."""
+"""The planner of one run (`Planner`): chooses its plan, checks it against the compiler, and restores it when the run is
+resumed. `out_of_memory` recognises the errors after which another plan is tried."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ class Planner:
 
     @property
     def plan(self) -> StepPlan:
-        """The plan in force: the one with which the step is compiled, until `adopt` or `replan` takes another."""
+        """The plan in force: the one with which the step is compiled, until `adopt`, `skip_known_failures` or `replan`
+        takes another."""
         return self.forecast.plan
 
     @property
@@ -142,8 +144,11 @@ class Planner:
         return StepPlan.from_record(record, self._cost.num_layers, self._cost.known)
 
     def skip_known_failures(self, known: KnownFailures) -> None:
-        """Replaces the plan in force as long as `known` says that an earlier run of the same programs failed with it;
-        failures of this run are then added to `known`. If all plans failed earlier, the first one is tried again."""
+        """Replaces the plan in force by the one that would be tried next (as `replan` chooses it), as long as `known`
+        says that it failed in an earlier run of the same programs: that it needed more device memory than this run's
+        budget, or that memory ran out in it with a budget at least as large. `replan` then records this run's failures
+        in `known`. If no plan is left so, all earlier failures are ignored, and the first plan is tried again. Engine
+        calls it when it is made."""
         self._known = known
         while (failure := known.of(self.forecast, self.budget_bytes)) is not None:
             self._failed.append(failure)

@@ -3,7 +3,9 @@ forecasts.
 
 At most four plans are compiled. The first is the fastest by forecast. The second and third are the fastest that would
 fit if every forecast were as wrong as the worst one so far. Plans that resemble a failed one are left out, because
-their forecasts are wrong in the same way. The last is the smallest plan there is.
+their forecasts are wrong in the same way. The last is the smallest plan there is. `next_plan` chooses each; before the
+last one, a plan's predicted peak may be at most `goal`, which failures (`Failed`) lower. `Room` is the device memory,
+and decides whether a compiled step fits.
 """
 
 from __future__ import annotations

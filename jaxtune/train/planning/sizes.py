@@ -1,4 +1,5 @@
-"""Bytes of weights on a device, from shapes alone: for forecasts before anything is loaded."""
+"""Bytes of weights, from shapes alone, for forecasts before anything is loaded: of a tree of arrays (`nbytes`), of
+frozen weights on each device (`weight_bytes`), and what the allocator loses on quantised ones (`packed_slack`)."""
 
 from __future__ import annotations
 

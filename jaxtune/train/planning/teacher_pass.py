@@ -1,4 +1,5 @@
-"""The plan of the pass by which a teacher's log-probabilities are stored before a run (objective.teacher_top_k).
+"""The plan of the pass by which a teacher's log-probabilities are stored before a run (objective.teacher_top_k), as a
+`TeacherPass`; `pass_lines` makes the lines about it for --plan.
 
 The pass is a phase of the run with memory of its own: it needs the teacher beside the weights of the student, but no
 optimizer and no gradients. So it may need more than a step, and a teacher that does not fit is found from shapes alone,

@@ -1,6 +1,6 @@
 """Model FLOPs of a step: what its matrices, its documents' attention and the other work of its layers need, without
-recomputation. `flop_counter` makes the function that counts them for a model, by the formula of `model_flops_per_step`.
-The metric `mfu` compares them with the device's peak."""
+recomputation. `flop_counter` makes the function that counts them for a model, by the formula of `model_flops_per_step`,
+from the `document_lengths` of a batch. The metric `mfu` compares them with the device's peak."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
 
 
 def _seen(lengths: np.ndarray, window: int | None) -> float:
-    """Twice the number of pairs of tokens that see each other in causal attention: the sum of length^2 over the
+    """About twice the number of pairs of tokens that see each other in causal attention: the sum of length^2 over the
     documents, less what is outside of a sliding window. lengths: the documents' tokens. window: the window's tokens;
     None: no window."""
     hidden = 0 if window is None else np.maximum(lengths - window, 0)

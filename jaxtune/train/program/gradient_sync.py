@@ -1,6 +1,6 @@
 """How the gradients of a step are added over devices: in float32, or quantised (`mesh.gradient_sync`). `GradientSync`
-is a quantised sync, which `gradient_sync_of` makes as the config asks; `as_saved` and `fitted` read its errors from a
-checkpoint of another mesh or format.
+is a quantised sync, which `gradient_sync_of` makes as the config asks; a `Buffer` says which tensors it adds in one
+sum; `as_saved` and `fitted` read its errors from a checkpoint of another mesh or format.
 
 A quantised sync sends numbers in a low format (models/placement/low_format.py) in both legs of the sum. With error
 feedback (arXiv 1901.09847) each device keeps what rounding took from the numbers that it sent, and adds it to what it

@@ -1,6 +1,6 @@
 """The training loss: a sum and a count, divided once by the count of the whole optimizer step. `Forward` runs the model
-for an objective's loss, `AuxLosses` are the losses that layers add (`aux_losses` makes those of a run), and `loss_sums`
-is the supervised loss alone.
+for an objective's loss, `AuxLosses` are the losses that layers add (`aux_losses` makes those of a run, from the
+`declared_losses` of its model), and `loss_sums` is the supervised loss alone.
 
 Mixers and feed-forwards of layers may have losses of their own (AuxLoss in models/layers/segment.py), such as those of
 experts' routers. These are means over all layers and over the tokens of a micro-batch on all its devices; padding does

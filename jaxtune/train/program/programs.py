@@ -1,5 +1,7 @@
 """The compiled programs of a run (`Programs`), and what compiles and runs them (`Engine`): once for all data, and again
-with other plans until one fits the memory. XLA's options for them are in xla_options.py."""
+with other plans until one fits the memory. `abstract` makes the shapes for which they are lowered, `_uncollected` turns
+off garbage collection meanwhile, and `_may_plan_again` says after which errors another plan is tried. XLA's options for
+them are in xla_options.py."""
 
 from __future__ import annotations
 
@@ -474,7 +476,7 @@ class Engine:
         "targets", the count that it is the mean over; and what the objective computes from its sums.
 
         Args:
-          evaluate: the program of one batch, from compile_evaluate.
+          evaluate: the compiled program of one batch: Programs.evaluate, or from compile_evaluate.
           trainable, frozen: the weights that train and the others.
           batches: of held-out rows.
           shown: called after each batch with (batches done, batches in all), to show progress.

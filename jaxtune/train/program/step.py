@@ -41,8 +41,8 @@ _ROUNDING, _NOISE, _SYNC = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that an optimizer step changes, and that a checkpoint stores: weights, the optimizer's state and
-    counts. Every leaf is an array."""
+    """What an optimizer step takes and returns, and a checkpoint stores: weights, the optimizer's state and counts.
+    Only `dropout_key` never changes. Every leaf is an array."""
 
     trainable: Any  # nnx.State of weights, in the dtypes of StepProgram.weights
     opt_state: Any  # the optimizer's state, as its `init` makes it
@@ -69,7 +69,7 @@ class Sums:
 
     gradients: Any  # of the (scaled) loss sum: float32, or in the weights' dtypes if a step has one micro-batch
     loss: jax.Array  # float32 sum of weighted losses
-    count: jax.Array  # float32 number of targets
+    count: jax.Array  # float32: the objective's count, such as the number of targets
     aux: jax.Array | None = None  # float32[n]: the layers' own losses times the count; None without them
     own: dict[str, jax.Array] = dataclasses.field(default_factory=dict)  # the objective's own sums, by name
 
@@ -113,7 +113,7 @@ class StepProgram:
 
     @property
     def _sums_at_once(self) -> bool:
-        """Whether gradients are added over devices in the step's only micro-batch (True) or in the update."""
+        """Whether sums are added over devices in the step's only micro-batch (True) or in the update."""
         return self.micro_batches == 1 and self.sync is None
 
     @property

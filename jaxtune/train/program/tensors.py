@@ -1,5 +1,5 @@
-"""Functions over all the tensors of a step: sums over devices (`of_all_devices`), reductions of each tensor
-(`of_each`), and the tensors' names (`trainable_names`)."""
+"""Functions over all the tensors of a step: sums over devices (`of_all_devices`), the zeros with which the next step's
+sums start (`zeros_after`), reductions of each tensor (`of_each`), and the tensors' names (`trainable_names`)."""
 
 from __future__ import annotations
 
