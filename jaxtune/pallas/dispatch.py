@@ -4,9 +4,11 @@ plain JAX, which is called the reference. It also says why faster implementation
 `choose` reads an ordered table {name: a function that returns why the implementation refuses the call, or None}, the
 fastest first and "reference" last. A name that the caller requests (`implementation=`) never falls back; None takes the
 first that supports the call. A hand-written kernel is compared with the reference at its first use on a GPU
-(`first_use`), and a kernel whose result is wrong there is refused from then on. `compute_capability`, `device_kind` and
-`multiprocessors` say which GPU programs are compiled for; `compile_for` sets another one than this machine's.
-`on_request` restricts an implementation to callers that request it, and `unsaid` silences warnings.
+(`first_use`), and a kernel whose result is wrong there is refused from then on. `exactly` compiles the reference for
+such a check. Within `built` (a start of training) and `unchecked` (the planner) the checks are only queued,
+`begin_checks` starts them, and `built` waits for them. `compute_capability`, `device_kind` and `multiprocessors` say
+which GPU programs are compiled for; `compile_for` sets another one than this machine's. `on_request` restricts an
+implementation to callers that request it, and `unsaid` silences warnings.
 """
 
 from __future__ import annotations
@@ -193,7 +195,8 @@ def _check(check: Future[str | None], op: str, name: str, call: str, compare: Ca
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
     """Compares a kernel with the reference, unless a file in the user's cache says that it has passed before. Returns
-    None if they agree, and then writes that file; otherwise the reason, which is also logged.
+    None if it passed before or if they agree, and in the latter case writes that file; otherwise the reason against the
+    kernel, which is also logged.
 
     Args:
       op, name, call: the operation, the implementation, and the kind of call, which identify the check.

@@ -1,6 +1,6 @@
 """Measures which block sizes are fastest for the Hopper kernels of attention on this machine's GPU, for given shapes,
-and stores them (pallas/tuning.py), for the command `jaxtune tune`. From then on attention of such shapes uses those in
-the user's cache."""
+and stores them (pallas/tuning.py): `tune`, for the command `jaxtune tune`; `candidates` lists the sizes that it tries.
+From then on attention of such shapes uses those in the user's cache."""
 
 from __future__ import annotations
 
