@@ -1,4 +1,5 @@
-"""The bodies of the Triton kernels of decode attention, which triton.py describes and calls.
+"""The bodies of the Triton kernels of decode attention, which triton.py describes and calls: decode_whole_kernel for
+short caches, and for longer ones decode_split_kernel and decode_combine_kernel.
 
 Caches are [B, kv_heads, CAPACITY, DIM], contiguous. Scores are in units of log2. A CAP of 0 means no soft cap. GROUP
 and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM.

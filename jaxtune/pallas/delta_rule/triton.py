@@ -109,7 +109,8 @@ def _first_use(dtype, group: int) -> str | None:
 def forward(query, key, value, decay, beta, layout: PackedLayout):
     """Returns the output [B, T, heads, V] of the gated delta rule over packed documents, computed by the Triton
     kernels, in value's dtype; padding gives 0. It is differentiable with respect to all arguments but the layout.
-    `refusal` says which calls are supported.
+    Queries and keys are normalised here, and the output is divided by sqrt(K). `refusal` says which calls are
+    supported.
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.

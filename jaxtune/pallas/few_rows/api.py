@@ -3,9 +3,10 @@ their implementations.
 
 A decoding step of some dozen rows (sequences) is bound by the bytes of the weights, and next by the number of its
 kernels: each costs some microseconds whatever it computes. Here each function is one kernel, and a layer consists of
-few of them. A product whose weights have few rows is divided into splits: ranges of the columns that are summed over,
-whose partial sums different programs compute. The partial sums are not added by the product but by the function that
-takes them, `added_norm` or `placed`.
+few of them: `products` (query, key and value, or one other product), `placed` (norms, rotation and the caches before
+the attention), `added_norm` (after a product), and `gated_product` (of an MLP). A product whose weights have few rows
+is divided into splits: ranges of the columns that are summed over, whose partial sums different programs compute. The
+partial sums are not added by the product but by the function that takes them, `added_norm` or `placed`.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
 
 def _chosen_product(op: str, x, refusal, first_use, implementation: str | None) -> str:
     """Chooses the implementation of a product with x [N, in], and returns its name, "triton" or "reference". For an N
-    that the kernel does not support it is "reference", without a warning, because XLA's product is the right choice
-    there. Raises ValueError if the requested one does not support the call.
+    that the kernel does not support it is "reference" if none is requested, without a warning, because XLA's product is
+    the right choice there. Raises ValueError if the requested one does not support the call.
 
     Args:
       op: the operation's name, for messages.
