@@ -209,9 +209,9 @@ def _table(starts, first, count, falling: bool | None):
 
 
 def _whole_blocks(tokens, blocks: Blocks):
-    """How many blocks of blocks.step tokens fit before a token: tokens // blocks.step, int32, which for the first token
-    that a tile sees is the number of the block that it is in. The tables of work contain such numbers. It avoids `//`,
-    which tests every number's sign."""
+    """How many blocks of blocks.step tokens fit before each of `tokens`, int32 of any shape, at least 0: tokens //
+    blocks.step, which for the first token that a tile sees is the number of the block that it is in. The tables of work
+    contain such numbers. It avoids `//`, which tests every number's sign."""
     return jax.lax.div(tokens, jnp.int32(blocks.step))
 
 

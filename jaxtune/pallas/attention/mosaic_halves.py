@@ -145,9 +145,10 @@ def two_products(shape, weight_operands, score_operands, number, zero):
 
 
 def slot_of(number, piece, ring):
-    """Returns the index of the slot that has piece `piece` (int or int32[]) of block `number` (int32[]), which is taken
-    modulo the slots of `ring`. ring: [slots, tokens, columns of a piece]. Kernels find by it the slot that they wait
-    for, read or release. The result is an int where it is the same for every block, otherwise int32[]."""
+    """Returns the index of the slot of `ring` that has piece `piece` (int or int32[]) of block `number` (int32[]): the
+    number of that piece among all pieces that are loaded, modulo the number of slots. ring: [slots, tokens, columns of
+    a piece]. Kernels find by it the slot that they wait for, read or release. The result is an int where it is the same
+    for every block, otherwise int32[]."""
     stages, pieces = ring.shape[0], 2 * HALF // ring.shape[-1]
     if isinstance(piece, int) and pieces % stages == 0:
         return piece % stages

@@ -48,7 +48,7 @@ def chunk_attention(
     Returns:
       [B, N, heads, D] in query's dtype.
     Raises:
-      TypeError, ValueError: an argument does not fit this description.
+      TypeError, ValueError: an array does not fit this description; sinks and the numbers are not checked.
     """
     check = Arguments("chunk_attention")
     check.array("query", query, "B N heads D", FLOATS)

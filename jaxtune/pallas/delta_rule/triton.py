@@ -52,7 +52,8 @@ _ROOMY = ((8, 0), (8, 7), (9, 0))  # compute capabilities whose shared memory ha
 def _tile(kernel: str) -> tuple[int, int, int]:
     """(warps of a program, columns of a head dim that it takes at a time, steps of its loop that are loaded ahead) for
     the kernel of this name: its entry of _TILES, adapted to the GPU that is compiled for: on Hopper "reverse" has a
-    larger one, and GPUs with less shared memory than an A100 load one step only."""
+    larger one, and GPUs of other compute capabilities than 8.0, 8.7 and 9.0, which may have less shared memory than an
+    A100, load one step only."""
     capability = dispatch.compute_capability()
     if kernel == "reverse" and capability == (9, 0):
         return 8, DIM, 3  # 210 KB

@@ -191,8 +191,9 @@ def gated_product(
     Returns:
       [N, out] in x's dtype.
     Raises:
-      TypeError, ValueError: an argument does not fit this description, an adapter has a row_scale (DoRA), or the named
+      TypeError, ValueError: an array does not fit this description, an adapter has a row_scale (DoRA), or the named
         implementation does not support the call.
+      KeyError: `activation` is unknown.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)
@@ -247,7 +248,7 @@ def added_norm(
     Returns:
       (x plus the product, its norm), both [N, hidden] in x's dtype.
     Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
+      TypeError, ValueError: an array does not fit this description, or the named implementation does not support the
         call.
     """
     check = Arguments("added_norm")
@@ -306,7 +307,7 @@ def placed(
       (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). The caches are changed in
         place if they are donated or not read again, and are copied otherwise.
     Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
+      TypeError, ValueError: an array does not fit this description, or the named implementation does not support the
         call.
     """
     check = Arguments("placed")
