@@ -215,8 +215,8 @@ def table_values(
 def fill_banks(table_ref, table_smem, warpgroups: int):
     """Copies a table of 256 32-bit values from global memory (table_ref [256]) into each of the 32 columns of
     table_smem [256, 32] in shared memory. Each lane then reads its own column, and so its own memory bank, without
-    conflicts. All threads of the program call it, and each copies some of the rows; `warpgroups` is the number of
-    warpgroups of the program. No thread may read the table before a barrier of all of them."""
+    conflicts. All threads of the program call it, and each writes four columns of some rows; `warpgroups` is the number
+    of warpgroups of the program. No thread may read the table before a barrier of all of them."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):

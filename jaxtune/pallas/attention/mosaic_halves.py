@@ -1,7 +1,7 @@
 """The bodies of the forward (half_forward_kernel) and dq (half_query_kernel) kernels of attention on Hopper GPUs for
 heads of 512 (Gemma 4), whose results do not fit the registers of one warpgroup; and the functions that the kernels of
-dk and dv use too: bring_pieces and bring_both load blocks, multiply and two_products multiply by them, and the others
-find slots and columns, or synchronise the warpgroups.
+dk and dv use too: bring_pieces and bring_both load blocks, multiply and two_products multiply by them, columns_of,
+slot_of and last_slot find columns and slots, meet_other synchronises the warpgroups, and unknown_zero saves registers.
 
 A float32 accumulator of 64 rows and 512 columns takes 256 registers of every thread of a warpgroup, which has 240. So
 every result is made in two halves of 256 columns, and each half computes all of the scores that it needs:

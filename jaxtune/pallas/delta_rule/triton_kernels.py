@@ -1,7 +1,8 @@
-"""The bodies of the Triton kernels of the gated delta rule; triton.py describes and calls them: numbers_kernel,
-chunk_kernel and forward_kernel in the forward; reverse_kernel, pairs_kernel, dquery_kernel, dkey_kernel and
-rates_kernel in the backward, in this order. All kernels get the same compile-time constants, so that some do not use
-all of them.
+"""The bodies of the Triton kernels of the gated delta rule; triton.py describes and calls them, in this order. The
+forward has numbers_kernel (factors of tokens), chunk_kernel (the two matrices of a chunk) and forward_kernel (states
+and outputs); the backward has reverse_kernel (gradients of states and values), pairs_kernel (gradients of the two
+matrices), dquery_kernel, dkey_kernel, and rates_kernel (gradients of decay and beta). All get the same compile-time
+constants, so that some do not use all of them. Helpers named ..._turned load or store transposes.
 
 Arrays of tokens are [B, T, heads, dim], contiguous; helpers get a pointer to one head's first token, and STRIDE, the
 numbers from token to token. Numbers per token that the kernels compute are float32[B, heads, CHUNKS * CHUNK], matrices
