@@ -56,8 +56,8 @@ def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | 
 def _hashes(key: jax.Array, shape: tuple[int, int], part: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """Computes a hash of 64 bits for each element of a block of consecutive rows of a larger array, as two arrays
     uint32[shape]. It is the threefry2x32 hash of the element's number in the whole array, row * columns + column, as
-    jax.random computes it; jax.random.bits is the xor of the two arrays. `uniform` and `mask` make their numbers from
-    the hashes.
+    jax.random computes it; jax.random.bits(key, shape) is the xor of the two arrays of part 0. `uniform` and `mask`
+    make their numbers from the hashes.
 
     Args:
       key: a key of jax.random, typed or uint32[2].

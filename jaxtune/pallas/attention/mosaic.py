@@ -423,7 +423,8 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
 
     Args:
       kernel: the body: half_query_kernel for dq, half_key_kernel for dk, half_value_kernel for dv.
-      operands: the arrays that the body takes first, such as query, key, value, dout, stat and delta for dq.
+      operands: the arrays that the body takes first: query, key, value, dout, stat and delta for dq and dk, query, key,
+        dout and stat for dv, as `_halved_key_gradients` describes them.
       bounds: int32[B, T], from `_prepare`: lower for dq, upper for dk and dv.
       like: the operand whose gradient it is: query, key or value.
       blocks: how the kernel divides its work.

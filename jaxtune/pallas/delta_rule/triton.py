@@ -207,7 +207,7 @@ class Made(NamedTuple):
 
     inverse: jax.Array  # [B, heads, chunks, CHUNK, CHUNK]: the inverse of 1 + B, which maps v - d k S to the errors z
     weights: jax.Array  # of the same shape: weights with which queries read the errors of the chunk's tokens
-    total: jax.Array  # sum of decays since the start of the token's document within the chunk
+    total: jax.Array  # sum of the decays of the token and those before it in its document and chunk
     share: jax.Array  # beta; 0 at padding
     unit_q: jax.Array  # 1 over the query's length, divided by sqrt(K); 0 at padding
     unit_k: jax.Array  # 1 over the key's length
@@ -215,7 +215,9 @@ class Made(NamedTuple):
     read: jax.Array  # factor with which a token's query reads the chunk's first state
     written: jax.Array  # factor with which a token's error enters the chunk's last state
     reach: jax.Array  # `written` without its factor beta
-    faded: jax.Array  # [B, heads, chunks]: factor of the chunk's first state in its last; 0 where a document starts
+    # [B, heads, chunks]: factor of the chunk's first state in its last; 0 unless the chunk's last token belongs to a
+    # document that began before the chunk
+    faded: jax.Array
 
 
 def _chunks(query, key, decay, beta, value, layout) -> Made:

@@ -172,7 +172,8 @@ def _left(sums, seen):
 @triton.jit
 def _after(sums, start, places, is_last):
     """Returns float32[CHUNK]: the factor with which what each token writes is in the state after the chunk; 0 for
-    documents that end before. numbers_kernel makes the factors `written` and `reach` of it.
+    tokens of other documents than that of the chunk's last token. numbers_kernel makes the factors `written` and
+    `reach` of it.
 
     sums: float32[CHUNK], the logarithms of decays, summed over each token's document within the chunk, up to the token.
     start, places: int32[CHUNK], the number in the row of the first token of each token's document, and of the token.
@@ -211,11 +212,12 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
     have a kernel of their own, because a kernel with matrix products has layouts in which a thread would compute each
     number 16 times. It is the forward's first kernel. Grid: (key_heads, chunks, B).
 
-    It writes, float32[B, heads, CHUNKS * CHUNK]: total (the sum of decays since the token's document starts within the
-    chunk), share (beta, 0 at padding), unit_q and unit_k (1 over the lengths of query, times SCALE, and key), kept and
-    read (the factors with which the token's key and query read the chunk's first state), written (that with which its
-    error enters the last state) and reach (written without beta); and float32[B, heads, CHUNKS] faded, the factor of
-    the chunk's first state in its last, 0 where a document starts in the chunk. Decays below -100 count as -100.
+    It writes, float32[B, heads, CHUNKS * CHUNK]: total (the sum of decays of the token and those before it in its
+    document and chunk), share (beta, 0 at padding), unit_q (SCALE over the query's length, 0 at padding) and unit_k (1
+    over the key's length), kept and read (the factors with which the token's key and query read the chunk's first
+    state), written (that with which its error enters the last state) and reach (written without beta); and float32[B,
+    heads, CHUNKS] faded, the factor of the chunk's first state in its last, 0 unless the chunk's last token belongs to
+    a document that began before the chunk. Decays below -100 count as -100.
 
     query and key are [B, T, key_heads, K], decay (the logarithm of the factor on the state) and beta float32[B, T,
     heads], starts and ends the document bounds, int32[B, T]. The compile-time constants are the sizes: LENGTH tokens of
