@@ -103,9 +103,9 @@ def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
 
 
 def _small_adapters(loras: Sequence[LoraWeights | None], sizes: Sequence[int], dtype) -> list[LoraWeights | None]:
-    """Adapters of the small case on which a kernel is compared with the reference: with the ranks and scales of `loras`, for
-    weights of these numbers of rows and 2048 columns, in `dtype`. None stands for a weight without one; empty if
-    `loras` is."""
+    """Adapters of the small case on which a kernel is compared with the reference: with the ranks and scales of
+    `loras`, for weights of these numbers of rows and 2048 columns, in `dtype`. None stands for a weight without one;
+    empty if `loras` is."""
     return [
         lora
         and LoraWeights(
