@@ -93,8 +93,8 @@ def ids(shape, axis, base):
 
 def capped(scores, scale, soft_cap):
     """Returns (scores times `scale`, capped and in units of log2, for exp2; the derivative of the soft cap at them, or
-    None without one), float32 in registers in the shape of `scores`. The kernels of attention call it on the products of
-    queries and keys, except the forward with `lean` (Softmax); those of dq and dk need the derivative.
+    None without one), float32 in registers in the shape of `scores`. The kernels of attention call it on the products
+    of queries and keys, except the forward with `lean` (Softmax); those of dq and dk need the derivative.
 
     Args:
       scores: float32 in registers, the raw products of queries and keys.

@@ -102,10 +102,10 @@ def decode_attention(
       window: the newest token sees itself and the window - 1 tokens before it; None: all tokens.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap (Gemma 2).
       sinks: float[heads], an extra logit per head that has no value; None: none (gpt-oss).
-      implementation: "mosaic" (Hopper GPUs; D of 64, 96, 128 or 256), "triton" (NVIDIA GPUs from compute capability 8.0
-        on; D a multiple of 16 up to 512), "reference" (plain jnp, everywhere), or None for the first that supports the
-        call. The kernels need 16 bits and a capacity of whole tiles (cache.cache_capacity); FP8 caches are read by
-        "triton" from compute capability 8.9 on, and by "reference".
+      implementation: "mosaic" (Hopper GPUs; D of 64, 96, 128 or 256, at most 64 query heads for each KV head), "triton"
+        (NVIDIA GPUs from compute capability 8.0 on; D a multiple of 16 up to 512), "reference" (plain jnp, everywhere),
+        or None for the first that supports the call. The kernels need 16 bits and a capacity of whole tiles
+        (cache.cache_capacity); FP8 caches are read by "triton" from compute capability 8.9 on, and by "reference".
     Returns:
       [B, heads, D] in query's dtype. With the kernels, a row's result has the same bits alone, in any batch and in any
         slot.
