@@ -149,8 +149,9 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
       betas: Adam's (beta1, beta2).
       eps: Adam's eps.
     Returns:
-      (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments,
-        (m / correction1) / (sqrt(v / correction2) + eps), without the learning rate and weight decay.
+      (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments
+        before they are rounded, (m / correction1) / (sqrt(v / correction2) + eps), without learning rate and weight
+        decay.
     Raises:
       TypeError, ValueError: gradient, a moment, betas or eps is not as described here; the others are not checked.
     """
@@ -325,8 +326,9 @@ def adam_update(
         exchanging them takes longer and more memory. So is a gradient of one axis, and one that has no equal parts of
         whole blocks.
     Returns:
-      (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments,
-        (m / correction1) / (sqrt(v / correction2) + eps), without the learning rate and weight decay.
+      (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments
+        before they are rounded, (m / correction1) / (sqrt(v / correction2) + eps), without learning rate and weight
+        decay.
     Raises:
       TypeError, ValueError: gradient, a moment, betas or eps is not as described here; the others are not checked.
     """
