@@ -1,5 +1,6 @@
 """Checks of the arguments of public operations (`Arguments`), made while a call is traced. An error names the argument,
-what it is (`describe`) and what it must be. The checks add nothing to the program."""
+what it is (`describe` puts it into words) and what it must be. `Parted` is the interface of the quantised weights that
+may be given in place of an array. The checks add nothing to the program."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ class Arguments:
         below: float | None = None,
         optional: bool = False,
     ) -> None:
-        """Checks that an argument is a finite Python number, which is known while tracing; a bool is refused.
+        """Checks that an argument is a finite number of Python or numpy, which is known while tracing; a bool is
+        refused.
 
         Args:
           name: the argument's name, for messages.
@@ -187,8 +189,8 @@ def _is_array(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """Any value in words, for error messages: an array by dtype and shape, another value by its class and the first 60
-    characters of its text."""
+    """Any value in words, for error messages: an array by dtype and shape, None as "None", another value by its class
+    and the first 60 characters of its text."""
     if _is_array(value):
         return f"an array {describe(value)}"
     return "None" if value is None else f"a {type(value).__name__} ({str(value)[:60]})"

@@ -4,9 +4,11 @@ plain JAX, which is called the reference. It also says why faster implementation
 `choose` reads an ordered table {name: a function that returns why the implementation refuses the call, or None}, the
 fastest first and "reference" last. A name that the caller requests (`implementation=`) never falls back; None takes the
 first that supports the call. A hand-written kernel is compared with the reference at its first use on a GPU
-(`first_use`), and a kernel whose result is wrong there is refused from then on. `compute_capability`, `device_kind` and
-`multiprocessors` say which GPU programs are compiled for; `compile_for` sets another one than this machine's.
-`on_request` restricts an implementation to callers that request it, and `unsaid` silences warnings.
+(`first_use`), and a kernel whose result is wrong there is refused from then on. `exactly` compiles the reference for
+such a check. Within `built` (a start of training) and `unchecked` (the planner) the checks are only queued,
+`begin_checks` starts them, and `built` waits for them. `compute_capability`, `device_kind` and `multiprocessors` say
+which GPU programs are compiled for; `compile_for` sets another one than this machine's. `on_request` restricts an
+implementation to callers that request it, and `unsaid` silences warnings.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 # or None if it supports it.
 Table = Mapping[str, Callable[[], str | None]]
 
-# op -> (chosen implementation, {refused implementation: why}) of the latest choice; read by tests and `jaxtune info`.
+# op -> (chosen implementation, {one that was tried before it: why it refused}) of the latest choice; tests read it.
 record: dict[str, tuple[str, dict[str, str]]] = {}
 
 
@@ -80,8 +82,8 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
     A pass is stored in the user's cache, because compiling the case takes seconds. Nothing is compared without a GPU
     (interpreted kernels have tests) or while compiling for another GPU; the result is then None. The function may be
     called while JAX traces: the comparison runs in a thread of its own, outside of any trace, mesh or context. The call
-    starts all queued checks and waits for its own. Within `built` and `unchecked` the call only queues its check and
-    returns None at once, unless the check is done already; the comparison then starts with `begin_checks`.
+    starts all queued checks and waits for its own. Within `built` and `unchecked` it does so only if the check is done
+    already; else it queues the check, which `begin_checks` starts, and returns None at once.
 
     Args:
       op: the operation's name.
@@ -193,7 +195,8 @@ def _check(check: Future[str | None], op: str, name: str, call: str, compare: Ca
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
     """Compares a kernel with the reference, unless a file in the user's cache says that it has passed before. Returns
-    None if they agree, and then writes that file; otherwise the reason, which is also logged.
+    None if it passed before or if they agree, and in the latter case writes that file; otherwise the reason against the
+    kernel, which is also logged.
 
     Args:
       op, name, call: the operation, the implementation, and the kind of call, which identify the check.
@@ -286,8 +289,8 @@ def multiprocessors() -> int:
 @contextlib.contextmanager
 def compile_for(capability: tuple[int, int]):
     """A context in which implementations are chosen, in all threads, as if the machine had a GPU of this compute
-    capability, (major, minor). It serves to compile programs on a machine without a GPU; kernels are not checked in
-    it."""
+    capability, (major, minor). Tests trace and compile programs in it on a machine without a GPU; kernels are not
+    checked in it."""
     global _target
     before, _target = _target, capability
     try:
@@ -342,15 +345,16 @@ def on_request(
 
 
 def choose(op: str, table: Table, implementation: str | None) -> str:
-    """Chooses the implementation that runs a call, and returns its name. The choice is stored in `record`, which
-    `jaxtune info` prints. If faster ones refuse the call on a GPU, a warning says why, once, but not within `unsaid`.
+    """Chooses the implementation that runs a call, and returns its name. The choice is stored in `record`, which tests
+    read. If none is requested and faster ones refuse the call on an NVIDIA GPU, a warning says why, once, but not
+    within `unsaid`.
 
     Args:
       op: the operation's name.
       table: its implementations, the preferred one first: {name: a function that returns why it refuses this call, or
         None}.
       implementation: the name that the caller requests, which is then the only one that is asked; None: the first in
-        the table that supports the call.
+        the table that supports the call is chosen.
     Raises:
       ValueError: the requested name is unknown or refuses the call, or no implementation supports it.
     """

@@ -17,8 +17,8 @@ _CHOICES = 1 << 16  # values of a mask's random number: a hash has 64 bits, enou
 
 def uniform(key: jax.Array, shape: tuple[int, int], part: jax.Array | int = 0) -> jax.Array:
     """Draws uniform random numbers in [0, 1) for a block of consecutive rows of a larger array: float32[shape]. The
-    array consists of blocks of this shape, one below the other. For a threefry2x32 key the block 0 is what
-    jax.random.uniform draws. The noise on embeddings (NEFTune) is drawn so.
+    array consists of blocks of this shape, one below the other. For a threefry2x32 key, block 0 is what
+    jax.random.uniform(key, shape) draws. The noise on embeddings (NEFTune) is drawn so.
 
     Args:
       key: a key of jax.random, typed or uint32[2].
@@ -43,7 +43,7 @@ def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | 
       rate: the probability, from 0 to below 1, rounded to the nearest multiple of 2^-16.
       part: which of the blocks of rows is drawn, 0 or more, for example the number of the device that has these rows.
     Raises:
-      ValueError: 2^18 columns or more.
+      ValueError: more than 4 (2^16 - 1) columns, because a hash gives four numbers.
     """
     one, other = _hashes(key, (shape[0], -(-shape[1] // 4)), part)
     numbers = (one & 0xFFFF, one >> 16, other & 0xFFFF, other >> 16)
@@ -56,8 +56,8 @@ def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | 
 def _hashes(key: jax.Array, shape: tuple[int, int], part: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """Computes a hash of 64 bits for each element of a block of consecutive rows of a larger array, as two arrays
     uint32[shape]. It is the threefry2x32 hash of the element's number in the whole array, row * columns + column, as
-    jax.random computes it; jax.random.bits is the xor of the two arrays. `uniform` and `mask` make their numbers from
-    the hashes.
+    jax.random computes it; jax.random.bits(key, shape) is the xor of the two arrays of part 0. `uniform` and `mask`
+    make their numbers from the hashes.
 
     Args:
       key: a key of jax.random, typed or uint32[2].

@@ -1,7 +1,7 @@
 """`kernel`, by which all Mosaic GPU kernels of jaxtune are made, in place of Pallas' `plgpu.kernel`. It gives a kernel
 a name that profiles show, traces equal kernels once, and makes XLA's compilation cache recognise them. Within
 `interpreted`, kernels run in Pallas' interpreter, for tests without a GPU. `compile_beside` compiles a program's
-kernels in parallel.
+kernels in parallel, before XLA would compile them one by one.
 
 jaxlib 0.11 puts a name for dumps into each kernel's module, with a number that counts the modules of the process. The
 number is part of the key of XLA's compilation cache, so a program whose kernels are lowered in another order than last
@@ -33,8 +33,8 @@ _interpret: Any = None
 @contextlib.contextmanager
 def interpreted():
     """A context in which Mosaic kernels run in Pallas' GPU interpreter, on any machine, for tests. It affects those
-    kernels whose caller passes `interpreter()` to `kernel`. On a Hopper GPU it changes nothing: there the same tests
-    run the kernels on the GPU."""
+    kernels whose caller passes `interpreter()` to `kernel`, in all threads. On a Hopper GPU it changes nothing: there
+    the same tests run the kernels on the GPU."""
     global _interpret
     if dispatch.compute_capability() == (9, 0) and jax.default_backend() == "gpu":
         yield

@@ -1,10 +1,13 @@
-"""Lane-level building blocks of Mosaic kernels for which Pallas has no operation: table look-ups, warp-level products,
-and bulk copies to shared memory.
+"""Lane-level building blocks of Mosaic kernels for which Pallas has no operation, emitted as PTX through Pallas'
+`inline_mgpu`. A lane is one of the 32 threads of a warp; a warpgroup is four warps.
 
-A lane is one of the 32 threads of a warp; a warpgroup is four warps. Each function emits PTX through Pallas'
-`inline_mgpu`, from registers to registers (and from memory that Pallas cannot index by lane). All threads of a
-warpgroup call it, unless its docstring names others. Functions named ir_... are called within such PTX bodies, and take
-and return MLIR values. Pallas' interpreter cannot run them, so the kernels do the same in jnp when interpreted.
+`table_values` decodes 4-bit weights in registers. For the product of a 4-bit weight with few tokens, `fill_banks` puts
+its decoding table into shared memory, `absmax_share` and `keep_scales` its scales; `x_fragments` loads x,
+`small_product` multiplies (by `ir_products`), and `store_sums` adds up the results. Several kernels use `fill_table`,
+`warpgroup_barrier`, `store_chunk`, `copies_see_stores`, and the asynchronous copies to shared memory: `begin_barriers`,
+`program_barrier`, `copy_chunk` and `wait_for_chunk`. Those are called by all threads of a warpgroup unless they name
+others. Functions named ir_... are called within PTX bodies, and take and return MLIR values. Pallas' interpreter cannot
+run any of this, so the kernels do the same in jnp when interpreted.
 """
 
 from __future__ import annotations
@@ -49,8 +52,7 @@ def ir_mul(a, b: int):
 
 
 def ir_shift_right(value, amount: int):
-    """`value`, an MLIR int32 such as a word of codes, shifted right by `amount` (a Python int) bits, with zeros on the
-    left."""
+    """`value`, an MLIR int32, shifted right by `amount` (a Python int) bits, with zeros on the left."""
     return arith.shrui(value, ir_const(amount)) if amount else value
 
 
@@ -68,8 +70,7 @@ def ir_vector(values):
 
 
 def ir_words(value, count: int):
-    """The `count` 32-bit integers of a vector register (`value`, 32 * `count` bits) such as codes, lowest first, as a
-    list."""
+    """The `count` 32-bit integers of a vector register (`value`, 32 * `count` bits), lowest first, as a list."""
     both = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
     return [ir_item(both, index) for index in range(count)]
 
@@ -214,8 +215,8 @@ def table_values(
 def fill_banks(table_ref, table_smem, warpgroups: int):
     """Copies a table of 256 32-bit values from global memory (table_ref [256]) into each of the 32 columns of
     table_smem [256, 32] in shared memory. Each lane then reads its own column, and so its own memory bank, without
-    conflicts. All threads of the program call it, and each copies some of the rows; `warpgroups` is the number of
-    warpgroups of the program. No thread may read the table before a barrier of all of them."""
+    conflicts. All threads of the program call it, and each writes four columns of some rows; `warpgroups` is the number
+    of warpgroups of the program. No thread may read the table before a barrier of all of them."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -601,7 +602,6 @@ def copies_see_stores():
 
 
 # ---- bulk copies to shared memory, and barriers that they report to
-# One lane starts the copies of all parts of a chunk, as plain bytes with 64-bit addresses.
 
 
 def ir_chunk(ref, number, size: int, element):

@@ -25,8 +25,8 @@ def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) ->
 
     If the mesh has Explicit axes, the arguments are first made whole on every device. Each result gets the sharding of
     the operation's first array in its leading axes, as far as both have the same sizes; along all other axes, and if
-    the operation has no array, it is whole on every device. Without a mesh of several devices, `function` is called as
-    it is.
+    the operation has no array, it is whole on every device. Without a mesh of several devices, and on the mesh in force
+    if it has no Explicit axes, `function` is called as it is.
     """
 
     @functools.wraps(function)

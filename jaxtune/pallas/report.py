@@ -1,5 +1,6 @@
 """Lists (`kernel_choices`) which implementation of the operations of a training step (attention, quant_matmul, ...)
-this machine uses for typical calls, and why the others refuse them. `jaxtune info` prints it."""
+this machine uses for typical calls, a KernelChoice each, and why the others refuse them. `jaxtune info --kernels`
+prints them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 With rounding to nearest, a bf16 weight does not change under updates below 1/256 of it, which is most updates of
 fine-tuning. If a value is rounded up with a probability equal to its relative distance from the lower neighbour, no
-update is lost in expectation (arXiv 1502.02551, 2010.06192).
+update is lost in expectation (arXiv 1502.02551, 2010.06192). `stochastic_round` rounds an array, and `random_bits`
+draws the random numbers for it, also for code that rounds to other formats.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 def stochastic_round(x: jax.Array, seed: jax.Array, stream: int) -> jax.Array:
     """Rounds float32 to bfloat16 of the same shape: to one of the two neighbours of each value, the nearer with the
     higher probability, so that the expected result is the value. The optimizer's step stores bf16 weights so, because
-    rounding to the nearest would lose small updates.
+    rounding to the nearest would lose small updates; sums over devices (low_format.py) send bf16 numbers so.
 
     A value that bfloat16 represents stays as it is; a value that is not finite is cast. The same arguments give the
     same bits on every device and however x is divided over devices. Raises ValueError for more than 2^32 elements.
@@ -32,10 +33,11 @@ def stochastic_round(x: jax.Array, seed: jax.Array, stream: int) -> jax.Array:
 
 
 def random_bits(shape: tuple[int, ...], seed: jax.Array, stream: int) -> jax.Array:
-    """The random numbers of stochastic rounding, uint32 of `shape`, uniform from 0 to 2^16 - 1, of which one is added
-    to each value below the 16 bits that are kept: a hash of each element's position, `seed`, uint32[2], different for
-    each step, and `stream`, the number of the tensor, by which tensors of the same shape get different bits. Raises
-    ValueError for more than 2^32 elements.
+    """The random numbers of stochastic rounding, uint32 of `shape`, uniform from 0 to 2^16 - 1. A number is a hash of
+    the element's position in row-major order, of `seed`, uint32[2], different for each step, and of `stream`, the
+    number of the tensor, by which tensors of the same shape get different numbers. stochastic_round adds them to the
+    bits of float32 values, of which it then keeps the upper 16; the int8 and int4 of models/placement/low_format.py
+    round by them, too. Raises ValueError for more than 2^32 elements.
 
     jax.random would write its numbers to memory before they are used, twice the bytes of the weight itself. This is a
     dozen integer operations inside the fusion that updates the weight.

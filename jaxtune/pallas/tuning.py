@@ -1,6 +1,6 @@
-"""Measured block sizes of kernels (the sizes by which a kernel divides its work): `measure` finds them, `tuned` looks
-them up, `forced` sets them. There is an entry for each operation, dtype and class of shapes, in one file for each kind
-of GPU.
+"""Measured block sizes of kernels (the sizes by which a kernel divides its work): `measure` finds them, with
+`as_the_first` as a check of the results; `tuned` looks them up, `forced` sets them. There is an entry for each
+operation, dtype and class of shapes, in one file for each kind of GPU (`cache_file` is the path of the user's).
 
 The user's own measurements (written by `jaxtune tune`) are used first if they were made with the installed jaxlib; then
 those packaged in `tuned/`, files of the same format (written by `jaxtune tune --output`). Without either a kernel
@@ -56,8 +56,8 @@ def forced(op: str, blocks: Mapping[str, Any]):
 
 def tuned(op: str, bucket: str, dtype, kind_of_blocks: type | None = None) -> dict[str, Any] | None:
     """The fastest block sizes that were measured for an operation on the GPU that is compiled for, {field: value}. None
-    if nothing was measured; the operation then chooses its sizes by a rule. Within `forced`, it returns the sizes given
-    there.
+    if nothing was measured, the kind of GPU is not known, or the entry has other fields; the operation then chooses its
+    sizes by a rule. Within `forced`, it returns the sizes given there.
 
     Args:
       op: the name of the operation, such as "attention forward".

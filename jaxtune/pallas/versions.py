@@ -1,4 +1,5 @@
-"""The versions of all software that compiles or runs kernels: installed packages, NVIDIA libraries and the driver.
+"""The versions of all software that compiles or runs kernels (`of_kernels`): installed packages, NVIDIA libraries and
+the driver.
 
 A check of a kernel that passed is stored under these versions (dispatch.first_use), so that the kernel is checked
 again when one of them changes, because a kernel that was right with one version may be wrong with another.
@@ -31,7 +32,8 @@ def of_kernels() -> tuple[str, ...]:
 
 def _loaded() -> list[str]:
     """The versions of cuDNN, cuBLAS and the CUDA runtime as this process has loaded them, which may differ from the
-    installed packages; one text each, such as "loaded cudnn 91900"."""
+    installed packages; one text each, such as "loaded cudnn 91900". A library whose version jaxlib cannot ask for is
+    left out."""
     functions = {name: getattr(private_jax.lib.cuda_versions, f"{name}_get_version", None) for name in _LIBRARIES}
     return [f"loaded {name} {_version(function)}" for name, function in functions.items() if function is not None]
 

@@ -1,6 +1,7 @@
-"""Lane-level operations of the Adam kernel (api.py), which Pallas does not have: a look-up of many codes in a table,
-the step's direction by approximate instructions, the encoding of a moment, and the storing of a chunk. All threads of a
-warpgroup (128 threads) call each of them at the same point, within the kernel."""
+"""Lane-level operations of the Adam kernel (api.py), which Pallas does not have: a look-up of many codes in a table
+(looked_up), the step's direction by approximate instructions (direction), the encoding of a moment (places), and the
+storing of a chunk (store_chunk). All threads of a warpgroup (128 threads) call each of them at the same point, within
+the kernel."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Adam's update with 8-bit moments as one Pallas Mosaic GPU kernel for Hopper, which reads and writes every byte once
-(`adam_update`), and in plain JAX for all other devices (`plain_update`).
+(`adam_update`), and in plain JAX for all other devices (`plain_update`). `refusal` says which tensors the kernel cannot
+update, and `cells` makes the tables with which it encodes moments.
 
 A warp has whole blocks of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
 moments twice, once for the absmax and again to encode them. The gradient is scaled here, and moments are updated in
@@ -148,9 +149,11 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
       betas: Adam's (beta1, beta2).
       eps: Adam's eps.
     Returns:
-      (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
+      (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments
+        before they are rounded, (m / correction1) / (sqrt(v / correction2) + eps), without learning rate and weight
+        decay.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: gradient, a moment, betas or eps is not as described here; the others are not checked.
     """
     _check("plain_update", FLOATS, gradient, m, m_absmax, v, v_absmax, betas, eps)
     (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
@@ -323,9 +326,11 @@ def adam_update(
         exchanging them takes longer and more memory. So is a gradient of one axis, and one that has no equal parts of
         whole blocks.
     Returns:
-      (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
+      (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments
+        before they are rounded, (m / correction1) / (sqrt(v / correction2) + eps), without learning rate and weight
+        decay.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: gradient, a moment, betas or eps is not as described here; the others are not checked.
     """
     _check("adam_update", _GRADIENTS, gradient, m, m_absmax, v, v_absmax, betas, eps)
     numbers = (correction1, correction2, scale, finite)
@@ -346,7 +351,8 @@ def _adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
     """One step of Adam on one device by the kernel, which `adam_update` calls on each device of a mesh. The elements
-    after the last whole chunk of 2,048 are updated by XLA. Returns (direction, m, m_absmax, v, v_absmax).
+    after the last whole chunk of 2,048 are updated by XLA. Returns (direction, m, m_absmax, v, v_absmax), the last four
+    updated.
 
     Args:
       gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, betas, eps: as adam_update describes

@@ -1,6 +1,7 @@
-"""Packed causal attention: the public functions, of which `attention` is differentiable, and the choice of their
-implementation. Shapes are [B, T, heads, D] with grouped key/value heads. Packed rows hold several documents, and a
-token sees only its own."""
+"""Packed causal attention: the public functions, and the choice of their implementation. `attention` is differentiable;
+`attention_forward` and `attention_backward` compute its result and its gradients for code that saves residuals itself;
+`implementations` says which implementations serve a call. Shapes are [B, T, heads, D] with grouped key/value heads.
+Packed rows have several documents, and a token sees only its own."""
 
 from __future__ import annotations
 
@@ -258,8 +259,8 @@ def _attention_fwd(query, key, value, sinks, layout, static, implementation, bac
 
 def _attention_bwd(static, implementation, backward_implementation, residuals, dout):
     """The backward rule of `_attention` for jax.custom_vjp: returns (gradients of query, key and value, of sinks or
-    None without them, None for the layout), in the operands' shapes and dtypes. Unless the layout guarantees that there
-    is none (`full`), it sets dout to zero at padding first, where it may be anything, even NaN.
+    None without them, None for the layout), in the operands' shapes and dtypes. It first sets dout to zero at padding,
+    where it may be anything, even NaN, unless the layout guarantees that there is no padding (`full`).
 
     Args:
       static, implementation, backward_implementation: the static arguments of the call; `implementation` is not used.

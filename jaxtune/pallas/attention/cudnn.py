@@ -5,7 +5,7 @@ cuDNN has no segment ids. Its packed ("THD") path takes the starts and lengths o
 an H200 with cuDNN 9.19, it is exact up to 32 documents a row, and its dq is wrong at 64. It therefore serves rows that
 are one document, and packed rows whose layout guarantees at most 32 documents; first_use.py checks it with that number
 on the GPU in use. The call is private to JAX (jaxtune.system.private_jax), and this module is the only one that makes
-it.
+it: `forward` and `backward` make it, and `refusal` says which calls they cannot compute.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 (dispatch.first_use), because a kernel can be wrong on a GPU, or with a version of a compiler, on which it was never
 tested.
 
-Our kernels are checked on one small case. cuDNN chooses among its own kernels by the sizes of a call, and one of them
-was wrong for one number of documents only, so packed rows are checked with the call's own sizes.
+The Mosaic and the Triton kernels are checked on one small case (`refusal`). cuDNN chooses among its own kernels by the
+sizes of a call, and one of them was wrong for one number of documents only, so for it (`cudnn_refusal`) packed rows are
+checked with the call's own sizes.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ _DOCUMENT_LENGTHS = (90, 1, 160, 7, 110)
 
 def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
     """Returns the reason why this GPU must not run the kernels of `module` for calls like this one, or None. It
-    compares the forward and the gradients of a small packed case with the reference, once for each kind of call (dtype,
-    head dim, grouped heads or not, soft cap or not, blocks), which takes some seconds; a pass is stored in the user's
-    cache. It is None without a check if there is no GPU, while compiling for another GPU, or if the check is done later
-    (dispatch.built).
+    compares the forward and the gradients of a small packed case with the reference, once for each kind of call: dtype,
+    head dim, whether an even number of query heads shares a key head, soft cap or not, blocks. This takes some seconds;
+    a pass is stored in the user's cache. It is None without a check if there is no GPU, while compiling for another
+    GPU, or if the check is done later (dispatch.built).
 
     Args:
       name: the implementation's name, such as "mosaic".
       module: the implementation's module, which has the functions `forward` and `backward`.
       query: of the call, [B, T, heads, D]; only shape and dtype are used.
-      kv_heads: of the call; None: as many as query heads.
+      kv_heads: of the call; None: not known, and the case has two query heads for each key head.
       soft_cap: of the call; None: no cap.
       blocks: how the kernels divide their work in the call, {name in tuning.py, such as "attention forward": the fields
         of its Blocks}; empty for an implementation that is not tuned. Other blocks are another kernel, and checked
@@ -89,9 +90,9 @@ def _arrays(shape: tuple[int, int], heads: int, kv_heads: int, dim: int, dtype) 
 def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int | None) -> str | None:
     """Returns the reason why this GPU must not run cuDNN for calls like this one, or None. It compares the forward and
     the gradients with the reference, on packed rows of the call's own sizes, by which cuDNN chooses its kernels, or for
-    rows of one document each on one shorter row; once for each kind of call; a pass is stored in the user's cache. It
-    is None without a check if there is no GPU, while compiling for another GPU, or if the check is done later
-    (dispatch.built).
+    rows of one document each on a single row of at most 1,024 tokens; once for each kind of call; a pass is stored in
+    the user's cache. It is None without a check if there is no GPU, while compiling for another GPU, or if the check is
+    done later (dispatch.built).
 
     Args:
       query: of the call, [B, T, heads, D]; only shape and dtype are used.

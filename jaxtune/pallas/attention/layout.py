@@ -1,8 +1,9 @@
-"""PackedLayout: which keys each query of a batch can see, computed once per batch and passed to every layer.
+"""PackedLayout: which keys each query of a batch can see, computed once per batch (`packed_layout`) and passed to every
+layer.
 
-Tokens see each other within a contiguous run of a segment id. An id that returns later in the row is a new document, 0
-is padding anywhere, and no ids at all means one document a row. The layout knows no block size and no window: every
-kernel derives its visible and masked blocks from it.
+Tokens see each other, causally, within a contiguous run of a segment id. An id that returns later in the row is a new
+document, 0 is padding anywhere, and no ids at all means one document a row. The layout knows no block size and no
+window: every kernel derives its visible and masked blocks from it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Packed attention as Pallas Mosaic GPU kernels for Hopper (wgmma, TMA, warp specialisation), for 16-bit operands and
 head dims up to 512: `forward` and `backward` prepare the operands and call the kernels, `refusal` says which calls they
-cannot compute, and `blocks_of` how they divide the work.
+cannot compute, and `blocks_of` how they divide the work. By `kernel_dim` (the head dim of the kernels) and `bucket` (a
+class of calls) the tuner stores its measurements.
 
 The layout determines which blocks exist. A tile of queries [a, b] needs keys from the lower bound of a (the start of
 its document, or of the window) to b. A tile of keys [a, b] is needed by queries from a to the upper bound of b. Bounds
@@ -10,7 +11,8 @@ only those that a bound crosses are masked. XLA writes the tiles into a table, t
 mosaic_halves_keys.py) work through it.
 
 The backward has one kernel for dq and one for dk and dv (for heads of 512, one for each), which visits all query heads
-of its key head. So every sum has a fixed order: results are bitwise deterministic without atomics.
+of its key head, or of a share of them (`_head_shares`). So every sum has a fixed order: results are bitwise
+deterministic without atomics.
 """
 
 from __future__ import annotations
@@ -207,9 +209,9 @@ def _table(starts, first, count, falling: bool | None):
 
 
 def _whole_blocks(tokens, blocks: Blocks):
-    """How many blocks of blocks.step tokens fit before a token: tokens // blocks.step, int32, which for the first token
-    that a tile sees is the number of the block that it is in. The tables of work contain such numbers. It avoids `//`,
-    which tests every number's sign."""
+    """How many blocks of blocks.step tokens fit before each of `tokens`, int32 of any shape, at least 0: tokens //
+    blocks.step, which for the first token that a tile sees is the number of the block that it is in. The tables of work
+    contain such numbers. It avoids `//`, which tests every number's sign."""
     return jax.lax.div(tokens, jnp.int32(blocks.step))
 
 
@@ -336,8 +338,8 @@ def _numbers(count, size, dtype):
 
 def _pairs(query, key) -> bool:
     """Whether each warpgroup takes one of two query heads that share their keys, and not half of a tile of one head;
-    the tiles are then narrower, and see fewer masked keys. query [B, T, heads, D] and key [B, T, kv_heads, D] decide
-    it by their numbers of heads."""
+    the tiles are then narrower, and see fewer masked keys. It is so if the number of query heads of a key head is even,
+    which follows from query [B, T, heads, D] and key [B, T, kv_heads, D]."""
     return (query.shape[2] // key.shape[2]) % WARPGROUPS == 0
 
 
@@ -421,7 +423,8 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
 
     Args:
       kernel: the body: half_query_kernel for dq, half_key_kernel for dk, half_value_kernel for dv.
-      operands: the arrays that the body takes first, such as query, key, value, dout, stat and delta for dq.
+      operands: the arrays that the body takes first: query, key, value, dout, stat and delta for dq and dk, query, key,
+        dout and stat for dv, as `_halved_key_gradients` describes them.
       bounds: int32[B, T], from `_prepare`: lower for dq, upper for dk and dv.
       like: the operand whose gradient it is: query, key or value.
       blocks: how the kernel divides its work.
@@ -544,9 +547,10 @@ def _programs() -> int:
 def _head_shares(query, key, blocks: Blocks, window: int | None) -> int:
     """Into how many shares `backward` divides the query heads of each key head for the kernels of dk and dv, which
     compute every share as if it had a key head of its own. It is 1 if there are enough tiles of keys to occupy more
-    than half of the multiprocessors, which is so except for a few rows with one or two key heads: then it is the
-    smallest number that gives each multiprocessor a tile, or else the number of query heads of a key head. It is 1 with
-    a sliding window shorter than the rows too, whose tiles take so little time that shares win none (measured).
+    than half of the multiprocessors; there are fewer only for a few rows with few key heads. Then it is the smallest
+    divisor of the number of query heads of a key head that gives each multiprocessor a tile, or else that number
+    itself. It is 1 also with a sliding window shorter than the rows, whose tiles take so little time that shares gain
+    nothing (measured).
 
     query [B, T, heads, D] and key [B, T, kv_heads, D] are padded. blocks: how the kernel of dk divides its work.
     window: of the call, None without one."""

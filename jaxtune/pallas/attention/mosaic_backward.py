@@ -1,6 +1,7 @@
 """The bodies of the backward kernels of attention for Hopper GPUs and head dims up to 128 (query_kernel up to 256):
 query_kernel computes dq, key_kernel dk and dv. mosaic.py calls them, and mosaic_parts.py describes how a kernel's
-programs and warpgroups share the work."""
+programs and warpgroups share the work. The kernels of dk and dv for wider heads use masked_keys and bring_queries
+too, which mask a block's weights and load the blocks of queries."""
 
 from __future__ import annotations
 

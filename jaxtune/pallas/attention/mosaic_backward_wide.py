@@ -1,4 +1,5 @@
-"""The body of the dk/dv kernel for head dims whose two gradients do not fit one warpgroup's registers.
+"""The body of the dk/dv kernel for the head dim 256 (wide_key_kernel), whose two gradients do not fit one warpgroup's
+registers.
 
 At D=256 the dk of 64 keys takes 128 registers of every thread of a warpgroup, and dv the same. So both warpgroups have
 the same 64 keys: the first computes the weights and dv, the second dweights and dk, two products a step each. The
@@ -78,7 +79,7 @@ def wide_key_kernel(
       weights_smem: float32[2, keys, queries], the softmax weights, times the slope of the soft cap, that the first
         warpgroup passes to the second.
       q_smem, do_smem, numbers_smem: slots of queries, dout and numbers (stat and delta).
-      key_full, value_full: barriers that complete when an item's keys, and its values, have arrived.
+      key_full, value_full: barriers that complete when an item's keys and bounds, and its values, have arrived.
       q_full to do_free: barriers of the slots: a block of queries, of dout has arrived; the slot of either is free
         again.
       weights_full, weights_free: barriers of weights_smem: weights are in a slot; they have been read.

@@ -1,5 +1,7 @@
-"""The bodies of the forward and dq kernels of attention on Hopper GPUs for heads of 512 (Gemma 4), whose results do not
-fit the registers of one warpgroup.
+"""The bodies of the forward (half_forward_kernel) and dq (half_query_kernel) kernels of attention on Hopper GPUs for
+heads of 512 (Gemma 4), whose results do not fit the registers of one warpgroup; and the functions that the kernels of
+dk and dv use too: bring_pieces and bring_both load blocks, multiply and two_products multiply by them, columns_of,
+slot_of and last_slot find columns and slots, meet_other synchronises the warpgroups, and unknown_zero saves registers.
 
 A float32 accumulator of 64 rows and 512 columns takes 256 registers of every thread of a warpgroup, which has 240. So
 every result is made in two halves of 256 columns, and each half computes all of the scores that it needs:
@@ -143,9 +145,10 @@ def two_products(shape, weight_operands, score_operands, number, zero):
 
 
 def slot_of(number, piece, ring):
-    """Returns the index of the slot that has piece `piece` (int or int32[]) of block `number` (int32[]), which is taken
-    modulo the slots of `ring`. ring: [slots, tokens, columns of a piece]. Kernels find by it the slot that they wait
-    for, read or release. The result is an int where it is the same for every block, otherwise int32[]."""
+    """Returns the index of the slot of `ring` that has piece `piece` (int or int32[]) of block `number` (int32[]): the
+    number of that piece among all pieces that are loaded, modulo the number of slots. ring: [slots, tokens, columns of
+    a piece]. Kernels find by it the slot that they wait for, read or release. The result is an int where it is the same
+    for every block, otherwise int32[]."""
     stages, pieces = ring.shape[0], 2 * HALF // ring.shape[-1]
     if isinstance(piece, int) and pieces % stages == 0:
         return piece % stages

@@ -1,7 +1,8 @@
-"""The bodies of the kernels of attention on Hopper GPUs that compute dk and dv, the gradients of keys and values, for a
-head dim of 512. A float32 accumulator of 64 rows and 512 columns does not fit the registers of one warpgroup. So both
-warpgroups of a program have the same 64 keys, and each computes the gradient of one half, 256 of the 512 columns.
-mosaic_halves.py has the forward and dq kernels, and the functions that all of them share."""
+"""The bodies of the kernels of attention on Hopper GPUs that compute dk (half_key_kernel) and dv (half_value_kernel),
+the gradients of keys and values, for a head dim of 512. A float32 accumulator of 64 rows and 512 columns does not fit
+the registers of one warpgroup. So both warpgroups of a program have the same 64 keys, and each computes the gradient of
+one half, 256 of the 512 columns. mosaic_halves.py has the forward and dq kernels, and the functions that all of them
+share."""
 
 from __future__ import annotations
 

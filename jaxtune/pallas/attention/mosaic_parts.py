@@ -1,5 +1,8 @@
-"""What the Mosaic GPU attention kernels share; mosaic.py describes and calls them. The kernels of decode_attention use
-the smallest of these functions, too.
+"""What the Mosaic GPU attention kernels share; mosaic.py describes and calls them. Blocks says how a kernel divides its
+work, and Items deals the work to programs. `computing` and `bringing` choose the warpgroup that runs a part of a body,
+and Turns lets the computing ones alternate. `bring` and `drain` load blocks, and QuerySide does it for tiles of
+queries. `capped`, `products`, `add_product` and `within` compute scores, products and masks; the other functions make
+arrays in registers and shared memory. The kernels of decode_attention use the smallest of these functions, too.
 
 A kernel runs one program on each multiprocessor, with two warpgroups that compute and one that loads blocks. A program
 works through a list of items. An item is a tile of queries of two heads (or, without grouped heads, two tiles of one
@@ -90,8 +93,8 @@ def ids(shape, axis, base):
 
 def capped(scores, scale, soft_cap):
     """Returns (scores times `scale`, capped and in units of log2, for exp2; the derivative of the soft cap at them, or
-    None without one), float32 in registers in the shape of `scores`. All kernels of attention call it on the products
-    of queries and keys; those of gradients need the derivative.
+    None without one), float32 in registers in the shape of `scores`. The kernels of attention call it on the products
+    of queries and keys, except the forward with `lean` (Softmax); those of dq and dk need the derivative.
 
     Args:
       scores: float32 in registers, the raw products of queries and keys.
@@ -268,8 +271,8 @@ def bring(number, copies):
     content was used. A step's slot is its number modulo the number of slots; numbers count the steps of all of a
     program's items from 0. The loading warpgroup calls it.
 
-    copies: (source in global memory, its slots in shared memory, the slots' barriers `full`, which complete when a copy
-    has arrived, and `free`, at which the computing warpgroups arrive after their last read).
+    copies: a tuple for each copy: (source in global memory, its slots in shared memory, the slots' barriers `full`,
+    which complete when a copy has arrived, and `free`, at which the computing warpgroups arrive after their last read).
     """
     for source, target, full, free in copies:
         stages = jnp.int32(target.shape[0])

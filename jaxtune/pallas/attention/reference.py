@@ -1,5 +1,6 @@
-"""Attention in plain jnp, which defines the operation. It is right on every device, with an fp32 softmax, and bounds
-its memory by computing chunks of queries. Kernels are compared with it, and it serves the calls that they refuse.
+"""Attention in plain jnp (`forward` and `backward`), which defines the operation. It is right on every device, with an
+fp32 softmax, and bounds its memory by computing chunks of queries. Kernels are compared with it, and it serves the
+calls that they refuse.
 
 score[q, k] = scale * query[q] . key[k];  soft cap: cap * tanh(score / cap);  key k is visible to query q iff
 doc_start[q] <= k <= q < doc_end[q] and q - k < window. A sink is one more logit of its head without a value (gpt-oss).

@@ -1,5 +1,6 @@
-"""Shapes of attention in real models and rows with realistic document lengths, for tests and benchmarks (CASES, each of
-32,768 tokens), and Case, which `jaxtune tune` fills in too, to say for which calls it measures kernels."""
+"""Shapes of attention in real models for its benchmark (CASES, each of 32,768 tokens; a Case is one), and rows filled
+with documents of realistic lengths (`log_normal_segments`). `jaxtune tune` makes a Case too, to say for which calls it
+measures kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The shapes and options of one call of attention that a benchmark, a test or the tuner makes."""
+    """The shapes and options of one call of attention that the benchmark or `jaxtune tune` (tune.py) makes."""
 
     name: str  # its name in reports
     rows: int  # rows of the batch
@@ -41,9 +42,9 @@ class Case:
 
 def log_normal_segments(rows: int, length: int, mean: float, sigma: float, seed: int = SEED) -> np.ndarray:
     """int32[rows, length]: segment ids of rows filled with documents of log-normal lengths, as in instruction data,
-    without padding. Ids count from 1 in each row, a document has at least one token, and the row's last one is cut at
-    its end. mean: the mean length in tokens; sigma: the standard deviation of a length's logarithm. seed: of the random
-    numbers; the same seed gives the same rows."""
+    without padding, for `Case.segments` and benchmarks. Ids count from 1 in each row, a document has at least one
+    token, and the row's last one is cut at its end. mean: the mean length in tokens; sigma: the standard deviation of a
+    length's logarithm. seed: of the random numbers; the same seed gives the same rows."""
     rng = np.random.default_rng(seed)
     segments = np.zeros((rows, length), np.int32)
     for row in range(rows):

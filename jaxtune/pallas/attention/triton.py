@@ -1,4 +1,5 @@
-"""Packed attention as Triton kernels, for every NVIDIA GPU since Ampere (compute capability 8.0).
+"""Packed attention as Triton kernels, for every NVIDIA GPU since Ampere (compute capability 8.0): `forward` and
+`backward` call the kernels, `refusal` says which calls they cannot compute, and `tiles` how they divide the work.
 
 A tile of queries visits keys from the lower bound of its first token to its own last token, a tile of keys visits
 queries up to the upper bound of its last token; bounds never fall along a row. Blocks start at the bound itself, not at

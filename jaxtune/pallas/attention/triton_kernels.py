@@ -1,4 +1,5 @@
-"""The bodies of the Triton attention kernels, which triton.py describes and calls.
+"""The bodies of the Triton attention kernels, which triton.py describes and calls: forward_kernel writes the output and
+the log-sum-exp, query_kernel the gradient of query, and key_kernel those of key and value.
 
 Arrays are [B, T, heads, DIM], contiguous; `starts` and `ends` are the layout's document bounds, int32[B, T]. Scores are
 in units of log2. A CAP or WINDOW of 0 means none. WIDTH is the next power of two of DIM; blocks have that many columns,

@@ -1,6 +1,6 @@
 """Measures which block sizes are fastest for the Hopper kernels of attention on this machine's GPU, for given shapes,
-and stores them (pallas/tuning.py), for the command `jaxtune tune`. From then on attention of such shapes uses those in
-the user's cache."""
+and stores them (pallas/tuning.py): `tune`, for the command `jaxtune tune`; `candidates` lists the sizes that it tries.
+From then on attention of such shapes uses those in the user's cache."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def tune(
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
     """Times one kernel with each of its candidate blocks, for the rows and head dim of `case`, and returns the entry
     that tuning.measure made and stored: the fastest blocks, their time, and what was tried. A candidate whose result
-    differs from that of the first one, the heuristic's, is not chosen.
+    differs from that of the first one, the heuristic's, by more than 2 % is not chosen.
 
     Args:
       kernel: one of KERNELS.

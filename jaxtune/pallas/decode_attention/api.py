@@ -1,5 +1,5 @@
-"""The public function of decode attention, which is the attention of one new token for each row over the row's
-key/value cache, and the choice of its implementation."""
+"""The public function `decode_attention`, which is the attention of one new token for each row over the row's key/value
+cache, and the choice of its implementation (`implementations`)."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
 
 def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
     """Returns the reason why this GPU must not run a kernel for such calls, or None. It compares a small case with the
-    reference, once for each kind of call (dtypes, head dim, query heads of a KV head, tiles, soft cap or not); a pass
-    is stored in the user's cache. It is None without a check if there is no GPU, while compiling for another GPU, or if
-    the check is done later (dispatch.built). The case has an empty row, rows that end within and at the end of a tile
-    of keys, and rows longer than the cache, which is then a ring.
+    reference, once for each kind of call (dtypes, head dim, query heads of a KV head, tiles, soft cap or not, and for
+    "triton" whether the cache is divided into splits); a pass is stored in the user's cache. It is None without a check
+    if there is no GPU, while compiling for another GPU, or if the check is done later (dispatch.built). The case has an
+    empty row, rows that end within and at the end of a tile of keys, and rows longer than the cache, which is then a
+    ring.
 
     Args:
       name: the implementation's name, "mosaic" or "triton".
@@ -101,10 +102,10 @@ def decode_attention(
       window: the newest token sees itself and the window - 1 tokens before it; None: all tokens.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap (Gemma 2).
       sinks: float[heads], an extra logit per head that has no value; None: none (gpt-oss).
-      implementation: "mosaic" (Hopper GPUs; D of 64, 96, 128 or 256), "triton" (NVIDIA GPUs from compute capability 8.0
-        on; D a multiple of 16 up to 512), "reference" (plain jnp, everywhere), or None for the first that supports the
-        call. The kernels need 16 bits and a capacity of whole tiles (cache.cache_capacity); FP8 caches are read by
-        "triton" from compute capability 8.9 on, and by "reference".
+      implementation: "mosaic" (Hopper GPUs; D of 64, 96, 128 or 256, at most 64 query heads for each KV head), "triton"
+        (NVIDIA GPUs from compute capability 8.0 on; D a multiple of 16 up to 512), "reference" (plain jnp, everywhere),
+        or None for the first that supports the call. The kernels need 16 bits and a capacity of whole tiles
+        (cache.cache_capacity); FP8 caches are read by "triton" from compute capability 8.9 on, and by "reference".
     Returns:
       [B, heads, D] in query's dtype. With the kernels, a row's result has the same bits alone, in any batch and in any
         slot.

@@ -1,4 +1,5 @@
-"""The key/value cache that decode_attention reads: its layout, and how prompts and new tokens are written into it.
+"""The key/value cache that decode_attention reads: its layout and capacity (`cache_capacity`), and how prompts
+(`cache_of`) and new tokens (`written`) are put into it.
 
 A cache of keys, and one of values, is an array [rows, kv_heads, capacity, D]. The keys of one head of one row are
 contiguous, so that a kernel reads them as one piece. The token at position p of its row is at index p % capacity. In a

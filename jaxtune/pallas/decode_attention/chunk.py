@@ -31,7 +31,7 @@ def chunk_attention(
     """Causal attention of the next N tokens of each row over each other and over the row's cache, for prompts that are
     prefilled in chunks. chunk_written puts the new tokens into the cache afterwards.
 
-    It is computed by XLA, one block of queries at a time over the whole capacity.
+    It is computed by XLA, 128 of the N tokens at a time over the whole capacity.
 
     Args:
       query: [B, N, heads, D] bfloat16, float16 or float32.
@@ -48,7 +48,7 @@ def chunk_attention(
     Returns:
       [B, N, heads, D] in query's dtype.
     Raises:
-      TypeError, ValueError: an argument does not fit this description.
+      TypeError, ValueError: an array does not fit this description; sinks and the numbers are not checked.
     """
     check = Arguments("chunk_attention")
     check.array("query", query, "B N heads D", FLOATS)

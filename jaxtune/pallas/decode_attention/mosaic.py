@@ -1,9 +1,10 @@
 """Decode attention as Pallas Mosaic GPU kernels for Hopper: one over splits of the keys, and one that combines the
-splits.
+splits. `decode` calls them, `refusal` says which calls they cannot compute, and `variant` names how they divide the
+work.
 
-XLA writes the visible splits (splits.py) into a table, the longest first, and each multiprocessor runs one program that
-works through it; keys that no row sees are neither read nor waited for. The second kernel combines the splits of each
-row in order.
+XLA writes the splits (splits.py) into a table (`work_of`), the longest first, and each multiprocessor runs one program
+that works through it; tiles of keys that their row does not see are neither read nor waited for. The second kernel
+combines the splits of each row in order.
 
 All query heads of a KV head are rows of one tensor-core tile of 64, most of which are unused: the products take a third
 of the time that reading the cache takes.
@@ -38,7 +39,7 @@ from jaxtune.pallas.dispatch import compute_capability
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the kernel over splits divides its work. Measured ones come from tuning.py, others from HEURISTIC."""
+    """How the kernel over splits divides its work: those of HEURISTIC, unless tuning.py has others (`blocks_of`)."""
 
     step: int  # keys of a tile; the bits of results depend on it
     stages: int  # tiles of keys, and of values, that are being copied for a worker at a time
@@ -54,8 +55,9 @@ HEURISTIC = {64: Blocks(64, 4, 3), 96: Blocks(64, 3, 3), 128: Blocks(64, 3, 2), 
 
 
 def blocks_of(dim: int, dtype) -> Blocks:
-    """How the kernel over splits divides its work for a head dim (a key of HEURISTIC) and a dtype: as the tuner
-    measured it on this GPU, or else as HEURISTIC says; within tuning.forced as given there."""
+    """How the kernel over splits divides its work for a head dim (a key of HEURISTIC) and a dtype: as a file of
+    measurements for the GPU says (`jaxtune tune` makes none for this kernel), or else as HEURISTIC does; within
+    tuning.forced, by which the benchmark tries others, as given there."""
     found = tuning.tuned("decode attention", f"head_dim={dim}", dtype, Blocks)
     return Blocks(**found) if found else HEURISTIC[dim]
 
@@ -89,7 +91,8 @@ def variant(query) -> str:
 
 
 def work_of(lengths, capacity: int, window: int | None, step: int):
-    """The work of the kernels. It depends only on the lengths, so that XLA computes it once for all layers.
+    """The work of the kernels, as tables. It depends only on the arguments here and not on queries or keys, so that XLA
+    computes it once for all layers of the same window and capacity.
 
     Args:
       lengths: int32[B], tokens of each row.

@@ -44,14 +44,15 @@ def split_kernel(
     warpgroup. Splits without tiles get no results.
 
     Args:
-      q_ref: the queries, [B, kv_heads, heads of a group, D], in global memory as all refs.
+      q_ref: the queries, [B, kv_heads, heads, D], in global memory as all refs; heads are the query heads of a KV head,
+        padded.
       k_ref, v_ref: the caches of keys and values, [B, kv_heads, capacity, D].
       table_ref: int32[lines, 6], the work: row, split, first tile, tiles, index of the row's newest key, and how many
         keys the row sees (mosaic.work_of).
       count_ref: int32[1], how many lines of the table have tiles.
-      out_ref: float32[B, kv_heads, splits, heads of a group, D], the output over each split alone, normalised by the
-        split's own sum of weights.
-      lse_ref: float32[B, kv_heads, splits, heads of a group], the log-sum-exp of each split's scores, in units of log2.
+      out_ref: float32[B, kv_heads, splits, heads, D], the output over each split alone, normalised by the split's own
+        sum of weights.
+      lse_ref: float32[B, kv_heads, splits, heads], the log-sum-exp of each split's scores, in units of log2.
       k_smem, v_smem: slots for tiles in shared memory, [workers * stages, step, D].
       k_full, v_full: a barrier for each slot, which completes when its tile has arrived.
       blocks: how the work is divided (mosaic.Blocks).
@@ -152,9 +153,16 @@ def split_kernel(
 
 
 def product(left, right, shape, interpreted):
-    """Multiplies left @ right on the tensor cores, by the calling warpgroup, and returns float32 of `shape` in
-    registers. `left` is in registers and `right` in shared memory. split_kernel computes scores so. interpreted: True:
-    Pallas' interpreter runs it, which does not support this wgmma, and jnp computes it; False on a GPU."""
+    """Multiplies left @ right on the tensor cores, by the calling warpgroup, and returns float32[m, n] in registers.
+    split_kernel computes scores so.
+
+    Args:
+      left: [m, k] of 16 bits in registers, the queries; m is 64.
+      right: [k, n] of 16 bits in shared memory, the transposed view of a tile of keys.
+      shape: (m, n).
+      interpreted: True: Pallas' interpreter runs it, which does not support this wgmma, and jnp computes it; False on a
+        GPU.
+    """
     if interpreted:
         return lax.dot(left, right[...], preferred_element_type=jnp.float32)
 

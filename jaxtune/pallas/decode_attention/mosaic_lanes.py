@@ -1,5 +1,5 @@
 """The lane-level parts of the Mosaic decode kernel: rows of a tensor-core tile that are loaded from global memory into
-registers, and stored from them.
+registers (load_rows), and stored from them (store_rows).
 
 The few rows that are query heads are read from memory directly into registers, and written from registers to memory, so
 that shared memory contains only keys and values. A tile is 64 rows in Layout.WGMMA: warp w has the rows 16 w to 16 w +

@@ -1,4 +1,5 @@
-"""Shapes of decoding steps of real models, shared by tests and benchmarks: Case describes one, CASES lists them."""
+"""Shapes of decoding steps of real models, for the benchmark of decode attention: Case describes one, CASES lists
+them."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One decoding step (one new token for each row) that a test or a benchmark makes, in which the lengths of rows are
-    spread evenly from `shortest` to `longest`."""
+    """One decoding step (one new token for each row) that the benchmark of decode attention times, in which the lengths
+    of rows are spread evenly from `shortest` to `longest`."""
 
     name: str  # its name in reports
     rows: int  # rows of the batch
-    shortest: int = 200  # tokens of the shortest row
-    longest: int = 1200  # tokens of the longest row
+    shortest: int = 200  # tokens of the shortest row, the newest included
+    longest: int = 1200  # tokens of the longest row, the newest included
     capacity: int = 1280  # tokens for which the cache has room
     heads: int = 32  # query heads
     kv_heads: int = 8  # key and value heads
@@ -26,7 +27,8 @@ class Case:
 
     def lengths(self) -> np.ndarray:
         """The length of each row, int32[rows], in random order, the same at every call: from `shortest` to `longest`
-        tokens at equal distances. Tests and benchmarks fill caches to them."""
+        tokens at equal distances. The benchmark passes them to the implementations as `lengths`, the newest token
+        included; all entries of its caches are random numbers."""
         spread = np.linspace(self.shortest, self.longest, self.rows).round().astype(np.int32)
         return np.random.default_rng(0).permutation(spread)
 

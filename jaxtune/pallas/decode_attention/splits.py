@@ -1,5 +1,7 @@
 """How the keys of a row are divided into splits, which different programs of a kernel take at the same time
-(flash-decoding), for the kernels of all GPUs.
+(flash-decoding), for the kernels of all GPUs but Triton's for short caches. `live_tiles` says which tiles of keys each
+split reads, `seen_of` and `newest_of` which keys of a row are visible, `order_of` in which order splits are combined,
+and `log2_sinks` converts sinks to the kernels' units.
 
 The keys are divided at multiples of SPLIT, whatever the batch or the capacity, and a split is summed in one order, from
 its first tile that the row sees to its last. A row's result therefore has the same bits alone, in any batch and in any

@@ -1,7 +1,8 @@
-"""The bodies of the Triton kernels of decode attention, which triton.py describes and calls.
+"""The bodies of the Triton kernels of decode attention, which triton.py describes and calls: decode_whole_kernel for
+short caches, and for longer ones decode_split_kernel and decode_combine_kernel.
 
 Caches are [B, kv_heads, CAPACITY, DIM], contiguous. Scores are in units of log2. A CAP of 0 means no soft cap. GROUP
-and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM.
+and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM (at least 64).
 """
 
 import triton
@@ -72,7 +73,7 @@ def decode_split_kernel(
     and values are the caches [B, KV_HEADS, CAPACITY, DIM]; lengths int32[B] are the tokens of each row. firsts and
     tiles, int32[B, SPLITS], are the number of the first tile of STEP keys that a split reads, and how many it reads
     (splits.live_tiles). SCALE is the factor on scores, CAP their soft cap (0: none), WINDOW the sliding window (0:
-    none). GROUP and WIDTH are the query heads of a KV head and DIM, padded to powers of two.
+    none). GROUP and WIDTH are the query heads of a KV head and DIM, padded to powers of two (at least 16, and 64).
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tiles + row * SPLITS + split)
@@ -133,7 +134,8 @@ def decode_whole_kernel(
     row, its new one included, which may be more than CAPACITY: a cache is a ring, in which token t is at place t modulo
     CAPACITY. sinks: float32[HEADS], in units of log2; _MASKED: no sink. SCALE is the factor on scores, CAP the soft cap
     (0: none) and WINDOW the sliding window (0: none). STEP keys are read at a time, and STAGES such tiles are on their
-    way; GROUP and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM.
+    way; GROUP and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM (at least
+    64).
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -186,7 +188,7 @@ def decode_combine_kernel(
     parts is float32[B, KV_HEADS, SPLITS, heads of a group, DIM], and lses is the same without DIM. order int32[B,
     SPLITS] has the numbers of a row's splits, those that read keys first, and counts int32[B] how many of them do
     (splits.order_of). sinks: float32[HEADS], in units of log2; _MASKED: no sink. GROUP and WIDTH are the query heads of
-    a KV head and DIM, padded to powers of two.
+    a KV head and DIM, padded to powers of two (at least 16, and 64).
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS

@@ -1,5 +1,7 @@
-"""The gated delta rule, a linear attention, over packed rows, its state and steps for generation, and the short
-convolution before it: the public functions, and the choice of the first one's implementation."""
+"""The public functions of the gated delta rule, a linear attention, and of the short convolution before it. In training
+`gated_delta_rule` and `short_convolution` compute packed rows; `implementations` lists those of the former. In
+generation `delta_rule_state` computes the state after a prompt, or `delta_rule_chunk` takes the prompt chunk by chunk,
+and `delta_rule_step` and `short_convolution_step` take one more token."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The gated delta rule in plain jnp by chunks of tokens, with matrix products and few sequential steps.
+"""The gated delta rule in plain jnp by chunks of tokens, with matrix products and few sequential steps: over packed
+rows (`forward`), over the next tokens of rows that began before (`chunk`), and only the state after a prompt (`state`).
 
 Within a chunk the errors e that tokens write into the state depend on each other through a unit lower triangular matrix
-(the WY form of arXiv 2406.06484, with decays as in arXiv 2412.06464). With the chunk's first state S,
+(the WY form of arXiv 2406.06484, with decays as in arXiv 2412.06464; `unit_lower_inverse` inverts it). With the chunk's
+first state S, unit keys k, and unit queries q divided by sqrt(key_dim),
 
     (1 + A) e = beta (v - d k S),   A[i, j] = beta_i (k_i . k_j) D[i, j] below the diagonal
     out = d q S + P e,              P[i, j] = (q_i . k_j) D[i, j] on and below it
@@ -36,6 +38,7 @@ def forward(query, key, value, decay, beta, layout):
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
+    Queries and keys are normalised here, and the output is divided by sqrt(K).
     """
     length = value.shape[1]
     index = jnp.arange(length)
@@ -51,8 +54,8 @@ def state(key, value, decay, beta, lengths):
     heads, K, V]. Generation continues from it: delta_rule_state calls this. Tokens from `lengths` on are ignored; a row
     of length 0 gives 0.
 
-    key is [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and beta (the
-    share of what is stored at a key that is replaced) float32[B, T, heads].
+    key is [B, T, key_heads, K], normalised here, value [B, T, heads, V], decay (the logarithm of the factor on the
+    state) and beta (the share of what is stored at a key that is replaced) float32[B, T, heads].
     """
     real = (jnp.arange(value.shape[1]) < lengths[:, None])[..., None]
     decay, beta = (jnp.where(real, x.astype(jnp.float32), 0.0) for x in (decay, beta))
@@ -66,7 +69,7 @@ def chunk(query, key, value, decay, beta, state):
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; state, before the tokens, is
-    float32[B, heads, K, V].
+    float32[B, heads, K, V]. Queries and keys are normalised here, and the output is divided by sqrt(K).
     """
     continued = jnp.full(value.shape[:2], -1, jnp.int32)  # the document started before the first token
     out, state = _run(query, key, value, decay, beta, continued, state)
@@ -79,7 +82,7 @@ def _run(query, key, value, decay, beta, doc_start, first=None):
     meaning.
 
     Args:
-      query, key: [B, T, key_heads, K].
+      query, key: [B, T, key_heads, K], not normalised yet.
       value: [B, T, heads, V].
       decay: float32[B, T, heads], the logarithm of the factor on the state; 0 at padding.
       beta: float32[B, T, heads], the share of the state's value at the key that is replaced; 0 at padding.

@@ -1,5 +1,5 @@
-"""The short causal convolution of each channel along a row, restarted with each document, in plain jnp: of whole rows
-(`forward`), and of the next token in generation (`step`).
+"""The short causal convolution of each channel along a row, restarted with each document, and silu of it, in plain jnp:
+of whole rows (`forward`), and of the next token in generation (`step`).
 
 out[t] = silu(sum over j of weight[k - 1 - j] x[t - j]), over those j for which t - j is a token of t's document.
 """

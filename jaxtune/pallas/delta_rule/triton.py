@@ -52,7 +52,8 @@ _ROOMY = ((8, 0), (8, 7), (9, 0))  # compute capabilities whose shared memory ha
 def _tile(kernel: str) -> tuple[int, int, int]:
     """(warps of a program, columns of a head dim that it takes at a time, steps of its loop that are loaded ahead) for
     the kernel of this name: its entry of _TILES, adapted to the GPU that is compiled for: on Hopper "reverse" has a
-    larger one, and GPUs with less shared memory than an A100 load one step only."""
+    larger one, and GPUs of other compute capabilities than 8.0, 8.7 and 9.0, which may have less shared memory than an
+    A100, load one step only."""
     capability = dispatch.compute_capability()
     if kernel == "reverse" and capability == (9, 0):
         return 8, DIM, 3  # 210 KB
@@ -109,7 +110,8 @@ def _first_use(dtype, group: int) -> str | None:
 def forward(query, key, value, decay, beta, layout: PackedLayout):
     """Returns the output [B, T, heads, V] of the gated delta rule over packed documents, computed by the Triton
     kernels, in value's dtype; padding gives 0. It is differentiable with respect to all arguments but the layout.
-    `refusal` says which calls are supported.
+    Queries and keys are normalised here, and the output is divided by sqrt(K). `refusal` says which calls are
+    supported.
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
@@ -205,7 +207,7 @@ class Made(NamedTuple):
 
     inverse: jax.Array  # [B, heads, chunks, CHUNK, CHUNK]: the inverse of 1 + B, which maps v - d k S to the errors z
     weights: jax.Array  # of the same shape: weights with which queries read the errors of the chunk's tokens
-    total: jax.Array  # sum of decays since the start of the token's document within the chunk
+    total: jax.Array  # sum of the decays of the token and those before it in its document and chunk
     share: jax.Array  # beta; 0 at padding
     unit_q: jax.Array  # 1 over the query's length, divided by sqrt(K); 0 at padding
     unit_k: jax.Array  # 1 over the key's length
@@ -213,7 +215,9 @@ class Made(NamedTuple):
     read: jax.Array  # factor with which a token's query reads the chunk's first state
     written: jax.Array  # factor with which a token's error enters the chunk's last state
     reach: jax.Array  # `written` without its factor beta
-    faded: jax.Array  # [B, heads, chunks]: factor of the chunk's first state in its last; 0 where a document starts
+    # [B, heads, chunks]: factor of the chunk's first state in its last; 0 unless the chunk's last token belongs to a
+    # document that began before the chunk
+    faded: jax.Array
 
 
 def _chunks(query, key, decay, beta, value, layout) -> Made:

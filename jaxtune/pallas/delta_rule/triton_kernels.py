@@ -1,5 +1,8 @@
-"""The bodies of the Triton kernels of the gated delta rule; triton.py describes and calls them. All of a call's kernels
-get the same compile-time constants, so that some do not use all of them.
+"""The bodies of the Triton kernels of the gated delta rule; triton.py describes and calls them, in this order. The
+forward has numbers_kernel (factors of tokens), chunk_kernel (the two matrices of a chunk) and forward_kernel (states
+and outputs); the backward has reverse_kernel (gradients of states and values), pairs_kernel (gradients of the two
+matrices), dquery_kernel, dkey_kernel, and rates_kernel (gradients of decay and beta). All get the same compile-time
+constants, so that some do not use all of them. Helpers named ..._turned load or store transposes.
 
 Arrays of tokens are [B, T, heads, dim], contiguous; helpers get a pointer to one head's first token, and STRIDE, the
 numbers from token to token. Numbers per token that the kernels compute are float32[B, heads, CHUNKS * CHUNK], matrices
@@ -169,7 +172,8 @@ def _left(sums, seen):
 @triton.jit
 def _after(sums, start, places, is_last):
     """Returns float32[CHUNK]: the factor with which what each token writes is in the state after the chunk; 0 for
-    documents that end before. numbers_kernel makes the factors `written` and `reach` of it.
+    tokens of other documents than that of the chunk's last token. numbers_kernel makes the factors `written` and
+    `reach` of it.
 
     sums: float32[CHUNK], the logarithms of decays, summed over each token's document within the chunk, up to the token.
     start, places: int32[CHUNK], the number in the row of the first token of each token's document, and of the token.
@@ -208,15 +212,17 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
     have a kernel of their own, because a kernel with matrix products has layouts in which a thread would compute each
     number 16 times. It is the forward's first kernel. Grid: (key_heads, chunks, B).
 
-    It writes, float32[B, heads, CHUNKS * CHUNK]: total (the sum of decays since the token's document starts within the
-    chunk), share (beta, 0 at padding), unit_q and unit_k (1 over the lengths of query, times SCALE, and key), kept and
-    read (the factors with which the token's key and query read the chunk's first state), written (that with which its
-    error enters the last state) and reach (written without beta); and float32[B, heads, CHUNKS] faded, the factor of
-    the chunk's first state in its last, 0 where a document starts in the chunk. Decays below -100 count as -100.
+    It writes, float32[B, heads, CHUNKS * CHUNK]: total (the sum of decays of the token and those before it in its
+    document and chunk), share (beta, 0 at padding), unit_q (SCALE over the query's length, 0 at padding) and unit_k (1
+    over the key's length), kept and read (the factors with which the token's key and query read the chunk's first
+    state), written (that with which its error enters the last state) and reach (written without beta); and float32[B,
+    heads, CHUNKS] faded, the factor of the chunk's first state in its last, 0 unless the chunk's last token belongs to
+    a document that began before the chunk. Decays below -100 count as -100.
 
     query and key are [B, T, key_heads, K], decay (the logarithm of the factor on the state) and beta float32[B, T,
     heads], starts and ends the document bounds, int32[B, T]. The compile-time constants are the sizes: LENGTH tokens of
-    a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is 1 / sqrt(K); WIDTH is not used.
+    a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS value heads; SCALE is 1 / sqrt(K); VALUE_DIM and WIDTH
+    are not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -299,7 +305,7 @@ def chunk_kernel(
     query and key are [B, T, key_heads, K], starts and ends the document bounds, int32[B, T]; of numbers_kernel's
     results it reads total (sums of decays), share (beta), and unit_q and unit_k (1 over the lengths of queries and
     keys). The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of
-    KEY_DIM, HEADS of VALUE_DIM; SCALE and WIDTH are not used.
+    KEY_DIM, HEADS value heads; VALUE_DIM, SCALE and WIDTH are not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -443,8 +449,8 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
 
     It stores to_weights and to_system, matrices [B, heads, CHUNKS, CHUNK, CHUNK] in key's dtype, by which dquery and
     dkey follow from keys and queries (dquery_kernel, dkey_kernel); and, float32[B, heads, CHUNKS * CHUNK], flow, the
-    contribution to ddecay before its sum over later tokens, and dbeta, that to beta's gradient. rates_kernel adds to
-    both what comes through the states, and makes the sum.
+    contribution to ddecay before its sum over the token itself and the later ones, and dbeta, that to beta's gradient.
+    rates_kernel adds to both what comes through the states, and makes the sum.
 
     It reads query and key [B, T, key_heads, K]; the document bounds starts and ends, int32[B, T]; [B, T, heads, V]
     forward_kernel's error, reverse_kernel's dvalue (the gradient of value) and dout (that of the output); and of
@@ -637,16 +643,16 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
-    """Computes ddecay and dbeta of a chunk of a value head, float32[B, T, heads], 0 at padding, the last of the
-    backward's kernels. Grid: (heads, chunks, B).
+    """Computes ddecay, the gradient of `decay` (the logarithm of the factor on the state), and dbeta of a chunk of a
+    value head, float32[B, T, heads], 0 at padding, the last of the backward's kernels. Grid: (heads, chunks, B).
 
-    A decay's gradient is a sum over the later tokens: the reading queries' and keys' inner products with their own
-    gradients, minus those of the writing keys. The sum ends with the document or the chunk; what goes through the state
-    into later chunks is added at the chunk's last token. It reads share (beta), kept, faded and reach of triton.Made,
-    the document bounds (starts, ends), and what the kernels before it stored for each token: flow and dbeta_of_pairs
-    (pairs_kernel's dbeta), asked (dquery_kernel), lost and gained, and for each chunk fading (dkey_kernel). The
-    compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS
-    of VALUE_DIM; SCALE and WIDTH are not used.
+    ddecay of a token is a sum over it and the later tokens (a scan from the last token back): the reading queries' and
+    keys' inner products with their own gradients, minus those of the writing keys. The sum ends with the document or
+    the chunk; what goes through the state into later chunks is added at the chunk's last token. It reads share (beta),
+    kept, faded and reach of triton.Made, the document bounds (starts, ends), and what the kernels before it stored for
+    each token: flow and dbeta_of_pairs (flow and dbeta of pairs_kernel), asked (of dquery_kernel), lost and gained, and
+    for each chunk fading (of dkey_kernel). The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS
+    chunks of CHUNK, HEADS value heads; KEY_HEADS, KEY_DIM, VALUE_DIM, SCALE and WIDTH are not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)

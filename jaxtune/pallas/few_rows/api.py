@@ -3,9 +3,10 @@ their implementations.
 
 A decoding step of some dozen rows (sequences) is bound by the bytes of the weights, and next by the number of its
 kernels: each costs some microseconds whatever it computes. Here each function is one kernel, and a layer consists of
-few of them. A product whose weights have few rows is divided into splits: ranges of the columns that are summed over,
-whose partial sums different programs compute. The partial sums are not added by the product but by the function that
-takes them, `added_norm` or `placed`.
+few of them: `products` (query, key and value, or one other product), `placed` (norms, rotation and the caches before
+the attention), `added_norm` (after a product), and `gated_product` (of an MLP). A product whose weights have few rows
+is divided into splits: ranges of the columns that are summed over, whose partial sums different programs compute. The
+partial sums are not added by the product but by the function that takes them, `added_norm` or `placed`.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
 
 def _chosen_product(op: str, x, refusal, first_use, implementation: str | None) -> str:
     """Chooses the implementation of a product with x [N, in], and returns its name, "triton" or "reference". For an N
-    that the kernel does not support it is "reference", without a warning, because XLA's product is the right choice
-    there. Raises ValueError if the requested one does not support the call.
+    that the kernel does not support it is "reference" if none is requested, without a warning, because XLA's product is
+    the right choice there. Raises ValueError if the requested one does not support the call.
 
     Args:
       op: the operation's name, for messages.
@@ -91,9 +92,9 @@ def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
 
 
 def _small_adapters(loras: Sequence[LoraWeights | None], sizes: Sequence[int], dtype) -> list[LoraWeights | None]:
-    """Adapters of the small case on which a kernel is compared with the reference: with the ranks of `loras`, for
-    weights of these numbers of rows and 2048 columns, in `dtype`. None stands for a weight without one; empty if
-    `loras` is."""
+    """Adapters of the small case on which a kernel is compared with the reference: with the ranks and scales of
+    `loras`, for weights of these numbers of rows and 2048 columns, in `dtype`. None stands for a weight without one;
+    empty if `loras` is."""
     return [
         lora
         and LoraWeights(
@@ -179,8 +180,9 @@ def gated_product(
     Returns:
       [N, out] in x's dtype.
     Raises:
-      TypeError, ValueError: an argument does not fit this description, an adapter has a row_scale (DoRA), or the named
+      TypeError, ValueError: an array does not fit this description, an adapter has a row_scale (DoRA), or the named
         implementation does not support the call.
+      KeyError: `activation` is unknown.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)
@@ -235,7 +237,7 @@ def added_norm(
     Returns:
       (x plus the product, its norm), both [N, hidden] in x's dtype.
     Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
+      TypeError, ValueError: an array does not fit this description, or the named implementation does not support the
         call.
     """
     check = Arguments("added_norm")
@@ -294,7 +296,7 @@ def placed(
       (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). The caches are changed in
         place if they are donated or not read again, and are copied otherwise.
     Raises:
-      TypeError, ValueError: an argument does not fit this description, or the named implementation does not support the
+      TypeError, ValueError: an array does not fit this description, or the named implementation does not support the
         call.
     """
     check = Arguments("placed")

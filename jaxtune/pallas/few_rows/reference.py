@@ -1,5 +1,6 @@
-"""The operations of a decoding step in plain JAX, which define the results of the kernels; api.py describes the
-arguments in more detail. They run where no kernel supports a call, and the kernels are compared with them."""
+"""The operations of a decoding step in plain JAX, such as products, added_norm and placed, which define the results of
+the kernels; api.py describes the arguments in more detail. They run where no kernel supports a call, and the kernels
+are compared with them."""
 
 from __future__ import annotations
 

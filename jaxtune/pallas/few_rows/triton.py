@@ -1,5 +1,6 @@
-"""The operations of a decoding step as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and higher; products
-are for Hopper only.
+"""The operations of a decoding step (`products`, `gated_product`, `added_norm` and `placed`) as Triton kernels, for
+NVIDIA GPUs of compute capability 8.0 and higher; products are for Hopper only. Functions named ..._refusal say which
+calls they do not support.
 
 Products read each weight once, in tiles of its rows, which are the left side of the tensor cores' product, and all rows
 of x, which are the right side. If a weight has too few rows to occupy all multiprocessors, the columns that are summed
@@ -274,8 +275,8 @@ def placed_refusal(keys, table) -> str | None:
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
     """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
     into the caches, by one kernel that changes the caches in place; each program computes one head of one sequence.
-    Returns (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). XLA copies a cache that
-    is read again.
+    Returns a list: query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values. XLA copies a cache
+    that is read again.
 
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side.

@@ -1,5 +1,5 @@
 """The backward of an MLP's gated activation, activation(gate) * up: the public function `gated_backward`, and the
-choice of its implementation."""
+choice of its implementation (`implementations`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, which overwrites its inputs.
+"""The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, which overwrites its inputs:
+`gated_backward`. `refusal` says which calls it cannot compute on this GPU, `unsupported` which on any.
 
 Its time is that of reading and writing memory. A lane reads 16 bytes of each array and writes 16 bytes of each result
 to the same address. As a lane needs few registers, many warps run on each multiprocessor and keep the memory busy.
@@ -18,7 +19,7 @@ from jaxtune.pallas import dispatch, gpu_kernel
 
 _VECTOR = 8  # bfloat16 that a lane reads and writes at once: 16 bytes
 CHUNK = 128 * _VECTOR  # elements of a warpgroup, which is a program
-MOST = 2**32  # the largest number of elements
+MOST = 2**32  # arrays of this number of elements or more are refused
 
 
 def refusal(dtype, size: int, activation: str) -> str | None:

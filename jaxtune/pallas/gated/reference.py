@@ -1,5 +1,5 @@
-"""The gated activation and its gradients in plain JAX, with which the kernels' results are compared, and which computes
-the calls that kernels refuse."""
+"""The gated activation and its gradients in plain JAX (`gated_backward`), with which the kernel's results are compared,
+and which computes the calls that it refuses; ACTIVATIONS has the activations by name."""
 
 from __future__ import annotations
 
