@@ -1,5 +1,7 @@
 """Loads models from Hugging Face folders and saves them. Tensors are read and written one at a time, so that a model is
-never twice in memory. from_pretrained and save_pretrained are the functions for users."""
+never twice in memory. Users call from_pretrained, model_from_config (random weights) and save_pretrained. A run reads a
+folder in two steps by Pretrained, and load_base loads an adapter's base. Exports save in steps: checkpoint_tensors
+plans the tensors, hf_config_of makes config.json, write_checkpoint and write_companions write the files."""
 
 from __future__ import annotations
 
@@ -78,11 +80,11 @@ class Pretrained:
     Attributes:
       config: the DecoderConfig.
       folder: the local folder.
-      packed: whether the checkpoint's own weights are quantised.
+      packed: whether the checkpoint has quantised weights that stay so in the model; False if all are decoded.
       stored_in: the name of the format in which the checkpoint stores quantised weights; None if it stores none.
     Raises:
-      ValueError: an unsupported model, missing or misshaped tensors, and the other errors of from_pretrained; only
-        damaged bytes of a tensor are noticed later, by `load`.
+      ValueError: an unsupported model, missing or misshaped tensors, and the other errors of from_pretrained, but not
+        damaged bytes of a tensor, which `load` notices.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class Pretrained:
             device ever has the whole of a tensor that is divided. None: the model is placed on the default device.
           stay: Hugging Face names of tensors that stay in host memory, as numpy arrays; a run moves them.
         Raises:
-          ValueError: damaged bytes of a tensor; weights for which the default device has too little memory.
+          ValueError: damaged bytes of a tensor; without a mesh, weights too large for the default device's free memory.
         """
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
@@ -330,9 +332,10 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 
 
 def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
-    """The content of config.json for a model that is saved. It is the one that the model was loaded with, or a new one
-    if the model's config was changed since. dtype, architectures, quantisation and the grid of quantisation-aware
-    training (QAT) are always those of the model now. With a tower that is saved too, it is the whole model's config.
+    """The content of config.json for a model that is saved: the one that the model was made from (Source.config), or a
+    new one if there is none or the model's config was changed since. dtype, architectures, quantisation and the grid of
+    quantisation-aware training (QAT) are those of the model now. Beside passthrough tensors of a whole model, it is
+    that model's config.
 
     tokenizer: gives the ids of special tokens that the config lacks; None: they stay missing. Raises ValueError for
     what config.json cannot say, such as several quantised formats or a QAT grid that model.dtype cannot represent."""
@@ -419,16 +422,11 @@ def save_pretrained(
 def save_weights(
     weights: Weights, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Writes a model as a Hugging Face folder, as save_pretrained does, but with tensors that are computed one at a
-    time when they are written. So a model with merged adapters is saved without being in memory as a whole.
+    """Writes a model as a Hugging Face folder, with the arguments (path, tokenizer, max_shard_bytes) and errors of
+    save_pretrained, but with tensors that are computed one at a time when they are written. So a model with merged
+    adapters is saved without being in memory as a whole.
 
-    Args:
-      weights: the model and how its tensors are computed, such as merged_weights returns it.
-      path: a folder that does not exist or is empty.
-      tokenizer: saved with the model; None: no tokenizer files are written.
-      max_shard_bytes: larger weights are divided into several files with an index.
-    Raises:
-      ValueError: the errors of save_pretrained.
+    weights: the model and how its tensors are computed, such as merged_weights returns it.
     """
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))

@@ -80,7 +80,7 @@ def has_adapter(model: Decoder) -> bool:
 def copy_structure(model):
     """Returns a copy of `model` (an nnx.Module) that shares its arrays and so takes no memory. The copy's modules and
     variables are new objects, so its structure, types of variables and values can be changed without an effect on
-    `model`."""
+    `model`. Functions that return a changed model change such a copy."""
     graph, state = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(lambda array: array, state))  # new variables: split returns the model's own
 

@@ -3,7 +3,8 @@
 
 With qat.gradients = straight_through the adapter's gradients are those of the adapter without rounding, for which no
 dense gradient of the merged weight is needed (`adapter_gradients`, `gradients_of`, `magnitude_gradients`). With clipped
-the gradient of the merged weight is computed, and passes only where the grid clips nothing (`unclipped_gradients`)."""
+the gradient of the merged weight is computed, and passes only where the grid clips nothing (`unclipped_gradients`).
+`adapter_noise` is what dropout on the adapter's input adds to such a product."""
 
 from __future__ import annotations
 
