@@ -31,7 +31,7 @@ class RopeConfig:
     # rotated share over the whole head: number i of its first half and number i of its second half are a pair
     kind: Literal["default", "linear", "llama3", "longrope", "proportional", "yarn"] = "default"
     partial_rotary_factor: float = 1.0  # the share of a head's dimensions that is rotated
-    # by which the context is extended; scaled frequencies are divided by it (longrope: only its attention_factor uses it)
+    # by which the context is extended; scaled frequencies are divided by it (longrope: attention_factor alone uses it)
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3: wavelengths above original context / this are scaled fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original context / this are not scaled

@@ -1,6 +1,7 @@
 """The decoder, a plain nnx.Module: embedding, layers, final norm and head. `Decoder` is what loading returns, and what
 training, generation and saving take; layers themselves are in models/layers, and models/stack.py runs them. `Embedding`
-has the token embedding's weight, and `noised` adds NEFTune's noise to embeddings in training."""
+has the token embedding's weight, of which `_rows` looks up rows, and `noised` adds NEFTune's noise to embeddings in
+training."""
 
 from __future__ import annotations
 

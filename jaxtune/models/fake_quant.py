@@ -4,9 +4,10 @@ that a low-bit format can represent.
 The forward uses the rounded numbers; in the backward the gradient passes unchanged to what was rounded
 (straight-through, arXiv 1308.3432, 1712.05877), or only to the numbers within the grid's range (clipped: the
 gradient of rounding and clipping, arXiv 1805.06085). With an adapter the merged weight is rounded, as it is in a
-deployed model; qat_gradients.py has the gradients of products with it. `ROUNDINGS` declares the formats: how each
-rounds weights and activations, and its range. `FakeQuant` is the grid of one run or model; linears and experts round by
-it."""
+deployed model; qat_gradients.py has the gradients of products with it. `ROUNDINGS` declares the formats, each a
+Rounding: how it rounds weights (`int4`, `int8`, `q4_0`, `q8_0`, or `_as_declared` for stored formats) and activations,
+and its range (functions in `_within_`). `int4_scales`, `int4_codes` and those of int8 are for exports too. `FakeQuant`
+is the grid of one run or model; linears and experts round by it."""
 
 from __future__ import annotations
 

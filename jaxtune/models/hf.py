@@ -1,7 +1,8 @@
 """Loads models from Hugging Face folders and saves them. Tensors are read and written one at a time, so that a model is
 never twice in memory. Users call from_pretrained, model_from_config (random weights) and save_pretrained. A run reads a
-folder in two steps by Pretrained, and load_base loads an adapter's base. Exports save in steps: checkpoint_tensors
-plans the tensors, hf_config_of makes config.json, write_checkpoint and write_companions write the files."""
+folder in two steps by Pretrained, and load_base loads an adapter's base. save_weights saves a model whose tensors are
+computed while it is written. Exports do so in steps: checkpoint_tensors plans the tensors (as file tensors, by _group),
+hf_config_of makes config.json, write_checkpoint and write_companions write the files."""
 
 from __future__ import annotations
 

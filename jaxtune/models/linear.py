@@ -5,9 +5,10 @@ Whether a tensor is trained is its type: an `nnx.Param` is trained, a `Frozen` i
 and `trained` convert a variable from one to the other, and `not_differentiated` raises an error if a gradient of a
 frozen tensor is asked for.
 
-A layer is a `Linear`, and its adapter a `Lora`. `apply_fused` applies linears that share an input, such as query, key
-and value, in one operation. `row_norm` computes the norms of rows that DoRA needs, `merged_weight` adds an adapter to
-its weight, and `merged_and_rounded` also rounds the sum for quantisation-aware training (QAT)."""
+A layer is a `Linear`, its adapter a `Lora`, and its observed scale of activations an `InputScale`. `apply_fused`
+applies linears that share an input, such as query, key and value, in one operation. `row_norm` computes the norms of
+rows that DoRA needs, `merged_weight` adds an adapter to its weight, and `merged_and_rounded` also rounds the sum for
+quantisation-aware training (QAT)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 The module also removes adapters (`without_adapter`), lists the matrices that can have one (`linears`, `experts`,
 `matrices`), and describes the adapters of a model as arguments of `get_peft_model` (`adapter_settings`); with
 `gives_adapter` a run checks that a model's adapters are those of its config. `savable` names the whole matrices that
-can be trained beside adapters (modules_to_save). Functions that return a model return a new module that shares the
-frozen arrays; their argument is never changed."""
+can be trained beside adapters (modules_to_save). `select_targets`, `select_parameters` and `pattern_values` find
+modules by PEFT's rules (`name_matches`), also when adapters are loaded. Functions that return a model return a new
+module (`copy_structure`) that shares the frozen arrays; their argument is never changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""SmolLM3: Llama in which every fourth layer has no position encoding.
+"""SmolLM3: Llama in which every fourth layer has no position encoding. no_rope_layers says which (`_rotates`), and
+`_Layers` reads and writes the layers' types beside it.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

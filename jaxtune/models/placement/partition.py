@@ -7,10 +7,10 @@ divide. They are gathered before use (gathers.py), except frozen ones that the p
 Sums over rows, such as gradients, are each device's own until they are added up: gradients of a Shard over `fsdp` at
 once, which leaves each device its part, others once a step. A model asks here for what concerns other devices
 (`part_of_rows`, `total`, `largest`). `divide` marks tensors as Shards, `specs` and `shardings` say where arrays belong,
-`put` and `moved` place them there, and `on_host` copies them to the host.
-
-A module declares a tensor's logical axes in its variable's metadata: `nnx.Param(value, axes=("out", "in"))`. Small
-tensors (norms, biases, routers) and adapters declare none, because exchanges would cost more than they save."""
+`put` and `moved` place them there, and `on_host` copies them to the host. Plans, which have no mesh, use a MeshShape
+and `divided_into`, `bytes_per_device` and `divided_sizes`. A module declares a tensor's logical axes in its variable's
+metadata: `nnx.Param(value, axes=("out", "in"))`. Small tensors (norms, biases, routers) and adapters declare none,
+because exchanges would cost more than they save."""
 
 from __future__ import annotations
 

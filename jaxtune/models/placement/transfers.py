@@ -1,5 +1,5 @@
 """Schedules copies between device and host memory while a layer computes, so that offloaded residuals cost little time:
-`cut` divides an array into Pieces, a TransferSchedule copies them, and `join` makes the array again.
+`cut` divides an array into Pieces, a TransferSchedule copies them in `windows`, and `join` makes the array again.
 
 A stage is one segment that a layer runs. Each copy is bound by optimization_barriers to a window of stages of another
 layer than the one whose residuals are copied: it starts within the window and is complete when the window's last stage

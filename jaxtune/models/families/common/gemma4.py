@@ -75,9 +75,9 @@ def prepared(hf: Config) -> Fields:
     Family.prepare). `hf` itself is not changed.
 
     layer_types is filled in if it is missing (_default_types), and the last layer becomes global whatever it says. The
-    sizes in per_layer_config are moved to the keys that give them for all global layers, and a number of global key and
-    value heads that changes nothing becomes null: one that equals num_key_value_heads, or any if attention_k_eq_v is
-    false.
+    sizes in per_layer_config are copied to the keys that give them for all global layers, and a number of global key
+    and value heads that changes nothing becomes null: one that equals num_key_value_heads, or any if attention_k_eq_v
+    is false.
 
     Raises:
       ValueError: a per_layer_config that these keys cannot express.
@@ -213,7 +213,7 @@ class _Sharing:
     and values of their own. Each takes those of the last layer of its type before them. Their MLP has twice the width
     if use_double_wide_mlp is true."""
 
-    gives = ()
+    gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
     keys = (
         Key("num_kv_shared_layers", (), any_count, 0),
         Key("use_double_wide_mlp", (), values.boolean, False),

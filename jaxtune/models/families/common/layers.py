@@ -137,7 +137,7 @@ class LayerTypes:
     """What is written for sliding_window if no layer has a window: True: the context's length, because transformers'
     class needs a number; False: null."""
 
-    gives = ()
+    gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -208,7 +208,7 @@ class OneWindow:
     and writes it back. Null in the file means that no layer has a window."""
 
     keys = (SLIDING_WINDOW,)
-    gives = ()
+    gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, each with the window of the config.json `hf`}, None for a window that
@@ -263,7 +263,7 @@ class MLPLayers:
         Key("mlp_only_layers", (), functools.partial(values.items, of=any_count), ()),
         Key("decoder_sparse_step", (), values.whole, 1),
     )
-    gives = ()
+    gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, with an MLP of the width intermediate_size in the layers that have no
