@@ -230,7 +230,7 @@ class Rounding:
     # activations [..., in], and the linear's observed scale float32[] if `observed` is not None -> the same rounded, in
     # their dtype; None: activations are not rounded
     activations: Callable[..., jax.Array] | None = None
-    # (the same) -> bool in their shape, as `within` for weights
+    # (the same) -> bool in their shape, as `within` for weights; None: activations are not rounded
     inputs_within: Callable[..., jax.Array] | None = None
     # (the largest magnitude of a linear's inputs, float32[], and the name of their dtype) -> the scale float32[] under
     # which its activations are rounded, observed once; None: scales follow from the activations themselves
@@ -289,10 +289,10 @@ assert ROUNDINGS.keys() == QAT_GROUPS.keys()
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuant:
-    """The grid (format, groups, dtype) to which QAT rounds the weights of linears, and how it rounds their inputs;
-    immutable and hashable. `round` rounds a weight, `round_inputs` activations, `fits` says which weights can be
-    rounded, and `represented_by` in which dtypes they can be saved. Raises ValueError for a format or group size that
-    is not supported."""
+    """The grid (format, groups, dtype) to which QAT rounds the weights of linears and experts, and how it rounds their
+    inputs; immutable and hashable. `round` rounds a weight, `round_inputs` activations, `fits` says which weights can
+    be rounded, and `represented_by` in which dtypes they can be saved. Raises ValueError for a format or group size
+    that is not supported."""
 
     format: str  # key of ROUNDINGS
     group_size: int | None  # how many consecutive weights of a row share a scale; None: as many as the format says

@@ -70,8 +70,8 @@ class Pretrained:
     Args:
       path: a folder with config.json and safetensors, or a hub name.
       dtype: of weights and compute: "bfloat16", "float16" or "float32".
-      load_in: the format, such as "nf4", to which linears are quantised on loading; None: none is quantised then. It
-        has no effect on a checkpoint whose own weights are quantised.
+      load_in: the format, such as "nf4", to which linears and experts of the layers are quantised on loading; None:
+        none is quantised then. A checkpoint whose own weights stay quantised is refused if they are in another format.
       max_length: tokens of the longest row that will be used, which must not exceed the model's positions; None: not
         checked.
       precision: a precision map (models/precision.py), {pattern of module names: dtype or format}, of modules that are
@@ -82,7 +82,7 @@ class Pretrained:
       config: the DecoderConfig.
       folder: the local folder.
       packed: whether the checkpoint has quantised weights that stay so in the model; False if all are decoded.
-      stored_in: the name of the format in which the checkpoint stores quantised weights; None if it stores none.
+      stored_in: the name of the format of these quantised weights; None if `packed` is False.
     Raises:
       ValueError: an unsupported model, missing or misshaped tensors, and the other errors of from_pretrained, but not
         damaged bytes of a tensor, which `load` notices.
@@ -226,10 +226,11 @@ def from_pretrained(
       path: folder with config.json and safetensors, or a hub name (the local cache is tried first); or a PEFT folder.
       dtype: of weights and compute: "bfloat16", "float16" or "float32"; weights in another dtype are cast. None: the
         dtype that an adapter was trained in if its folder records it, else bfloat16.
-      load_in: a format to which the linears in the layers are quantised on loading (jaxtune/pallas/formats), such as
-        "nf4" (as in bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint that is
-        stored quantised stays as it is. "stored": no weight is quantised on loading. None: the format that an adapter
-        was trained over if its folder records it (trained_over.py), else "stored".
+      load_in: a format to which linears and experts of the layers are quantised on loading (jaxtune/pallas/formats),
+        such as "nf4" (as in bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint
+        that is stored quantised stays so, and is refused if that is in another format. "stored": no weight is quantised
+        on loading. None: the format that an adapter was trained over if its folder records it (trained_over.py), else
+        "stored".
       max_length: tokens of the longest row that you mean to use; more than the model has positions for is refused.
       precision: modules that are stored and computed in another way than dtype and load_in say: {pattern of names:
         dtype or format}, such as {"lm_head": "fp32", "layers.0.*": "bf16"}; see models/precision.py. None: the map that
@@ -261,14 +262,14 @@ def load_base(
     Args:
       adapter: a PEFT folder, whose config names the base.
       dtype: of weights and compute; None: the dtype that the adapter was trained in, else bfloat16.
-      load_in: a format to which the linears are quantised on loading; "stored": none is. None: the format that the
-        adapter was trained over if its folder records it, else "stored".
+      load_in: a format to which linears and experts of the layers are quantised on loading; "stored": none is. None:
+        the format that the adapter was trained over if its folder records it, else "stored".
       max_length: tokens of the longest row that will be used; more than the model has positions for is refused. None:
         not checked.
       precision: a precision map (models/precision.py); None: the one that the adapter was trained over if its folder
         records one. Where dtype or load_in differ from the record, its entries that depended on them are left out.
     Returns:
-      (base, tokenizer): the adapter folder's tokenizer, with the chat template of its training, or else the base's.
+      (base, tokenizer): the adapter folder's tokenizer, with its training's chat template, else the base's, or None.
     Raises:
       ValueError: an unsupported model, missing or misshaped tensors, and the other errors of from_pretrained.
     """

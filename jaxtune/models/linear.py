@@ -93,7 +93,7 @@ class Lora(nnx.Module):
     Args:
       in_size, out_size, rank: in, out and r of these shapes.
       alpha: the adapter's output is multiplied by alpha / r.
-      rate: of dropout on the adapter's input in training, from 0 to 1.
+      rate: of dropout on the adapter's input in training, at least 0 and below 1.
       key: draws the initial a.
       rslora: True: the output is multiplied by alpha / sqrt(r) instead; False: by alpha / r.
       dora: True: the adapter has a magnitude, which get_peft_model then sets to the norms of the weight's rows; False:

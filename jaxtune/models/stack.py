@@ -318,9 +318,9 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
 
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
     """The forward rule of `_stack` (whose arguments these are): (its results, (trainables, frozens, and for each layer
-    its gathered weights, kept residuals, residuals on the host and values taken, then layout, keys and sums), which
-    `_stack_bwd` reads). It keeps the layers' residuals by plan (some in FP8), and copies the offloaded ones of a layer
-    to the host while the next layer runs; the last layer's stay on the device."""
+    its gathered weights ([] unless they stay whole), kept residuals, residuals on the host and values taken, then
+    layout, keys and sums), which `_stack_bwd` reads). It keeps the layers' residuals by plan (some in FP8), and copies
+    the offloaded ones of a layer to the host while the next layer runs; the last layer's stay on the device."""
     kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1

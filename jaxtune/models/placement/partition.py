@@ -53,7 +53,7 @@ ROWS, WHOLE = PartitionSpec(tuple(axis.name for axis in AXES)), PartitionSpec()
 
 
 class MeshShape(tuple[int, ...]):
-    """The number of devices along each of AXES: (data, fsdp)."""
+    """The number of devices along each of AXES, (data, fsdp), as plans and records have it; `mesh_shape` makes it."""
 
     @staticmethod
     def of(mesh: Mesh) -> MeshShape:
@@ -344,7 +344,7 @@ def bytes_per_device(tree: Any, parts: int) -> float:
 
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
     """(bytes, elements) of those arrays of a tree of nnx variables, each counted whole, that would be divided if
-    `parts` devices divide tensors; the planner computes the time of gathers from them."""
+    `parts` devices divide tensors; the planner computes time and memory of gathers from them."""
     arrays = [shard.array for shard in shards(divided_into(tree, parts))]
     counts = [float(math.prod(array.shape)) for array in arrays]
     return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)

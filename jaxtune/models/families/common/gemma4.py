@@ -317,7 +317,7 @@ class _Experts:
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"moe": the MoEConfig that the config.json `hf` describes, "layers": the LayerSpecs of `fields` with such
-        experts}; {} for a dense model. fields: the fields of DecoderConfig that earlier entries set.
+        experts beside an MLP}; {} for a dense model. fields: the fields of DecoderConfig that earlier entries set.
 
         Raises:
           ValueError: enable_moe_block is true, and a size of the experts is missing.
