@@ -287,8 +287,8 @@ def load_base(
 
 
 def _format(load_in: str | None) -> str | None:
-    """Translates load_in of from_pretrained for Pretrained: "stored", and None for a folder that is no adapter's,
-    become None, with which no weight is quantised on loading; other values are returned as they are."""
+    """Translates load_in of from_pretrained for Pretrained: "stored" becomes None, with which no weight is quantised on
+    loading; other values, and None, are returned as they are."""
     return None if load_in == "stored" else load_in
 
 

@@ -33,9 +33,9 @@ def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Ar
 
 
 def _straight_through_fwd(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The forward rule of `straight_through`, with its arguments (the grid, the weight [..., out, in], the activations
-    x): (its result, the residual: the weight, from which the backward computes again what was clipped; None if
-    gradients are not clipped)."""
+    """The forward rule of `straight_through`, with its arguments (the grid `spec`, the weight [..., out, in], the
+    activations x): (its result, the residual: the weight, from which the backward computes again what was clipped; None
+    if gradients are not clipped)."""
     return straight_through(spec, weight, x), weight if spec.clips else None
 
 

@@ -365,8 +365,8 @@ class Attention(nnx.Module):
         Args:
           values: {name: value} of the residuals that state_reads names, computed from the prompts.
           lengths: int32[B], tokens of each prompt.
-          new_tokens: for how many more tokens the caches have room; with a sliding window they have room only for the
-            window.
+          new_tokens: for how many more tokens the caches have room; with a sliding window they have room for the
+            window at the most (rounded up to 128 tokens).
           context: the one with which the prompts ran, which has their rotary tables.
         """
         if self.takes:

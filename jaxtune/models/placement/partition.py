@@ -178,7 +178,7 @@ def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Places an array as `put` does, for frozen weights; one that is on these devices already, but not placed so, is
+    """Places an array by `sharding`, as `put` does, for frozen weights; one on these devices, placed otherwise, is
     copied between them, not via the host. Returns the new array, or the same one if it is placed so already."""
     current = array.sharding if isinstance(array, jax.Array) else None
     if current is None or current == sharding or current.device_set != sharding.device_set:
