@@ -1,6 +1,10 @@
 """Applies a precision map ({pattern of module names: dtype or format}, precision.py) to a model, and reads from a model
-the map that it follows. Loading, training runs and the planner apply maps to models; runs and adapters record the map
-that was read."""
+the map that it follows.
+
+`components` lists the modules that a map can name, and `resolved` decides the word (dtype or format) of each. Loading
+stores tensors by `of_tensors`, and sets the dtypes of products by `set_compute`. A run makes a loaded model multiply as
+its map says (`follow`), and the planner makes a model that is stored as its map says (`stored_as`). Runs and adapters
+record what the model then has: `common_format` and `followed`."""
 
 from __future__ import annotations
 
@@ -29,8 +33,9 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
     routers, norms, the embedding and the head, but none of a teacher. The Component is what patterns are compared with:
     the module's name in checkpoints; its kind, "router" (also for what is inside a router), "norms" or ""; as an alias
     of an embedding that is the head too, the head's name; and whether the module can be quantised, as linears and
-    experts of the layers can. The path of attributes and indices leads from the model to the module, which is the
-    model's own, not a copy. The arrays of `model` may be abstract. Functions here that apply or read maps call it."""
+    experts of the layers and the projection of per-layer embeddings can. The path of attributes and indices leads from
+    the model to the module, which is the model's own, not a copy. The arrays of `model` may be abstract. Functions here
+    that apply or read maps call it."""
     norms, config = family(model.config.family).norms, model.config
     for path, module in nnx.iter_modules(model):
         if path[:1] == ("teacher",) or not isinstance(
@@ -58,7 +63,8 @@ def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) 
     Args:
       model: its arrays may be abstract.
       words: the precision map, {pattern of module names: word}.
-      rest: the format of the linears and experts in the layers that no pattern matches; None: none.
+      rest: the format of the modules that can be quantised (linears and experts) and that no pattern matches; None:
+        none.
     Raises:
       ValueError: a pattern or word that does not fit the model.
     """
@@ -121,8 +127,8 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
       words: the map, {pattern: dtype or format}; see precision.py.
       rest: the format of linears and experts that no pattern matches; None: they keep their dtype.
     Returns:
-      the new model. If the map or `rest` quantises a weight, all its tensors are frozen, and it is no longer marked as
-        rounded by quantisation-aware training (`qat` is None).
+      the new model. If the map or `rest` gives any module a format, all its tensors are frozen, and it is no longer
+        marked as rounded by quantisation-aware training (`qat` is None).
     Raises:
       ValueError: a pattern or word that does not fit the model; a model with adapters.
     """

@@ -1,6 +1,10 @@
-"""The configuration of a decoder: DecoderConfig, a frozen dataclass that can describe every supported model family, and
-its parts (rotary embeddings, the kinds of layers and what they consist of, experts). A family makes it from a
-config.json, and the decoder is built from it. `Source` records where a model's weights came from."""
+"""The configuration of a decoder: DecoderConfig, a frozen dataclass that can describe every supported model family. A
+family makes it from a config.json, and the decoder is built from it.
+
+It has a RopeConfig for each rotary embedding, a MoEConfig for experts, and a LayerSpec for each layer. A LayerSpec
+lists the layer's Stages, each of which has one or more Parts (a mixer or feed-forward and its norms), and a PartConfig
+has the settings of one Part; `in_sequence` makes a stage of each part. Source records where a model's weights came
+from, with a Passthrough for tensors of the checkpoint that are not loaded."""
 
 from __future__ import annotations
 
@@ -17,8 +21,9 @@ from jaxtune.models.heads import TEXT, Head
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """The settings of one rotary position embedding: the base of its frequencies, and how it is extended to long
-    contexts. The fields are named as in Hugging Face's rope_scaling. A decoder has one or more (DecoderConfig.rotary),
-    to which its layers refer by index. Raises ValueError for a value out of its range."""
+    contexts. The fields are named as in Hugging Face's rope_scaling, beside theta (rope_theta), kind (rope_type) and
+    head_dim. A decoder has one or more (DecoderConfig.rotary), to which its layers refer by index. Raises ValueError
+    for a value out of its range."""
 
     theta: float = 10000.0  # the base of the frequencies
     # "default" does not extend the context; "linear" divides positions by `factor`; "longrope" has a factor per
@@ -26,7 +31,8 @@ class RopeConfig:
     # rotated share over the whole head: number i of its first half and number i of its second half are a pair
     kind: Literal["default", "linear", "llama3", "longrope", "proportional", "yarn"] = "default"
     partial_rotary_factor: float = 1.0  # the share of a head's dimensions that is rotated
-    factor: float = 1.0  # by which the context is extended, and scaled frequencies are divided
+    # by which the context is extended; scaled frequencies are divided by it (longrope: attention_factor alone uses it)
+    factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3: wavelengths above original context / this are scaled fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original context / this are not scaled
     original_max_position_embeddings: int = 0  # the context before the extension, in tokens; 0: max_position_embeddings
@@ -165,8 +171,8 @@ class LayerSpec:
         return tuple(part for stage in self.stages for part in stage.parts)
 
     def config_of(self, name: str) -> PartConfig | None:
-        """The config of the part of that name; None if it is built from the decoder's config, or there is no such part.
-        Exporters read by it in which sizes a layer differs."""
+        """The config (Part.config) of the part of that name; None if it is built from the decoder's config, or there is
+        no such part. Families write a layer to config.json by it, and exporters read in which sizes a layer differs."""
         return next((part.config for part in self.parts if part.name == name), None)
 
     @property
@@ -177,9 +183,9 @@ class LayerSpec:
         return {part.name: part.config.hf_name if part.config else usual[part.name] for part in self.parts}
 
     def replaced(self, **configs: PartConfig | None) -> LayerSpec:
-        """A new spec of the same layer with other configs of parts, given as keyword arguments by the parts' names
-        (mixer=...). None leaves a part's config as it is, and a name that no part has is ignored. Families call it
-        where a config.json says that layers have different mixers or feed-forwards."""
+        """A new spec of the same layer in which parts have other configs (Part.config), given as keyword arguments by
+        the parts' names (mixer=...). None leaves a part's config as it is, and a name that no part has is ignored.
+        Families call it where a config.json says that layers have different mixers or feed-forwards."""
 
         def one(part: Part) -> Part:
             """The part with its new config, if one was given for it."""
@@ -330,8 +336,8 @@ class DecoderConfig:
     @property
     def context_length(self) -> int:
         """The number of positions that the model supports, which longer rows are checked against:
-        max_position_embeddings, or `factor` times the original context of a rotary base of kind yarn, if that is more.
-        """
+        max_position_embeddings, or `factor` times the original context (max_position_embeddings if that is 0) of a
+        rotary base of kind yarn, if that is more."""
         stretched = (
             int(rope.factor * (rope.original_max_position_embeddings or self.max_position_embeddings))
             for rope in self.rotary

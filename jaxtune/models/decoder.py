@@ -1,5 +1,7 @@
 """The decoder, a plain nnx.Module: embedding, layers, final norm and head. `Decoder` is what loading returns, and what
-training, generation and saving take; layers themselves are in models/layers, and models/stack.py runs them."""
+training, generation and saving take; layers themselves are in models/layers, and models/stack.py runs them. `Embedding`
+has the token embedding's weight, of which `_rows` looks up rows, and `noised` adds NEFTune's noise to embeddings in
+training."""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def _rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
     """Looks up the rows weight[tokens] of an embedding: [B, T, hidden] in the weight's dtype for weight [vocab, hidden]
     and tokens int32[B, T]. In the backward, the gradients of a token's occurrences are added up in float32; the
     gradient of plain indexing would be added up in the weight's dtype, and in bfloat16 small gradients would be lost.
-    """
+    Decoder.embed and the per-layer embeddings look up their rows by it."""
     return weight[tokens]
 
 

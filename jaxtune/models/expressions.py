@@ -1,9 +1,9 @@
-"""Matches regular expressions from adapter files and recipes, with a time limit, so that a file from elsewhere cannot
-make a program hang.
+"""Matches regular expressions from adapter files and recipes (`matching`), with a time limit, so that a file from
+elsewhere cannot make a program hang.
 
 An expression can backtrack for longer than anybody waits, and nothing in its process can stop it meanwhile. An
 expression that may do so is therefore matched in a process of its own, which has limits of time and memory. Nearly all
-expressions cannot, and are matched here."""
+expressions cannot (`_is_quick`), and are matched here."""
 
 from __future__ import annotations
 

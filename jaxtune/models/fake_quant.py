@@ -4,9 +4,10 @@ that a low-bit format can represent.
 The forward uses the rounded numbers; in the backward the gradient passes unchanged to what was rounded
 (straight-through, arXiv 1308.3432, 1712.05877), or only to the numbers within the grid's range (clipped: the
 gradient of rounding and clipping, arXiv 1805.06085). With an adapter the merged weight is rounded, as it is in a
-deployed model; qat_gradients.py has the gradients of products with it. `ROUNDINGS` declares the formats: how each
-rounds weights and activations, and its range. `FakeQuant` is the grid of one run or model; linears and experts round by
-it."""
+deployed model; qat_gradients.py has the gradients of products with it. `ROUNDINGS` declares the formats, each a
+Rounding: how it rounds weights (`int4`, `int8`, `q4_0`, `q8_0`, or `_as_declared` for stored formats) and activations,
+and its range (functions in `_within_`). `int4_scales`, `int4_codes` and those of int8 are for exports too. `FakeQuant`
+is the grid of one run or model; linears and experts round by it."""
 
 from __future__ import annotations
 
@@ -229,7 +230,7 @@ class Rounding:
     # activations [..., in], and the linear's observed scale float32[] if `observed` is not None -> the same rounded, in
     # their dtype; None: activations are not rounded
     activations: Callable[..., jax.Array] | None = None
-    # (the same) -> bool in their shape, as `within` for weights
+    # (the same) -> bool in their shape, as `within` for weights; None: activations are not rounded
     inputs_within: Callable[..., jax.Array] | None = None
     # (the largest magnitude of a linear's inputs, float32[], and the name of their dtype) -> the scale float32[] under
     # which its activations are rounded, observed once; None: scales follow from the activations themselves
@@ -288,10 +289,10 @@ assert ROUNDINGS.keys() == QAT_GROUPS.keys()
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuant:
-    """The grid (format, groups, dtype) to which QAT rounds the weights of linears, and how it rounds their inputs;
-    immutable and hashable. `round` rounds a weight, `round_inputs` activations, `fits` says which weights can be
-    rounded, and `represented_by` in which dtypes they can be saved. Raises ValueError for a format or group size that
-    is not supported."""
+    """The grid (format, groups, dtype) to which QAT rounds the weights of linears and experts, and how it rounds their
+    inputs; immutable and hashable. `round` rounds a weight, `round_inputs` activations, `fits` says which weights can
+    be rounded, and `represented_by` in which dtypes they can be saved. Raises ValueError for a format or group size
+    that is not supported."""
 
     format: str  # key of ROUNDINGS
     group_size: int | None  # how many consecutive weights of a row share a scale; None: as many as the format says

@@ -1,8 +1,10 @@
 """Numbers of the planner and the stack that were fitted to measurements instead of derived from shapes.
 
 Each table has the numbers of one operation, by device and implementation (a name that `pallas/dispatch.py` uses), with
-their source (jaxtune/pallas/fitted.py). A device or implementation without numbers gets those of another. Numbers that
-belong to one format of weights are in that format's declaration.
+their source (jaxtune/pallas/fitted.py). A device or implementation without numbers gets those of another. A class
+describes an entry of the table that follows it: classes in -Time, and AttentionStage, are of durations, DeviceShares is
+of rates, and classes in -Bytes are of memory. Numbers that belong to one format of weights are in that format's
+declaration.
 
     ATTENTION_TIME.of("cudnn", "NVIDIA H200").backward
 
@@ -176,17 +178,20 @@ EXPERT_GRADIENT_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Durations in a step that do not belong to one operation, for the planner's forecast."""
+    """Numbers of a step that do not belong to one operation, for the planner's forecast: durations, shares of times,
+    and bytes that are moved."""
 
-    layer_seconds: float  # seconds of kernel launches and gaps in one layer's forward, and as many in its backward
+    # seconds of kernel launches and gaps in a layer's forward; its backward has twice as many
+    layer_seconds: float
     micro_batch_seconds: float  # seconds of launches and gaps in a micro-batch in addition to those of its layers
-    # the share of the time of a layer's forward (or backward) during which transfers to and from the host can run
-    # without prolonging it; such transfers are hidden (models/placement/transfers.py)
+    # the share of the time of a layer's forward (or backward) during which transfers to and from the host, or
+    # collectives, can run without prolonging it; these are hidden (models/placement/transfers.py)
     hidden: float
-    lost: float  # the share of the transfers' time by which they prolong the step even if they are hidden
-    # the share of a collective's time that products lose while it runs, because NCCL's kernels use multiprocessors
+    lost: float  # the share of the time of transfers with the host by which they prolong the step even if hidden
+    # the share of a collective's time by which it prolongs the step at the least, because NCCL's kernels use
+    # multiprocessors and products lose that time
     collective_lost: float
-    logit_bytes: float  # bytes that the loss moves for each logit
+    logit_bytes: float  # bytes that the loss moves for each logit, forward and backward
     # bytes that the gradient sum of a trained head moves for each of its numbers in each chunk
     head_gradient_bytes: float
 

@@ -1,6 +1,6 @@
-"""The scales and codes of GGUF's types Q8_0, Q4_0 and Q5_0, which have one scale for a block of 32 numbers. Export
-encodes with them. Quantisation-aware training (QAT) rounds with those of Q8_0 and Q4_0, so that a file contains the
-numbers of the training.
+"""The scales and codes of GGUF's types Q8_0 (`q8_0_codes`), Q4_0 and Q5_0 (`signed_codes`), which have one scale for a
+block of 32 numbers. Export encodes with them. Quantisation-aware training (QAT) rounds with those of Q8_0 and Q4_0, so
+that a file contains the numbers of the training.
 
 In float32 they are those of the gguf package's quantize. A file stores a scale with the 11 significant bits of float16,
 and a number is the scale times a code, for which the 8 bits of bfloat16 are too few. QAT in 16 bits therefore shortens

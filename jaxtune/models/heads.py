@@ -2,8 +2,9 @@
 says what it computes for a token, and its names in checkpoints and adapters.
 
 The usual head gives the logits of a language model. Another head, such as a reward model's, replaces it
-(models/reward.py) and is trained whole beside adapters. All code that depends on the head reads its declaration here.
-To add a head, add it to the list HEADS; an objective requests it by its attribute `head`."""
+(models/reward.py) and is trained whole beside adapters. All code that depends on the head reads its declaration, a
+Head; `head_of_class` finds it by a model's class in config.json, and `head_of_task` by an adapter's task type. To add a
+head, add it to the list HEADS; an objective requests it by its attribute `head`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Loads models from Hugging Face folders and saves them. Tensors are read and written one at a time, so that a model is
-never twice in memory. from_pretrained and save_pretrained are the functions for users."""
+never twice in memory. Users call from_pretrained, model_from_config (random weights) and save_pretrained. A run reads a
+folder in two steps by Pretrained, and load_base loads an adapter's base. save_weights saves a model whose tensors are
+computed while it is written. Exports do so in steps: checkpoint_tensors plans the tensors (as file tensors, by _group),
+hf_config_of makes config.json, write_checkpoint and write_companions write the files."""
 
 from __future__ import annotations
 
@@ -67,8 +70,8 @@ class Pretrained:
     Args:
       path: a folder with config.json and safetensors, or a hub name.
       dtype: of weights and compute: "bfloat16", "float16" or "float32".
-      load_in: the format, such as "nf4", to which linears are quantised on loading; None: none is quantised then. It
-        has no effect on a checkpoint whose own weights are quantised.
+      load_in: the format, such as "nf4", to which linears and experts of the layers are quantised on loading; None:
+        none is quantised then. A checkpoint whose own weights stay quantised is refused if they are in another format.
       max_length: tokens of the longest row that will be used, which must not exceed the model's positions; None: not
         checked.
       precision: a precision map (models/precision.py), {pattern of module names: dtype or format}, of modules that are
@@ -78,11 +81,11 @@ class Pretrained:
     Attributes:
       config: the DecoderConfig.
       folder: the local folder.
-      packed: whether the checkpoint's own weights are quantised.
-      stored_in: the name of the format in which the checkpoint stores quantised weights; None if it stores none.
+      packed: whether the checkpoint has quantised weights that stay so in the model; False if all are decoded.
+      stored_in: the name of the format of these quantised weights; None if `packed` is False.
     Raises:
-      ValueError: an unsupported model, missing or misshaped tensors, and the other errors of from_pretrained; only
-        damaged bytes of a tensor are noticed later, by `load`.
+      ValueError: an unsupported model, missing or misshaped tensors, and the other errors of from_pretrained, but not
+        damaged bytes of a tensor, which `load` notices.
     """
 
     def __init__(
@@ -179,7 +182,7 @@ class Pretrained:
             device ever has the whole of a tensor that is divided. None: the model is placed on the default device.
           stay: Hugging Face names of tensors that stay in host memory, as numpy arrays; a run moves them.
         Raises:
-          ValueError: damaged bytes of a tensor; weights for which the default device has too little memory.
+          ValueError: damaged bytes of a tensor; without a mesh, weights too large for the default device's free memory.
         """
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
@@ -223,10 +226,11 @@ def from_pretrained(
       path: folder with config.json and safetensors, or a hub name (the local cache is tried first); or a PEFT folder.
       dtype: of weights and compute: "bfloat16", "float16" or "float32"; weights in another dtype are cast. None: the
         dtype that an adapter was trained in if its folder records it, else bfloat16.
-      load_in: a format to which the linears in the layers are quantised on loading (jaxtune/pallas/formats), such as
-        "nf4" (as in bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint that is
-        stored quantised stays as it is. "stored": no weight is quantised on loading. None: the format that an adapter
-        was trained over if its folder records it (trained_over.py), else "stored".
+      load_in: a format to which linears and experts of the layers are quantised on loading (jaxtune/pallas/formats),
+        such as "nf4" (as in bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint
+        that is stored quantised stays so, and is refused if that is in another format. "stored": no weight is quantised
+        on loading. None: the format that an adapter was trained over if its folder records it (trained_over.py), else
+        "stored".
       max_length: tokens of the longest row that you mean to use; more than the model has positions for is refused.
       precision: modules that are stored and computed in another way than dtype and load_in say: {pattern of names:
         dtype or format}, such as {"lm_head": "fp32", "layers.0.*": "bf16"}; see models/precision.py. None: the map that
@@ -258,14 +262,14 @@ def load_base(
     Args:
       adapter: a PEFT folder, whose config names the base.
       dtype: of weights and compute; None: the dtype that the adapter was trained in, else bfloat16.
-      load_in: a format to which the linears are quantised on loading; "stored": none is. None: the format that the
-        adapter was trained over if its folder records it, else "stored".
+      load_in: a format to which linears and experts of the layers are quantised on loading; "stored": none is. None:
+        the format that the adapter was trained over if its folder records it, else "stored".
       max_length: tokens of the longest row that will be used; more than the model has positions for is refused. None:
         not checked.
       precision: a precision map (models/precision.py); None: the one that the adapter was trained over if its folder
         records one. Where dtype or load_in differ from the record, its entries that depended on them are left out.
     Returns:
-      (base, tokenizer): the adapter folder's tokenizer, with the chat template of its training, or else the base's.
+      (base, tokenizer): the adapter folder's tokenizer, with its training's chat template, else the base's, or None.
     Raises:
       ValueError: an unsupported model, missing or misshaped tensors, and the other errors of from_pretrained.
     """
@@ -283,8 +287,8 @@ def load_base(
 
 
 def _format(load_in: str | None) -> str | None:
-    """Translates load_in of from_pretrained for Pretrained: "stored", and None for a folder that is no adapter's,
-    become None, with which no weight is quantised on loading; other values are returned as they are."""
+    """Translates load_in of from_pretrained for Pretrained: "stored" becomes None, with which no weight is quantised on
+    loading; other values, and None, are returned as they are."""
     return None if load_in == "stored" else load_in
 
 
@@ -330,9 +334,10 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 
 
 def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
-    """The content of config.json for a model that is saved. It is the one that the model was loaded with, or a new one
-    if the model's config was changed since. dtype, architectures, quantisation and the grid of quantisation-aware
-    training (QAT) are always those of the model now. With a tower that is saved too, it is the whole model's config.
+    """The content of config.json for a model that is saved: the one that the model was made from (Source.config), or a
+    new one if there is none or the model's config was changed since. dtype, architectures, quantisation and the grid of
+    quantisation-aware training (QAT) are those of the model now. Beside passthrough tensors of a whole model, it is
+    that model's config.
 
     tokenizer: gives the ids of special tokens that the config lacks; None: they stay missing. Raises ValueError for
     what config.json cannot say, such as several quantised formats or a QAT grid that model.dtype cannot represent."""
@@ -419,16 +424,11 @@ def save_pretrained(
 def save_weights(
     weights: Weights, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Writes a model as a Hugging Face folder, as save_pretrained does, but with tensors that are computed one at a
-    time when they are written. So a model with merged adapters is saved without being in memory as a whole.
+    """Writes a model as a Hugging Face folder, with the arguments (path, tokenizer, max_shard_bytes) and errors of
+    save_pretrained, but with tensors that are computed one at a time when they are written. So a model with merged
+    adapters is saved without being in memory as a whole.
 
-    Args:
-      weights: the model and how its tensors are computed, such as merged_weights returns it.
-      path: a folder that does not exist or is empty.
-      tokenizer: saved with the model; None: no tokenizer files are written.
-      max_shard_bytes: larger weights are divided into several files with an index.
-    Raises:
-      ValueError: the errors of save_pretrained.
+    weights: the model and how its tensors are computed, such as merged_weights returns it.
     """
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))

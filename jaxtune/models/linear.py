@@ -5,9 +5,10 @@ Whether a tensor is trained is its type: an `nnx.Param` is trained, a `Frozen` i
 and `trained` convert a variable from one to the other, and `not_differentiated` raises an error if a gradient of a
 frozen tensor is asked for.
 
-A layer is a `Linear`, and its adapter a `Lora`. `apply_fused` applies linears that share an input, such as query, key
-and value, in one operation. `row_norm` computes the norms of rows that DoRA needs, `merged_weight` adds an adapter to
-its weight, and `merged_and_rounded` also rounds the sum for quantisation-aware training (QAT)."""
+A layer is a `Linear`, its adapter a `Lora`, and its observed scale of activations an `InputScale`. `apply_fused`
+applies linears that share an input, such as query, key and value, in one operation. `row_norm` computes the norms of
+rows that DoRA needs, `merged_weight` adds an adapter to its weight, and `merged_and_rounded` also rounds the sum for
+quantisation-aware training (QAT)."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ class Lora(nnx.Module):
     Args:
       in_size, out_size, rank: in, out and r of these shapes.
       alpha: the adapter's output is multiplied by alpha / r.
-      rate: of dropout on the adapter's input in training, from 0 to 1.
+      rate: of dropout on the adapter's input in training, at least 0 and below 1.
       key: draws the initial a.
       rslora: True: the output is multiplied by alpha / sqrt(r) instead; False: by alpha / r.
       dora: True: the adapter has a magnitude, which get_peft_model then sets to the norms of the weight's rows; False:
@@ -286,8 +287,8 @@ def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None
 
     key: draws the dropout mask, which the adapters of all these linears share, with the largest of their rates; None:
     no dropout. Weights with a `fake_quant` are rounded with their adapters merged in, and x is rounded before it
-    multiplies them if the format rounds activations. Linears that multiply in another dtype than x's (`compute`) are an
-    operation of their own."""
+    multiplies them if the format rounds activations. Linears that multiply in different dtypes (`compute`) are one
+    operation for each dtype."""
     kinds = dict.fromkeys(linear.compute for linear in linears)
     if any(kinds):
         found: dict[int, jax.Array] = {}
@@ -302,8 +303,9 @@ def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None
 
 def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> tuple[jax.Array, ...]:
     """Applies `linears`, which all multiply in x's dtype, to the same x [..., in] in one operation: a tuple with one
-    output [..., out] for each, adapters and biases included. If only some of them round x, each is an operation of its
-    own. key: draws the dropout mask that their adapters share, with the largest of their rates; None: no dropout."""
+    output [..., out] for each, adapters and biases included. If they differ in their `fake_quant` and one of these
+    rounds x, each is an operation of its own. key: draws the dropout mask that their adapters share, with the largest
+    of their rates; None: no dropout."""
     specs = {linear.fake_quant for linear in linears}
     if len(specs) > 1 and any(spec is not None and spec.rounds_inputs for spec in specs):
         return tuple(_fused(x, (linear,), key)[0] for linear in linears)  # some multiply x as it is
@@ -350,7 +352,7 @@ def _bias_follows(linear: Linear) -> bool:
 
 def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Array) -> jax.Array:
     """Finishes the output of a linear whose merged weight was rounded. Returns `out`, whose value only dropout's noise
-    changes, and the bias if `_bias_follows`. In the backward, the adapter gets its gradients from the result; if
+    changes, plus the bias if `_bias_follows`. In the backward, the adapter gets its gradients from the result; if
     gradients are clipped, it gets them through the rounded weight, and from the result only those of dropout's noise.
 
     Args:

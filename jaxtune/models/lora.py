@@ -3,8 +3,9 @@
 The module also removes adapters (`without_adapter`), lists the matrices that can have one (`linears`, `experts`,
 `matrices`), and describes the adapters of a model as arguments of `get_peft_model` (`adapter_settings`); with
 `gives_adapter` a run checks that a model's adapters are those of its config. `savable` names the whole matrices that
-can be trained beside adapters (modules_to_save). Functions that return a model return a new module that shares the
-frozen arrays; their argument is never changed."""
+can be trained beside adapters (modules_to_save). `select_targets`, `select_parameters` and `pattern_values` find
+modules by PEFT's rules (`name_matches`), also when adapters are loaded. Functions that return a model return a new
+module (`copy_structure`) that shares the frozen arrays; their argument is never changed."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def has_adapter(model: Decoder) -> bool:
 def copy_structure(model):
     """Returns a copy of `model` (an nnx.Module) that shares its arrays and so takes no memory. The copy's modules and
     variables are new objects, so its structure, types of variables and values can be changed without an effect on
-    `model`."""
+    `model`. Functions that return a changed model change such a copy."""
     graph, state = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(lambda array: array, state))  # new variables: split returns the model's own
 

@@ -1,6 +1,7 @@
 """The scales under which quantisation-aware training (QAT) rounds activations in formats that observe them, such as
 nvfp4-nvfp4: `observed_scales` measures them by forward passes, `with_input_scales` puts them into a model that is
-prepared for QAT, and `recorded` gives them to the files that record the grid.
+prepared for QAT, `known_scales` reads those that a model has, and `recorded` gives them to the files that record the
+grid.
 
 A linear's scale follows from the largest magnitude of its inputs over the rows that were observed, and does not change
 after that: training, checkpoints and exported files have the same number. Linears that share an input, such as query,

@@ -4,8 +4,8 @@ multiplied.
 A precision map, such as {"lm_head": "fp32", "router": "fp32", "layers.0.*": "bf16", "*.down_proj": "nf4"}, has a
 pattern of module names for each word. A word is a dtype (`DTYPES`), in which the module's weight is stored and its
 product computed, or a format (such as nf4), in which the weight is stored; its product is then computed in the model's
-dtype. `resolve` decides the word of every module; loading, the layers, the planner and the records all follow its
-answer (models/components.py applies it to a model)."""
+dtype. `resolve` decides the word of every module, which it gets as a Component; loading, the layers, the planner and
+the records all follow its answer (models/components.py applies it to a model). `check_words` checks the words alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Component:
     name: str  # its name in checkpoints, such as "model.layers.0.mlp.down_proj"
     kind: str = ""  # "router" or "norms" for such a module, which this pattern selects; "" for others
     aliases: tuple[str, ...] = ()  # further names: "lm_head" of an embedding that is the head too
-    quantizable: bool = False  # whether it can be stored in a format, as linears and experts of the layers can
+    # whether it can be stored in a format, as linears and experts of the layers can (routers cannot)
+    quantizable: bool = False
 
     def matches(self, pattern: str) -> bool:
         """Whether `pattern`, a key of a precision map, selects this module: it is the module's kind; or, with *, ? and

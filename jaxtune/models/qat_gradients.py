@@ -3,7 +3,8 @@
 
 With qat.gradients = straight_through the adapter's gradients are those of the adapter without rounding, for which no
 dense gradient of the merged weight is needed (`adapter_gradients`, `gradients_of`, `magnitude_gradients`). With clipped
-the gradient of the merged weight is computed, and passes only where the grid clips nothing (`unclipped_gradients`)."""
+the gradient of the merged weight is computed, and passes only where the grid clips nothing (`unclipped_gradients`).
+`adapter_noise` is what dropout on the adapter's input adds to such a product."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Ar
 
 
 def _straight_through_fwd(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The forward rule of `straight_through`, with its arguments (the grid, the weight [..., out, in], the activations
-    x): (its result, the residual: the weight, from which the backward computes again what was clipped; None if
-    gradients are not clipped)."""
+    """The forward rule of `straight_through`, with its arguments (the grid `spec`, the weight [..., out, in], the
+    activations x): (its result, the residual: the weight, from which the backward computes again what was clipped; None
+    if gradients are not clipped)."""
     return straight_through(spec, weight, x), weight if spec.clips else None
 
 

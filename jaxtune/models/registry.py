@@ -1,6 +1,10 @@
-"""The supported model families: finds the family of a config.json's model_type, converts config.json to a
-DecoderConfig, and says in which format a checkpoint is quantised. For models with a vision tower, of which only the
-text part is loaded, it finds that part's config and the names of its tensors."""
+"""The supported model families: finds the family of a config.json's model_type (`family`), converts config.json to a
+DecoderConfig (`config_from_hf`), and says in which format a checkpoint is quantised (`weights_stored_in`).
+
+Of models with a vision tower (`text_parts`) only the text part is loaded. `text_config` finds its config,
+`text_tensor_name` and `whole_tensor_name` convert the names of its tensors, `is_passthrough` finds tensors that are
+only copied, `tower_modules` names the other modules, and `is_nested` says whether transformers builds the whole model.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +92,7 @@ def text_parts() -> dict[str, tuple[str, ...]]:
 def text_config(hf: dict) -> dict:
     """The config of the text model: `hf`, a parsed config.json, unchanged if it is a text model's; otherwise its entry
     text_config, with the outer file's quantisation, special tokens, dtype and tied embeddings where it has none of its
-    own.
+    own, and the model_type of a family that is supported (if only one can be the text part, that one).
 
     Raises:
       ValueError: a model with a vision tower whose text part is missing or not supported.

@@ -1,6 +1,7 @@
 """Plans that say for every residual (a value of the forward that the backward reads) where it is until then: kept in
 device memory, kept there in FP8, copied to the host and back, or dropped and recomputed. LayerPlan has this for one
-layer, ResidualPlan for all. The planner or a config makes plans, and the stack (stack.py) runs a model by one."""
+layer, ResidualPlan for all. The planner or a config makes plans, and the stack (stack.py) runs a model by one.
+`residuals_of` lists the residuals that a plan may name, and `unknown_residual` is the error for another name."""
 
 from __future__ import annotations
 

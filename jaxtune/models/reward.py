@@ -1,5 +1,6 @@
-"""Replaces the head of a causal language model by another, for example by one that gives a text a score, which makes it
-a reward model. Training whose objective needs another head, and the loading of such adapters, build on `with_head`."""
+"""Replaces the head of a causal language model by another (`with_head`), for example by one that gives a text a score,
+which makes it a reward model (`reward_model`, for users). Training whose objective needs another head, and the loading
+of adapters that were trained with one, call `with_head`."""
 
 from __future__ import annotations
 

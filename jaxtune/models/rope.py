@@ -1,6 +1,7 @@
 """Rotary position embedding: tables of cos and sin, which are computed once for a batch, and the rotation of queries
 and keys by them, which is computed in fp32. `rotary_tables` makes the tables of all of a decoder's rotary bases
-(RopeConfig); attention calls `rotate`.
+(RopeConfig), each by `rotary_table` from the angles of `rotary_frequencies`. Attention calls `rotate`, and
+`scaled_by_position` for queries that grow with their position.
 
 Number i of the first half of a head and number i of the second half are rotated as a pair (GPT-NeoX order, as in most
 Hugging Face checkpoints), or neighbouring numbers if a family interleaves them."""
@@ -22,7 +23,9 @@ class RotaryFrequencies(NamedTuple):
     """The angles, in radians, by which a rotary base turns each pair of numbers of a head from one position to the
     next."""
 
-    short: np.ndarray  # float32[rotary_dim / 2], the angle of each pair (transformers' inv_freq)
+    # float32[rotary_dim / 2], the angle of each pair (transformers' inv_freq); for the kind "proportional" float32[head
+    # dim / 2], with 0 for pairs that are not rotated
+    short: np.ndarray
     # the same for documents that are longer than the original context; None for every kind of base but longrope
     long: np.ndarray | None
     scale: float  # the factor by which cos and sin are multiplied; 1 for most kinds

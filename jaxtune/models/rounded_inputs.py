@@ -1,6 +1,7 @@
 """How quantisation-aware training (QAT) rounds activations, the inputs of linears and experts: a function for each
-format that rounds them, and one that says which of them are in its range. models/fake_quant.py assigns them to formats
-and adds the gradients."""
+format that rounds them (such as `fp8_by_token`), and one in `within_` that says which of them are in its range;
+`between` and `within_stored` are what these compare with, for weights too. `nvfp4_scale` is the scale that NVFP4
+observes. models/fake_quant.py assigns the functions to formats and adds the gradients."""
 
 from __future__ import annotations
 

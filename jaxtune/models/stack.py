@@ -5,6 +5,9 @@ residual whether it is kept in device memory, offloaded to pinned host memory an
 use, recomputed by running earlier segments again, or kept rounded to e4m3. The backward is written by hand (a
 custom_vjp around the whole stack). It calls jax.vjp on a segment at its saved inputs, or the segment's own backward.
 
+`run_stack` is what the decoder calls. The programs of one layer are `layer_forward` and `layer_backward`, of which
+`_stack` and its rules `_stack_fwd` and `_stack_bwd` make the whole stack.
+
 The layers are unrolled in one jitted step. On an H200, 8B shape, a scan costs 7 % for copying residuals into stacked
 buffers, and slices of one stacked host buffer do not overlap with compute; separate buffers do. The layer functions are
 module-level and jitted, so layers of one kind are traced once; XLA still compiles each layer.
@@ -315,9 +318,9 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
 
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
     """The forward rule of `_stack` (whose arguments these are): (its results, (trainables, frozens, and for each layer
-    its gathered weights, kept residuals, residuals on the host and values taken, then layout, keys and sums), which
-    `_stack_bwd` reads). It keeps the layers' residuals by plan (some in FP8), and copies the offloaded ones of a layer
-    to the host while the next layer runs; the last layer's stay on the device."""
+    its gathered weights ([] unless they stay whole), kept residuals, residuals on the host and values taken, then
+    layout, keys and sums), which `_stack_bwd` reads). It keeps the layers' residuals by plan (some in FP8), and copies
+    the offloaded ones of a layer to the host while the next layer runs; the last layer's stay on the device."""
     kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1

@@ -1,7 +1,8 @@
 """Static descriptions of a model's layers under a plan, by which the stack's program is compiled.
 
-The stack (models/stack.py) makes them from the blocks and the plan. They are hashable arguments of jitted functions, so
-that JAX compiles one program for each description."""
+The stack (models/stack.py) makes a StackLayer of each block and its plan (`described`), checks that each layer's inputs
+from other layers exist (`require_given`), and joins the layers in a StackProgram. Both classes are hashable arguments
+of jitted functions, so that JAX compiles one program for each description."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class StackProgram:
 
     layers: tuple[StackLayer, ...]  # the descriptions of all layers, in order
     aux: tuple[str, ...]  # names of the auxiliary values, such as router_sums, that the caller wants
-    # True: some residual is offloaded, recomputed or kept in FP8, which means that memory is short; False: all are kept
+    # True: the plan of some layer is another than KEEP (it offloads, recomputes or rounds residuals), which means that
+    # memory is short; False: every layer's plan is KEEP
     short: bool
     # how many of the last layers keep their weights gathered (ResidualPlan.whole_weights), at least 1
     whole_weights: int

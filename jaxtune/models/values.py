@@ -2,7 +2,9 @@
 key, the value and what the value must be.
 
 Every check takes `key`, by which errors name the value (a config key, often after a file's name), and the value. It
-returns None, or raises ValueError."""
+returns None, or raises ValueError. `whole` checks an integer, `number`, `positive` and `not_negative` a finite number,
+`boolean`, `text` and `mapping` a type, `items` a list by a check of its items, `texts` a list of strings, and
+`token_ids` token ids, one or a list."""
 
 from __future__ import annotations
 

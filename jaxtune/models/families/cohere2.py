@@ -1,6 +1,7 @@
 """Command R7B and Command A: attention and MLP in parallel, LayerNorm without bias, scaled logits.
 
-Three of four layers have a window and interleaved rotary positions; the others have neither.
+Three of four layers have a window and interleaved rotary positions; the others have neither. transformers computes
+head_dim from other keys, so `_prepare` does so on reading, and `_head_dim` refuses another value on writing.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

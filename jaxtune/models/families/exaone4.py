@@ -1,6 +1,6 @@
 """EXAONE 4: norms on the outputs of attention and MLP, and on each head's queries and keys.
 
-If some layers have a window, the others have no position encoding.
+If some layers have a window, the others have no position encoding, and `_Layers` reads and writes layer_types so.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

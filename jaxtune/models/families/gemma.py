@@ -1,4 +1,5 @@
-"""Gemma 1: Llama with a scaled embedding, norms that multiply by 1 + weight, and a separate head size.
+"""Gemma 1: Llama with a scaled embedding, norms that multiply by 1 + weight, and a separate head size. `_prepare` finds
+the activation that a file means.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

@@ -1,4 +1,5 @@
-"""Gemma 3, the text model: five sliding layers before each full one, a rotary base for each type, normed q and k.
+"""Gemma 3, the text model: five sliding layers before each full one, a rotary base for each type, which `_Rotary` reads
+and writes, normed q and k.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

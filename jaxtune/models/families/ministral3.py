@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral with yarn, and queries that are scaled by their position.
+"""Ministral 3: Mistral with yarn, and queries that are scaled by their position; `_Rotary` reads and writes both.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers; only the other layers' rotary base is extended.
+"""OLMo 3: OLMo 2 with a window in three of four layers; only the other layers' rotary base is extended (`_Rotary`).
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

@@ -1,4 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4: fused q/k/v and gate/up matrices, longrope, and optionally a part of each head unrotated.
+"""Phi-3, Phi-3.5 and Phi-4: fused q/k/v and gate/up matrices, longrope (`_Rotary` reads and writes Phi-3's keys for
+it), and optionally a part of each head unrotated.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

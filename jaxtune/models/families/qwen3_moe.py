@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts instead of the MLP, in every layer.
+"""Qwen3-MoE: Qwen3 with experts instead of the MLP, in every layer (`_check_step` refuses files that say otherwise).
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

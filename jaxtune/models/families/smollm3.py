@@ -1,4 +1,5 @@
-"""SmolLM3: Llama in which every fourth layer has no position encoding.
+"""SmolLM3: Llama in which every fourth layer has no position encoding. no_rope_layers says which (`_rotates`), and
+`_Layers` reads and writes the layers' types beside it.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.
@@ -21,8 +22,8 @@ _bit = functools.partial(values.whole, least=0, most=1)
 
 def _rotates(hf: Config) -> list[int]:
     """For each layer 1 if it has rotary positions, otherwise 0. Despite its name, that is what the key no_rope_layers
-    of the config.json `hf` contains; without the key, or if its list is empty, it follows from no_rope_layer_interval:
-    every layer of that number has a 0. Raises ValueError for another number of entries than layers."""
+    of the config.json `hf` contains; without the key, or if its list is empty, each no_rope_layer_interval-th layer has
+    a 0. Raises ValueError for another number of entries than layers."""
     count, every = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
     rotates = hf["no_rope_layers"] or [int((index + 1) % every != 0) for index in range(count)]
     if len(rotates) != count:

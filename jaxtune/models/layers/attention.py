@@ -1,6 +1,9 @@
 """Softmax attention, a mixer: the projections of queries, keys and values, attention within the documents of a row, and
-the output projection. It runs in three segments (project, attend, mix) in training, and with caches of keys and values
-in generation."""
+the output projection. `Attention` runs in three segments (project, attend, mix) in training, and with caches of keys
+and values in generation (`_written_one` writes one token into a cache). AttentionShape has the settings in which one
+layer's attention differs from the decoder's, such as heads and norms, but not its window and rotary base. Layers can
+share keys and values under the names from `_shared_names`. The segment `attend` has the hand-written derivative
+`_attend_backward`."""
 
 from __future__ import annotations
 
@@ -35,8 +38,7 @@ class AttentionShape:
     """The settings of an attention that differ from the decoder's, given as Part.config; a field that is None takes the
     decoder's setting (DecoderConfig's field of the same name). So layers of one model can have different attentions.
 
-    Sliding window and rotary base are not set here: the LayerSpec has them. `make` builds the module. A family's layers
-    have such settings where attentions of one model differ."""
+    Sliding window and rotary base are not set here: the LayerSpec has them. `make` builds the module."""
 
     num_heads: int | None = None  # number of query heads
     num_kv_heads: int | None = None  # number of key and value heads
@@ -239,9 +241,10 @@ class Attention(nnx.Module):
         return dict(scale=config.attention_scale, window=window, soft_cap=config.attention_soft_cap, sinks=sinks)
 
     def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
-        """Computes queries, keys and values of an attention that has its own, ready for the kernels, normed and
-        rotated: (query [B, T, heads, D], key and value [B, T, kv_heads, D]); with attention_gate, the gates [B, T,
-        heads, D] follow. Generation calls it, and the segment `project` where nothing is normed late.
+        """Computes queries, keys and values of an attention that has its own, ready for the kernels (queries and keys
+        normed and rotated, values normed, where the config says so): (query [B, T, heads, D], key and value [B, T,
+        kv_heads, D]); with attention_gate, the gates [B, T, heads, D] follow. Generation calls it, and the segment
+        `project` unless `attended` norms (_normed_late).
 
         Args:
           x: [B, T, hidden], the layer's normed input.
@@ -362,8 +365,8 @@ class Attention(nnx.Module):
         Args:
           values: {name: value} of the residuals that state_reads names, computed from the prompts.
           lengths: int32[B], tokens of each prompt.
-          new_tokens: for how many more tokens the caches have room; with a sliding window they have room only for the
-            window.
+          new_tokens: for how many more tokens the caches have room; with a sliding window they have room for the
+            window at the most (rounded up to 128 tokens).
           context: the one with which the prompts ran, which has their rotary tables.
         """
         if self.takes:
@@ -432,10 +435,10 @@ class Attention(nnx.Module):
         the layer's peak.
 
         They are the gradients of query, key and value, a second array of the query's size, values of the residual
-        stream (a multiple of the layer's input), and the normed queries, keys and values if attention norms them when
-        it reads them. If layers run in tiles of tokens, the backward's work space, a multiple of the query, is added,
-        and the stream has one value less. sizes: the bytes of the layer's residuals by name, of one micro-batch on one
-        device, with the number of tiles and the device's name."""
+        stream (a multiple of the layer's input), and queries and keys (with value_norm also values) as attention reads
+        them, if it norms or rotates them only then. If layers run in tiles of tokens, the backward's work space, a
+        multiple of the query, is added, and the stream has one value less. sizes: the bytes of the layer's residuals by
+        name, of one micro-batch on one device, with the number of tiles and the device's name."""
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
         stream = fit.stream * sizes["layer_input"]
         value = sizes[self.state_reads[-1]] if self.state_reads else 0.0

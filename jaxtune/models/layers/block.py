@@ -9,9 +9,9 @@ A layer can also have a single part, parts in parallel on one norm (Command R), 
 (Gemma 4's experts beside the dense MLP); see Part, Stage and LayerSpec in models/config.py.
 
 A Block runs as a chain of segments (layers/segment.py): functions that read named values and compute named values, the
-residuals, each of which can be kept, offloaded or recomputed for the backward. A part brings its own segments. This
-module renames their values to names that are unique in the layer, and adds the norms and the additions to the residual
-stream."""
+residuals, each of which can be kept, offloaded or recomputed for the backward. A part brings its own segments.
+`_layout` says how parts are connected to the residual stream, as _Places and _SumNorms, and `_in_block` makes segments
+of the block: it renames values to names that are unique in the layer, and adds norms and additions to the stream."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The gated delta net, a mixer: linear attention whose state restarts with each document (Qwen3-Next, Qwen3.5).
 
-It consists of input projections, a short convolution over queries, keys and values, the gated delta rule, a gated norm
-and an output projection.
+`DeltaNet` consists of input projections, a short convolution over queries, keys and values (whose weight is in
+`Convolution`), the gated delta rule, a gated norm and an output projection. DeltaNetShape has its sizes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DeltaNetShape:
 
     @property
     def value_size(self) -> int:
-        """heads * value_dim: how many numbers all of a token's values have over all heads; the output before the last
+        """heads * value_dim: how many numbers a token's values have over all heads; the output before the last
         projection has as many."""
         return self.heads * self.value_dim
 

@@ -1,5 +1,6 @@
 """The matrices of a mixture of experts: `ExpertLinear` has one matrix of every expert, stacked in one array, and
-`ExpertLora` their LoRA adapters, one for each expert, stacked likewise."""
+`ExpertLora` their LoRA adapters, one for each expert, stacked likewise. `_merged_and_rounded` computes the weights of
+quantisation-aware training (QAT): adapters merged in, and rounded to a grid."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """A mixture of experts, a feed-forward: a router chooses experts for each token, and the tokens' rows are sorted by
 expert, so that each expert's matrix multiplies consecutive rows.
 
-A token's weight for an expert is applied before the down projection, where the rows are narrow. The router's gradient
-then does not need the experts' outputs."""
+`MoE` is the module, `Experts` has the experts' matrices, and ExpertsShape the settings of one layer's experts where
+layers differ. A token's weight for an expert is applied before the down projection, where the rows are narrow. The
+router's gradient then does not need the experts' outputs."""
 
 from __future__ import annotations
 
@@ -316,13 +317,14 @@ class MoE(nnx.Module):
         """An estimate of the bytes that the backward of the layer needs in addition to the residuals; the planner adds
         it to the peak. It was fitted to the whole layer, so it covers the mixer's backward too (covers_mixer is True).
 
-        It counts the activation, its gradients, the gradients of gate_up and of the experts' rows, twice the bytes of a
-        shared expert's gate and up, and a multiple of the layer's input. The experts' rows are a copy of each token's
-        hidden state for each of its experts. If the matrix product does not gather rows itself, the sorted rows are
-        added, and if the weight is decoded, the decoded weight. If FP8 codes are multiplied, the rows' codes and the
-        weight's transposed codes are added. In the result, `own` has the multiple of the layer's input and the shared
-        expert's bytes, and `around` all else. sizes: the bytes of the layer's residuals by name, the names of the
-        recomputed ones, the compute dtype, the device's name and whether it is a Hopper GPU.
+        `own` of the result is a multiple of the layer's input plus twice the bytes of a shared expert's gate and up.
+        `around` is the larger need of two moments (ExpertsBytes in models/fitted.py): in the first there are two arrays
+        of gate_up's size, in the second one of them with the gradients of the experts' rows (a copy of each token's
+        hidden state for each of its experts), which multiples stand for. If the matrix product does not gather rows
+        itself, sorted rows are added at the first moment and a decoded weight at the second. If FP8 codes are
+        multiplied, the rows' codes and the weight's transposed codes are added. sizes: the bytes of the layer's
+        residuals by name, the names of the recomputed ones, the compute dtype, the device's name and whether it is a
+        Hopper GPU.
         """
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up

@@ -1,5 +1,6 @@
-"""The gated MLP, a feed-forward: down(activation(gate(x)) * up(x)). `_down`, its second half, has a hand-written
-derivative that needs less memory than jax.vjp's."""
+"""The gated MLP, a feed-forward: down(activation(gate(x)) * up(x)). MLPShape has the width of one whose width differs
+from the decoder's, and `MLP` is the module. `_down`, its second half, has a hand-written derivative that needs less
+memory than jax.vjp's."""
 
 from __future__ import annotations
 
@@ -150,7 +151,8 @@ class MLP(nnx.Module):
     def _in_place(self, sizes: Sizes) -> bool:
         """Whether the kernel of pallas/gated computes the activation's gradient for these sizes, which writes the
         gradients of gate and up over gate and up. True on a Hopper GPU, for shapes, dtypes and activations that the
-        kernel supports; otherwise the reference implementation runs, which needs more memory. sizes: the bytes of
+        kernel supports and fewer than 2^32 numbers; otherwise the reference implementation runs, which needs more
+        memory. sizes: the bytes of
         `gate` among the layer's residuals, with the compute dtype, the tokens of a row, and whether the device is a
         Hopper GPU."""
         numbers = sizes.length * self.config.intermediate_size
@@ -163,8 +165,8 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key):
     """activation(gate) * up, multiplied by the linear (down_proj) that nnx.merge builds from graph, trainable and
     frozen: [B, T, hidden].
 
-    Its backward never has more than three arrays of gate's size: gate, up and one gradient, which are overwritten in
-    place.
+    Its backward needs three arrays of gate's size, if the kernel of pallas/gated runs (MLP._in_place): gate, up and the
+    gradient of the activation's output, which it overwrites. The reference implementation needs up to six.
 
     Args:
       activation: a key of ACTIVATIONS, such as "silu".

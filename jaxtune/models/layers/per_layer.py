@@ -2,7 +2,8 @@
 token for every layer, which the layer adds to its residual stream.
 
 The decoder computes the values of all layers once for a batch (PerLayerInputs) and gives each layer its own; in the
-layer they enter the residual stream through a gate (PerLayerGate)."""
+layer they enter the residual stream through a gate (PerLayerGate, a feed-forward, of which PerLayerShape has the
+settings)."""
 
 from __future__ import annotations
 

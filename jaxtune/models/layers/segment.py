@@ -4,7 +4,12 @@ A layer is a block around parts: mixers, in which a token reads other tokens, an
 alone. Each part runs as a chain of segments, functions that read named values and compute named values, the residuals.
 The stack (models/stack.py) runs the chain and follows a plan that says for every residual whether it is kept, offloaded
 or recomputed. The planner, generation, adapters and the mapping of tensor names read the same declarations. None of
-them knows a segment, a residual or a kind of layer by name."""
+them knows a segment, a residual or a kind of layer by name.
+
+Mixer, GivingMixer and FeedForward are the interfaces of the parts, with LayerPart, what they have in common. A Segment
+makes Residuals, is run with a Context, and can have a Backward (a hand-written derivative) and AuxLosses. BackwardOrder
+tells the stack in which order a layer's backward runs. The parts tell the planner their memory as Scratch, from Sizes.
+`matrix_of` finds a segment's matrices; `weights_per_token` and `multiplications` count its work."""
 
 from __future__ import annotations
 
@@ -37,7 +42,8 @@ class Residual:
     decided_with: str | None = None
     # whether running earlier segments again can compute it; False: it must be kept or offloaded
     recomputable: bool = True
-    small: bool = False  # it has so few bytes that the planner only considers plans that keep it
+    # True: the planner only considers plans that keep it, because it has few bytes or later layers take it
+    small: bool = False
     # whether it may be kept in e4m3 with one scale per token, because the segments that read it round their inputs to
     # e4m3 anyway; False: it is only kept in the compute dtype
     in_fp8: bool = False

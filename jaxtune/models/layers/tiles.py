@@ -1,7 +1,8 @@
 """Runs consecutive tokenwise segments of a layer, such as those of an MLP, over tiles of tokens, one tile at a time, so
 that the values that they pass to each other exist for one tile only. A segment is one step of a layer's computation
 (segment.py), and is tokenwise if it computes each token from that token alone. This saves memory with long rows, at the
-cost of computing each tile again in the backward."""
+cost of computing each tile again in the backward. `in_tiles` puts such a joined segment into a layer's chain, and
+`tiled_residuals` names the values that then exist for one tile only."""
 
 from __future__ import annotations
 

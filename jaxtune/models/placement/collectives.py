@@ -1,4 +1,6 @@
-"""Schedules the gathers of divided weights and the scatters of their gradients while another layer computes.
+"""Schedules the gathers of divided weights and the scatters of their gradients while another layer computes
+(`CollectiveSchedule`); `compiler_options` are the options of XLA that this needs, and `first_exchange` connects the
+devices before the first step.
 
 Each is bound by optimization_barriers to a window of stages (segments of that layer), as copies to and from the host
 are (transfers.py). A layer gathers the weights of the layer that runs next, and in the backward it scatters the

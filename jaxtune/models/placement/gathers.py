@@ -1,6 +1,7 @@
 """Gathers and scatters of tensors that devices divide, as functions with a derivative. A Shard (partition.py) is one
-device's part of such a tensor. A gather makes the whole tensor of all devices' parts; a scatter sums the devices'
-gradients of it, and leaves each device its part of the sum."""
+device's part of such a tensor. `gather` makes the whole tensor of all devices' parts; `scatter` sums the devices'
+gradients of it, and leaves each device its part of the sum. Embeddings are read by `rows_of`, and the head's weight by
+`whole_beside`. `shards_of_layer`, `first_gathered` and `with_gradients` say what the stack gathers and scatters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The table of per-layer embeddings (Gemma 4 E2B and E4B) in host memory, of which the device gets the rows of the
 tokens of each batch. It is the largest tensor of these models (5.6 GB of E4B), and a token needs one row of it.
 
-The functions take an nnx.State of a Decoder, in which the table is the variable `per_layer.weight`. On the host it is a
-numpy array. In the state that a program gets in place of it, it has no rows (`without_table`)."""
+The functions take an nnx.State of a Decoder, in which the table is the variable `per_layer.weight`: `table_of` reads it
+and `with_table` replaces it. On the host it is a numpy array, and in the state that a program then gets it has no rows
+(`without_table`)."""
 
 from __future__ import annotations
 

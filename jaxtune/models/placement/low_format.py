@@ -1,8 +1,9 @@
 """Sums of arrays over devices that exchange numbers of 16, 8 or 4 bits.
 
 A sum has two legs, as in NCCL's all-reduce: `reduce_scatter` sends each device its part of all devices' arrays, and
-`all_gather` sends the parts of the sum to all devices. Numbers are in the low format on both legs, and are added in
-float32. What a format is:
+`all_gather` sends the parts of the sum to all devices. `part_of_sum` is the first leg alone, for an array of any shape.
+Numbers are in the low format on both legs (`encode`, `decode`), and are added in float32. `weights_in_blocks` gives
+weights with which int4 loses less of small numbers. What a format is:
 
 - `bf16`: bfloat16 numbers, 2 bytes each.
 - `int8`: integers from -127 to 127 with a float32 scale, max |x| / 127, for each block of 64 numbers; 1.06 bytes each.

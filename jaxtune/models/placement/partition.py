@@ -1,16 +1,16 @@
 """How tensors and the rows of a batch are divided over the devices of a mesh.
 
-Training runs in one shard_map over the whole mesh (`divided`), so that a model and its kernels see plain local arrays,
-as on one device. `AXES` declares the mesh's axes, `data` and `fsdp`. The rows of a batch are divided over all of them.
-Tensors are whole on the devices along `data`; along `fsdp`, each device has a part (a `Shard`) of the tensors that
-declare an axis to divide. These are gathered before they are used (gathers.py), except frozen tensors that the plan
-keeps whole on every device (`declared_resident`). Sums over rows, among them gradients, are each device's own until
-they are added up: gradients of a Shard over `fsdp` at once, which leaves each device its part, all others once a step.
-A model asks here what it must know about other devices (`part_of_rows`, `total`).
-
-A module declares a tensor's logical axes in its variable's metadata: `nnx.Param(value, axes=("out", "in"))`. Small
-tensors (norms, biases, routers) and adapters declare none: exchanges in each layer would cost more than the memory that
-they save."""
+`AXES` declares the axes of a mesh (`make_mesh`), `data` and `fsdp`. Training runs in one shard_map over all of it
+(`divided`), so that a model and its kernels see plain local arrays. The rows of a batch are divided over both axes.
+Tensors are whole along `data`; along `fsdp`, each device has a part (a `Shard`) of the tensors that declare an axis to
+divide. They are gathered before use (gathers.py), except frozen ones that the plan keeps whole (`declared_resident`).
+Sums over rows, such as gradients, are each device's own until they are added up: gradients of a Shard over `fsdp` at
+once, which leaves each device its part, others once a step. A model asks here for what concerns other devices
+(`part_of_rows`, `total`, `largest`). `divide` marks tensors as Shards, `specs` and `shardings` say where arrays belong,
+`put` and `moved` place them there, and `on_host` copies them to the host. Plans, which have no mesh, use a MeshShape
+and `divided_into`, `bytes_per_device` and `divided_sizes`. A module declares a tensor's logical axes in its variable's
+metadata: `nnx.Param(value, axes=("out", "in"))`. Small tensors (norms, biases, routers) and adapters declare none,
+because exchanges would cost more than they save."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ROWS, WHOLE = PartitionSpec(tuple(axis.name for axis in AXES)), PartitionSpec()
 
 
 class MeshShape(tuple[int, ...]):
-    """The number of devices along each of AXES: (data, fsdp)."""
+    """The number of devices along each of AXES, (data, fsdp), as plans and records have it; `mesh_shape` makes it."""
 
     @staticmethod
     def of(mesh: Mesh) -> MeshShape:
@@ -148,8 +148,8 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
 
 @contextlib.contextmanager
 def compiling(mesh: Mesh) -> Iterator[None]:
-    """The context in which a program that is entirely inside `divided` is lowered and compiled for the mesh. It turns
-    off Shardy, which has nothing to partition there: for 32 layers of 70B, XLA took 130 s with it and 67 s without."""
+    """The context in which a program that is all inside `divided` is compiled. Until it ends, `mesh` is JAX's current
+    mesh, and Shardy, which has nothing to partition, is off: 32 layers of 70B took XLA 67 s, and 130 s with it."""
     with jax.set_mesh(mesh), private_jax.config.use_shardy_partitioner(False):
         yield
 
@@ -178,7 +178,7 @@ def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Places an array as `put` does, for frozen weights; one that is on these devices already, but not placed so, is
+    """Places an array by `sharding`, as `put` does, for frozen weights; one on these devices, placed otherwise, is
     copied between them, not via the host. Returns the new array, or the same one if it is placed so already."""
     current = array.sharding if isinstance(array, jax.Array) else None
     if current is None or current == sharding or current.device_set != sharding.device_set:
@@ -344,7 +344,7 @@ def bytes_per_device(tree: Any, parts: int) -> float:
 
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
     """(bytes, elements) of those arrays of a tree of nnx variables, each counted whole, that would be divided if
-    `parts` devices divide tensors; the planner computes the time of gathers from them."""
+    `parts` devices divide tensors; the planner computes time and memory of gathers from them."""
     arrays = [shard.array for shard in shards(divided_into(tree, parts))]
     counts = [float(math.prod(array.shape)) for array in arrays]
     return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)

@@ -1,4 +1,5 @@
-"""Schedules copies between device and host memory while a layer computes, so that offloaded residuals cost little time.
+"""Schedules copies between device and host memory while a layer computes, so that offloaded residuals cost little time:
+`cut` divides an array into Pieces, a TransferSchedule copies them in `windows`, and `join` makes the array again.
 
 A stage is one segment that a layer runs. Each copy is bound by optimization_barriers to a window of stages of another
 layer than the one whose residuals are copied: it starts within the window and is complete when the window's last stage
@@ -63,8 +64,8 @@ def cut(arrays: Sequence[jax.Array], stages: Sequence[float]) -> tuple[Pieces, .
     """Cuts each array into slices that are copied while a layer computes, so that each copy fits under one of its
     stages: one Pieces for each array.
 
-    Arrays are cut along the first axis, or along the second if the first has size 1. A slice has about PIECE_BYTES (512
-    MiB), or as many bytes as can be copied during the longest stage if these are more.
+    Arrays are cut along the first axis, or along the second if the first has size 1 and there is a second. A slice has
+    at most about PIECE_BYTES (512 MiB), or as many bytes as can be copied during the longest stage if these are more.
 
     Args:
       arrays: on the device.
@@ -92,10 +93,11 @@ def join(pieces: Pieces) -> jax.Array:
 
 
 def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -> list[tuple[int, int]]:
-    """Chooses for each copy the window, the consecutive stages during which it runs, such that the device waits least
-    for copies. Returns (index of the first stage, index of the last stage) for each copy.
+    """Chooses for each copy the window, the consecutive stages during which it runs: (index of the first stage, index
+    of the last stage) for each copy. Consecutive copies may share a window, and windows follow one another.
 
-    Among equal choices, those are taken in which copies occupy memory in both places for the shortest time.
+    The choice minimises the time that the device waits for copies and, with a hundredth of that weight, the time for
+    which copies occupy memory in both places.
 
     Args:
       sizes: bytes of the copies, in order.

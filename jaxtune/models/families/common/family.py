@@ -1,5 +1,5 @@
-"""A family of models as one declaration, by which its config.json is checked, read and written, with the parts of its
-layers and the names of its tensors where they differ from Llama's."""
+"""A family of models as one declaration (`Family`), by which its config.json is checked, read and written, with the
+parts of its layers and the names of its tensors where they differ from Llama's."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ class Family:
         missing keys get the family's defaults.
 
         Raises:
-          ValueError: a value that its key does not allow, a missing key, or an unsupported feature: one of the keys in
-            `refused` (or table.REFUSED) has a value that is not null, false, zero or empty.
+          ValueError: a value that its key does not allow; a missing key; values that do not fit each other; or an
+            unsupported feature, such as a key in `refused` or table.REFUSED (in a family without experts also in
+            REFUSED_WITHOUT_EXPERTS) whose value is not null, false, zero or empty.
         """
         checked(hf, self.declared)
         experts = any("moe" in entry.gives for entry in self.entries)

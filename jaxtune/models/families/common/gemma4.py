@@ -1,7 +1,9 @@
 """Keys of the two families of Gemma 4: five sliding layers to each global one, whose heads are wider and whose values
 may be their keys; last layers that share keys and values; experts beside the MLP; embeddings of each layer. The files
 gemma4.py and gemma4_unified.py of models/families declare their FAMILY with KEYS, EXPERTS, SHARING, PER_LAYER,
-DEFAULTS, FIELDS, NORMS, `prepared` and `unused_tensors`."""
+DEFAULTS, FIELDS, NORMS, `prepared` (rewrites a config.json before its keys are read) and `unused_tensors` (prefixes of
+tensors that are not loaded). The classes are entries of the table: _Rotary (bases), _Layers (types of layers), _Sharing
+(shared keys and values), _PerLayer (embeddings of layers) and _Experts."""
 
 from __future__ import annotations
 
@@ -73,9 +75,9 @@ def prepared(hf: Config) -> Fields:
     Family.prepare). `hf` itself is not changed.
 
     layer_types is filled in if it is missing (_default_types), and the last layer becomes global whatever it says. The
-    sizes in per_layer_config are moved to the keys that give them for all global layers, and a number of global key and
-    value heads that changes nothing becomes null: one that equals num_key_value_heads, or any if attention_k_eq_v is
-    false.
+    sizes in per_layer_config are copied to the keys that give them for all global layers, and a number of global key
+    and value heads that changes nothing becomes null: one that equals num_key_value_heads, or any if attention_k_eq_v
+    is false.
 
     Raises:
       ValueError: a per_layer_config that these keys cannot express.
@@ -170,9 +172,10 @@ class _Layers(LayerTypes):
     is also multiplied by a scalar of that layer."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"layers": LayerSpecs as LayerTypes reads them from the config.json `hf`, with output_scale set}. fields: the
-        fields of DecoderConfig that are set so far. Raises ValueError for types that the family does not have, or a
-        window that is missing."""
+        """{"layers": the LayerSpecs of `fields` with the window, rotary base and attention of each layer's type by the
+        config.json `hf`, as LayerTypes sets them, and with output_scale True: each layer's output is multiplied by a
+        scalar of the checkpoint}. fields: the fields of DecoderConfig that earlier entries set, `layers` among them.
+        Raises ValueError for types that the family does not have, or a window that is missing."""
         layers = super().read(hf, fields)["layers"]
         return {"layers": tuple(dataclasses.replace(layer, output_scale=True) for layer in layers)}
 
@@ -210,7 +213,7 @@ class _Sharing:
     and values of their own. Each takes those of the last layer of its type before them. Their MLP has twice the width
     if use_double_wide_mlp is true."""
 
-    gives = ()
+    gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
     keys = (
         Key("num_kv_shared_layers", (), any_count, 0),
         Key("use_double_wide_mlp", (), values.boolean, False),
@@ -314,7 +317,7 @@ class _Experts:
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"moe": the MoEConfig that the config.json `hf` describes, "layers": the LayerSpecs of `fields` with such
-        experts}; {} for a dense model. fields: the fields of DecoderConfig that earlier entries set.
+        experts beside an MLP}; {} for a dense model. fields: the fields of DecoderConfig that earlier entries set.
 
         Raises:
           ValueError: enable_moe_block is true, and a size of the experts is missing.

@@ -76,7 +76,7 @@ class Key:
     default: Any = REQUIRED
     """The value for a file without the key; REQUIRED: such a file is refused."""
     null: Any = LEFT_OUT
-    """The value for null in a file; LEFT_OUT: the default."""
+    """The value for null in a file, or a function as for the default; LEFT_OUT: the default."""
     conversion: Conversion | None = None
     """Converts between the key's value and the field's; None: they are equal."""
     written: Callable[[Any], Any] | None = None
@@ -94,8 +94,8 @@ class Key:
         return (self.field,) if isinstance(self.field, str) else self.field
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{field: the key's value, converted} for each field that it sets. hf: a config.json in which the key has a
-        value; `fields` is not used, but all Entries take it."""
+        """{field: the key's value, converted unless it is None} for each field that it sets; {} if it sets none. hf: a
+        config.json in which the key has a value; `fields` is not used, but all Entries take it."""
         value = hf[self.name]
         if self.conversion is not None and value is not None:
             value = self.conversion.read(value)

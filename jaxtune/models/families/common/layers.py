@@ -1,6 +1,10 @@
 """Keys of config.json by which layers differ from one another: types, windows, position encodings and parts.
-LayerTypes, OneWindow and MLPLayers are entries of families' tables (key.Entry), which read such keys into
-DecoderConfig.layers and write them back; the functions compute the types of layers for files that do not list them."""
+
+LayerTypes (of which each type is a LayerType), OneWindow and MLPLayers are entries of families' tables (key.Entry),
+which read such keys into DecoderConfig.layers and write them back. For files that do not list the types of layers,
+`alternating`, `by_pattern` and `from_max_window_layers` compute them; `layer_types` reads or computes them. `window_of`
+reads the window, `one_window` finds the one to write, and `switched_window` is the Family.prepare of Qwen's families.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ class LayerType:
     rotary: int | None = 0
     """Index of the layers' rotary base in DecoderConfig.rotary; None: no position encoding."""
     mixer: Record | None = None
-    """The keys of the layers' mixer; None: it is attention of the decoder's shape."""
+    """The Record that makes the config of the layers' mixer from its keys; None: attention of the decoder's shape."""
 
     def fits(self, layer: LayerSpec) -> bool:
         """Whether a layer can be written to config.json as this type: it has the type's kind of mixer and its rotary
@@ -133,7 +137,7 @@ class LayerTypes:
     """What is written for sliding_window if no layer has a window: True: the context's length, because transformers'
     class needs a number; False: null."""
 
-    gives = ()
+    gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -161,8 +165,8 @@ class LayerTypes:
 
     def write(self, config: DecoderConfig) -> Fields:
         """{key: value} of layer_types, sliding_window and the keys of the types' mixers for the config.json of
-        `config`. If no layer has a window, `needs_window` says what sliding_window is; it is left out if no type has a
-        window, as a mixer's keys are if no layer has that mixer.
+        `config`. If no layer of a type with a window has one, `needs_window` says what sliding_window is. It is left
+        out if no type has a window, and a mixer's keys are left out if no layer is of its type.
 
         Raises:
           ValueError: layers that are of no type, or layers of one type with different windows or mixers.
@@ -204,7 +208,7 @@ class OneWindow:
     and writes it back. Null in the file means that no layer has a window."""
 
     keys = (SLIDING_WINDOW,)
-    gives = ()
+    gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, each with the window of the config.json `hf`}, None for a window that
@@ -259,7 +263,7 @@ class MLPLayers:
         Key("mlp_only_layers", (), functools.partial(values.items, of=any_count), ()),
         Key("decoder_sparse_step", (), values.whole, 1),
     )
-    gives = ()
+    gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, with an MLP of the width intermediate_size in the layers that have no

@@ -1,6 +1,7 @@
 """Rotary bases in config.json: rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4).
-`Rotary` and `RotaryByType` are the entries of families' tables that read and write them; the functions check the
-parameters and convert them to a RopeConfig and back."""
+`Rotary` (one base) and `RotaryByType` (one for each type of layer) are the entries of families' tables that read and
+write them. `check_parameters` checks the values, `rope_parameters` gathers them from a file as one flat dict,
+`rope_config` makes a RopeConfig of that dict, and `rope_to_hf` makes rope_scaling of a RopeConfig."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def rope_to_hf(rope: RopeConfig) -> Fields | None:
     """The value of rope_scaling in config.json for a RopeConfig (`rope`), a dict such as {"rope_type": "linear",
     "factor": 2.0}; None for the default kind, which needs none. theta is not in it, because it is the key rope_theta,
     nor is partial_rotary_factor, unless the kind is proportional, because families that use it write it as a key of its
-    own (PARTIAL_ROTARY). The families' entries for rotary bases call it when they write."""
+    own (PARTIAL_ROTARY), nor llama_4_scaling_beta, which Ministral 3's entry adds. The families' entries for rotary
+    bases call it when they write."""
     if rope.kind == "default":
         return None
     scaling: Fields = {"rope_type": rope.kind, "factor": rope.factor}
@@ -194,8 +196,9 @@ class Rotary:
         return {"rotary": (rope_config(hf, self.given(hf)),)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{"rope_theta": ..., "rope_scaling": ...} for config.json, of the first rotary base of `config`, for families
-        with one base; the inverse of `read`."""
+        """{"rope_theta": ..., "rope_scaling": ...} for config.json, of the first rotary base of `config`; rope_scaling
+        is None for the kind default, and another entry (PARTIAL_ROTARY) writes partial_rotary_factor. Entries for
+        several bases call it for the first one."""
         rope = config.rotary[0]
         return {"rope_theta": rope.theta, "rope_scaling": rope_to_hf(rope)}
 
@@ -204,7 +207,8 @@ class Rotary:
 class RotaryByType(Rotary):
     """An entry of families' tables (key.Entry) for a model with a rotary base for each type of layer: reads
     rope_parameters, which has one object for each type, into DecoderConfig.rotary, and writes it back. `given_to` finds
-    the parameters of one type in a file, and families whose files have them elsewhere override it."""
+    the parameters of one type in a file, and families whose files have them elsewhere override it. The inherited field
+    `default` and method `given` are not used."""
 
     types: tuple[str, ...] = (FULL, SLIDING)
     """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""
@@ -222,8 +226,9 @@ class RotaryByType(Rotary):
 
     def write(self, config: DecoderConfig) -> Fields:
         """{key: value} of rope_theta and rope_scaling (of the first type's base), and rope_parameters with an object
-        for each of `types`, for the config.json of `config`. transformers 4 reads the first two, transformers 5 the
-        third."""
+        for each of `types`, for the config.json of `config`. transformers 5 reads the third. transformers 4 reads the
+        first two, and so learns only the first type's base; a family whose class there reads the other base from a key
+        of its own (Gemma 3: rope_local_base_freq) overrides this method."""
         # In addition to rope_scaling, which transformers 4 reads; transformers 5 would read a wrong base of sliding
         # layers from that alone.
         parameters = {

@@ -1,5 +1,7 @@
 """The keys of config.json that all families have (COMMON, and REFUSED for those that none supports), and keys, defaults
-and fields that several families have, of which their files choose."""
+and fields that several families have, of which their files choose. `experts`, `local_experts` (Mixtral, gpt-oss) and
+`shared_experts` (Qwen) make the entry for a family's experts, and `delta_net` the entries of Qwen3-Next and Qwen3.5;
+the functions with `check` in their names are checks of keys (Key.check)."""
 
 from __future__ import annotations
 
@@ -172,8 +174,9 @@ def _every_fourth_full(hf) -> list[str]:
 
 
 def delta_net(fused: bool = False) -> tuple[Entry, ...]:
-    """Returns the entries of Qwen3-Next and Qwen3.5: gated delta nets, and gated attention in every
-    full_attention_interval-th layer (every fourth one, if the file does not say).
+    """Returns the entries of Qwen3-Next and Qwen3.5: layers with gated delta nets ("linear_attention" in layer_types)
+    and layers with gated attention ("full_attention"). Without layer_types, every full_attention_interval-th layer has
+    attention (every fourth one, if the file does not say).
 
     fused: whether one matrix gives queries, keys, values and gates, and another the rates, as in Qwen3-Next; otherwise
     each kind has its own matrix, as in Qwen3.5.
