@@ -23,8 +23,8 @@ _CASE = 256  # the hidden size of the case on which kernels are compared with th
 
 def _case(count: int, choices: int, experts: int, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The case on which kernels are compared with the reference: (x [count, 256], choice int32[count, choices], the
-    router's weights float32[count, choices]) for so many experts. The first token has no expert. All others have expert
-    0, so that its matrix multiplies as many tokens as there can be, and other experts from one onwards, in turn."""
+    router's weights float32[count, choices]), with numbers of experts below `experts`. The first token has no expert.
+    All others have expert 0, so that its matrix multiplies nearly all tokens, and further experts in turn."""
     tokens, places = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
     turn = 1 + (tokens + places) % max(experts - 1, 1)
     choice = jnp.where(tokens == 0, experts, jnp.where(places == choices - 1, 0, turn))

@@ -115,10 +115,9 @@ def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation:
     size //= sides
     shape, dtype = ((count * choices, size), x.dtype) if activation else ((choices, count, size), jnp.float32)
     if lora is None:
-        adapters, settings = [], dict(a=None, b=None, RANK=0, A_RANK=0, SCALE=1.0)
+        adapters, absent = [], {"a": None, "b": None}
     else:
-        adapters = [lora.a.astype(x.dtype), lora.b.astype(x.dtype)]
-        settings = dict(RANK=MOST_RANK, A_RANK=lora.a.shape[1], SCALE=float(lora.scale))
+        adapters, absent = [lora.a.astype(x.dtype), lora.b.astype(x.dtype)], {}
     (out,) = compat.triton_graph_call(
         experts_kernels.expert_kernel,
         (x, weight, choice, factors, *adapters),
@@ -138,7 +137,10 @@ def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation:
         SLOTS=at_once,
         ACTIVATION=activation,
         STAGES=tile.stages,
-        **settings,
+        RANK=0 if lora is None else MOST_RANK,
+        A_RANK=0 if lora is None else lora.a.shape[1],
+        SCALE=1.0 if lora is None else float(lora.scale),
+        **absent,
     )
     return out
 
