@@ -529,6 +529,15 @@ def test_preference_trainers(folder, tmp_path, monkeypatch, trainer, config, opt
     assert history[-1]["eval_rewards/margins"] > 0 and "rewards/margins" in history[0] and "logps/chosen" in history[0]
 
 
+def test_rows_of_preference_trainers_may_be_a_path(folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PREFERENCES))
+    args = DPOConfig(output_dir=str(tmp_path / "run"))
+    made = [
+        DPOTrainer(load(folder)[0], args=args, train_dataset=rows) for rows in (PREFERENCES, tmp_path / "rows.jsonl")
+    ]
+    assert [*made[0].train_dataset] == [*made[1].train_dataset]
+
+
 def test_dropout_of_preference_trainers(folder, tmp_path, monkeypatch, capsys):
     """Off, as TRL turns it, unless it is asked for."""
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path / "cache"))
