@@ -198,8 +198,8 @@ class DistillationTrainer(DistilledTrainer):
         calls it for train_dataset and eval_dataset.
 
         Args:
-          dataset: a name or path (str or os.PathLike), a data set with columns, or an iterable of rows, which is read into
-            a list.
+          dataset: a name or path (str or os.PathLike), a data set with columns, or an iterable of rows, which is read
+            into a list.
           formatting_func: must be None, because this trainer does not support one.
         Raises:
           ValueError: the data set is an IterableDataset, or has neither a column `prompt` nor `messages`; or

@@ -152,8 +152,8 @@ class PreferenceTrainer(SFTTrainer):
         it for train_dataset and eval_dataset.
 
         Args:
-          dataset: a path (str or os.PathLike), whose columns are not checked here, a data set with columns, or an iterable of rows, which is
-            read into a list.
+          dataset: a path (str or os.PathLike), whose columns are not checked here, a data set with columns, or an
+            iterable of rows, which is read into a list.
           formatting_func: must be None, because these trainers do not support one.
         Raises:
           ValueError: the data set lacks one of the trainer's `columns`, or formatting_func is not None.
