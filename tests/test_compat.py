@@ -29,6 +29,7 @@ from jaxtune.compat import (
     RewardTrainer,
     SFTConfig,
     SFTTrainer,
+    arguments,
     train_on_responses_only,
 )
 from jaxtune.models.decoder import Decoder
@@ -402,6 +403,15 @@ def trainer_(**settings):
         return SFTTrainer(**(dict(model=load(folder)[0], train_dataset=rows(2)) | settings))
 
     return make
+
+
+def test_four_bits_are_turned_off_for_full_fine_tuning_with_a_line(folder, capsys, monkeypatch):
+    """As Unsloth does, which prints it too; four bits by default need no line."""
+    monkeypatch.setattr(arguments, "_printed", set())
+    for asked, lines in ((None, 0), (True, 1)):
+        model, _ = load(folder, peft=False, load_in_4bit=asked, full_finetuning=True)
+        assert stored_in(model.module) is None
+        assert capsys.readouterr().out.count("load_in_4bit does nothing here: full_finetuning=True trains") == lines
 
 
 def test_eight_bits_of_bitsandbytes_are_asked_for_as_there(folder, tmp_path):
