@@ -29,6 +29,7 @@ from jaxtune.compat import (
     RewardTrainer,
     SFTConfig,
     SFTTrainer,
+    arguments,
     train_on_responses_only,
 )
 from jaxtune.models.decoder import Decoder
@@ -404,6 +405,15 @@ def trainer_(**settings):
     return make
 
 
+def test_four_bits_are_turned_off_for_full_fine_tuning_with_a_line(folder, capsys, monkeypatch):
+    """As Unsloth does, which prints it too; four bits by default need no line."""
+    monkeypatch.setattr(arguments, "_printed", set())
+    for asked, lines in ((None, 0), (True, 1)):
+        model, _ = load(folder, peft=False, load_in_4bit=asked, full_finetuning=True)
+        assert stored_in(model.module) is None
+        assert capsys.readouterr().out.count("load_in_4bit does nothing here: full_finetuning=True trains") == lines
+
+
 def test_eight_bits_of_bitsandbytes_are_asked_for_as_there(folder, tmp_path):
     """load_in_8bit turns off four bits, the default; an adapter's folder records the format of its base."""
     model, tokenizer = load(folder, load_in_4bit=None, load_in_8bit=True)
@@ -527,6 +537,15 @@ def test_preference_trainers(folder, tmp_path, monkeypatch, trainer, config, opt
     made.train()
     history = made.state.log_history
     assert history[-1]["eval_rewards/margins"] > 0 and "rewards/margins" in history[0] and "logps/chosen" in history[0]
+
+
+def test_rows_of_preference_trainers_may_be_a_path(folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PREFERENCES))
+    args = DPOConfig(output_dir=str(tmp_path / "run"))
+    made = [
+        DPOTrainer(load(folder)[0], args=args, train_dataset=rows) for rows in (PREFERENCES, tmp_path / "rows.jsonl")
+    ]
+    assert [*made[0].train_dataset] == [*made[1].train_dataset]
 
 
 def test_dropout_of_preference_trainers(folder, tmp_path, monkeypatch, capsys):

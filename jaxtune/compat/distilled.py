@@ -198,7 +198,8 @@ class DistillationTrainer(DistilledTrainer):
         calls it for train_dataset and eval_dataset.
 
         Args:
-          dataset: a name or path, a data set with columns, or an iterable of rows, which is read into a list.
+          dataset: a name or path (str or os.PathLike), a data set with columns, or an iterable of rows, which is read
+            into a list.
           formatting_func: must be None, because this trainer does not support one.
         Raises:
           ValueError: the data set is an IterableDataset, or has neither a column `prompt` nor `messages`; or
@@ -212,9 +213,11 @@ class DistillationTrainer(DistilledTrainer):
             )
         if formatting_func is not None:
             raise ValueError(f"{name}: it has no formatting_func; give a column `prompt`")
-        if not hasattr(dataset, "column_names") and not isinstance(dataset, str):
+        if isinstance(dataset, str | os.PathLike):
+            return dataset, "auto"
+        if not hasattr(dataset, "column_names"):
             dataset = list(dataset)  # type: ignore[call-overload]
-        if not isinstance(dataset, str) and not {"prompt", "messages"} & {*columns_of(dataset, name)}:
+        if not {"prompt", "messages"} & {*columns_of(dataset, name)}:
             raise ValueError(f"{name}: the data set has no column `prompt`")
         return dataset, "auto"
 

@@ -15,7 +15,7 @@ import numpy as np
 
 import jaxtune
 from jaxtune.compat.adapters import ALL_LINEAR, adapted, last_layers
-from jaxtune.compat.arguments import choose, settle
+from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.model_methods import ModelMethods
 from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
 from jaxtune.compat.texts import without_torch
@@ -360,11 +360,9 @@ class FastLanguageModel:
             if num_labels != 1:
                 raise ValueError(f"{where}: num_labels = {num_labels!r}: it can be 1, a reward model; leave it out")
             module = jaxtune.reward_model(module, random_state)
+        if base is not None and full_finetuning:
+            raise ValueError(f"{where}: full_finetuning = True, but {model_name} is an adapter: give its base model")
         if base is not None:
-            if full_finetuning:
-                raise ValueError(
-                    f"{where}: full_finetuning = True, but {model_name} is an adapter: give its base model"
-                )
             module, adapter = jaxtune.load_adapter(module, model_name), AdapterConfig(path=os.fspath(model_name))
             module = with_end_tokens(module, tokenizer)
         if tokenizer is None:
@@ -481,6 +479,8 @@ def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str
             f"{where}: load_in_4bit = True, its default, and load_in_16bit = True contradict each other: pass "
             "load_in_4bit=False for 16-bit weights"
         )
+    if in_4bit and full_finetuning:  # Unsloth turns four bits off too, and prints it
+        tell(where, "load_in_4bit", "full_finetuning=True trains all weights, which are kept as stored")
     return "nf4" if four and not full_finetuning else "stored"
 
 

@@ -152,8 +152,8 @@ class PreferenceTrainer(SFTTrainer):
         it for train_dataset and eval_dataset.
 
         Args:
-          dataset: a path, whose columns are not checked here, a data set with columns, or an iterable of rows, which is
-            read into a list.
+          dataset: a path (str or os.PathLike), whose columns are not checked here, a data set with columns, or an
+            iterable of rows, which is read into a list.
           formatting_func: must be None, because these trainers do not support one.
         Raises:
           ValueError: the data set lacks one of the trainer's `columns`, or formatting_func is not None.
@@ -161,9 +161,9 @@ class PreferenceTrainer(SFTTrainer):
         name = type(self).__name__
         if formatting_func is not None:
             raise ValueError(f"{name}: it has no formatting_func; give columns prompt, {', '.join(self.columns)}")
-        if not hasattr(dataset, "column_names") and not isinstance(dataset, str):
+        if not hasattr(dataset, "column_names") and not isinstance(dataset, str | os.PathLike):
             dataset = list(dataset)
-        columns = None if isinstance(dataset, str) else columns_of(dataset, type(self).__name__)
+        columns = None if isinstance(dataset, str | os.PathLike) else columns_of(dataset, name)
         if columns is not None and (missing := [one for one in self.columns if one not in columns]):
             raise ValueError(
                 f"{name}: the data set has no column {', '.join(missing)}; it has {', '.join(map(str, columns))}"

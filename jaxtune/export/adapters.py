@@ -57,7 +57,12 @@ def servers(model: Decoder) -> list[str]:
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
     in_parameters = bool(config_of(model)["target_parameters"])
     notes = []
-    if (
+    if is_nested(model):
+        notes.append(
+            "modules are named as in the base's model with a vision tower, which AutoModelForCausalLM or "
+            "AutoModelForImageTextToText makes of its folder: the text model alone does not take the adapter"
+        )
+    elif (
         model.source is not None
         and model.source.passthrough is not None
         and model.source.passthrough.config is not None
@@ -78,11 +83,6 @@ def servers(model: Decoder) -> list[str]:
             "linears called gate_proj, up_proj or down_proj are named in target_parameters, because PEFT reads those "
             "names in target_modules as experts: PEFT loads this adapter, without DoRA and with lora_dropout 0. "
             "Servers that read only target_modules leave these linears out: serve the merged model there (--to merged)"
-        )
-    if is_nested(model):
-        notes.append(
-            "modules are named as in the base's model with a vision tower, which AutoModelForCausalLM or "
-            "AutoModelForImageTextToText makes of its folder: the text model alone does not take the adapter"
         )
     if any(lora.magnitude is not None for lora in adapted):
         peft = "PEFT refuses it in target_parameters, and" if in_parameters else "PEFT loads this adapter;"

@@ -101,7 +101,7 @@ class LayerPlan(Mapping[str, Placement]):
         residuals: all residuals of the layer. Raises ValueError if the plan names one for recompute or fp8 that cannot
         be so.
         """
-        forms = []
+        forms, residuals = [], tuple(residuals)
         for word in (KEEP, IN_FP8, RECOMPUTE):
             other: dict[str, Placement] = {r.name: self.of(r) for r in residuals if self.of(r) != word.of(r)}
             forms.append(LayerPlan(word.rest, **other))

@@ -80,7 +80,7 @@ def join(module: Module, launches: Sequence[Launch]) -> None:
     position = [
         placed.get(index, -1) for index in range(len(launches))
     ]  # index in the schedule repeated `executions` times
-    _drop_disorder(position)
+    rest += _drop_disorder(position)
     _fill(position, sorted(rest), launches, schedule, executions, known, kernel_owner, classes)
     _attach_satellites(position, launches, schedule)
     last = 0
@@ -277,11 +277,12 @@ def _in_order(position: dict[int, int]) -> list[int]:
     return out[::-1]
 
 
-def _drop_disorder(position: list[int]) -> None:
+def _drop_disorder(position: list[int]) -> list[int]:
     """Sets those positions to -1, in place, that are wrong because launches run in the order of the schedule: those
-    that differ by more than 64 from their neighbours in a longest increasing subsequence. `join` then finds no
-    instruction for these launches, unless the trace names it. position: for each launch its position in the schedule
-    repeated for each execution, or -1 if it has none."""
+    that differ by more than 64 from their neighbours in a longest increasing subsequence. Returns the indices of these
+    launches, for which `join` then looks for a free place between their neighbours (_fill). position: for each launch
+    its position in the schedule repeated for each execution, or -1 if it has none."""
+    dropped = []
     places = _in_order({index: place for index, place in enumerate(position) if place >= 0})
     keep = set(places)
     kept = [position[i] for i in places]
@@ -292,6 +293,8 @@ def _drop_disorder(position: list[int]) -> None:
             around = [kept[i] for i in (near - 1, near) if 0 <= i < len(kept)]
             if all(abs(place - other) > 64 for other in around):
                 position[index] = -1
+                dropped.append(index)
+    return dropped
 
 
 def _fill(position, rest, launches, schedule, executions, known, kernel_owner, classes) -> None:
@@ -302,8 +305,9 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
 
     Args:
       position: for each launch its place in the schedule repeated for each execution, or -1; changed in place.
-      rest: the indices, ascending, of the launches to assign: those of unknown class, and those of classes whose
-        launches are not as many as the schedule's instructions explain. Helper kernels are not among them.
+      rest: the indices, ascending, of the launches to assign: those of unknown class, those of classes whose
+        launches are not as many as the schedule's instructions explain, and those whose place was out of order
+        (_drop_disorder). Helper kernels are not among them.
       launches: all kernels and copies of the program in the trace, in the order of their starts.
       schedule: the program's instructions that start work on the device, in the order in which they run.
       executions: how often the program ran.

@@ -29,8 +29,8 @@ def capture(
     profile.json, with meta, versions, the device and its peak memory. `show` then reads the folder.
 
     The devices are waited for before and after the block, so that the trace contains the block's work only. Python
-    frames are not traced, because tracing them would slow the block. An earlier capture in the folder is removed
-    before; if the block raises an error, no new one is written.
+    frames are not traced, because tracing them would slow the block. An earlier capture in the folder is
+    replaced when the new one is written; it stays if no trace can start, or the block raises an error.
 
     Args:
       folder: where to write; created if missing.
@@ -69,6 +69,7 @@ def capture(
         found = sorted(Path(scratch).rglob("*.xplane.pb"))
         if not found:
             raise ValueError("the profiler wrote no XPlane file")
+        _remove_capture(folder)
         with found[-1].open("rb") as source, gzip.open(folder / TRACE_FILE, "wb", compresslevel=6) as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
     record = {"format": _FORMAT, "seconds": seconds, "meta": dict(meta or {}), **_environment()}
@@ -78,7 +79,7 @@ def capture(
 
 
 def _check_folder(folder: Path) -> None:
-    """Removes an earlier capture from the folder, which need not exist, so that a new one can be written.
+    """Checks that a capture can be written into the folder, which need not exist and may have an earlier one.
 
     Raises:
       ValueError: it is a file, or has files that `capture` did not write.
@@ -92,6 +93,11 @@ def _check_folder(folder: Path) -> None:
     )
     if foreign:
         raise ValueError(f"{folder} holds other files ({', '.join(sorted(foreign)[:3])}): give a new folder")
+
+
+def _remove_capture(folder: Path) -> None:
+    """Removes an earlier capture from the folder, if it has one, so that none of its files stays beside those of the
+    new one."""
     shutil.rmtree(folder / HLO_FOLDER, ignore_errors=True)
     (folder / RECORD_FILE).unlink(missing_ok=True)
     (folder / TRACE_FILE).unlink(missing_ok=True)

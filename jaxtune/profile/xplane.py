@@ -344,8 +344,8 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
     """(start_ns, end_ns) of each step, in order. A step is a period of the sequence in which programs run; if there is
     none, because programs change with their shapes, a period of the functions' names. If the program marked steps, and
     their number divides that of the runs, the runs are divided equally among them instead. Work before the first step
-    belongs to none, and a step that the capture cut is left out. Without runs the result is one step, the whole trace,
-    and no event's `step` is set.
+    belongs to none, and a step that the capture cut is left out. Without runs, or if they have no
+    period and no program takes 2 % of the time, the whole trace is one step, to which all events belong.
 
     Args:
       events: of the trace; their field `step` is set.
@@ -365,6 +365,8 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
         if period < len(major):
             break
     if not major:
+        for event in events:
+            event.step = 0
         return [(events[0].start_ns, max(e.end_ns for e in events))]
     names = [name for _, name, _ in major]
     if count and len(names) % count == 0:

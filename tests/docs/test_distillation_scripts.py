@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
@@ -77,6 +78,13 @@ def test_the_base_is_the_teacher_of_a_model_without_one(workplace, capsys):
     trainer.train()
     [line] = [line for line in trainer.state.log_history if "loss" in line]
     assert line["loss"] > 0 and line["completions/mean_length"] > 0 and line["entropy"] > 0
+
+
+def test_prompts_may_be_a_path(workplace, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    trainer = trainer_of(compat.DistillationTrainer, tmp_path / "prompts.jsonl", max_completion_length=4)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_what_is_not_followed_is_named(workplace):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax
@@ -118,6 +119,13 @@ def test_the_best_model_by_the_reward_of_held_out_prompts(workplace):
         *map(jax.tree.leaves, (nnx.state(trainer.model.module, nnx.Param), kept[at][1])), strict=True
     ):
         np.testing.assert_array_equal(one, other)
+
+
+def test_prompts_may_be_a_path(workplace, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    trainer = trainer_of(dataset=tmp_path / "prompts.jsonl")
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_arguments_become_the_objectives_options(workplace):

@@ -248,6 +248,10 @@ def test_which_servers_load_an_adapter():
         model = adapted_model(made("qwen3_5_moe"), r=2, **settings)
         model.source = carried
         assert "vLLM does not say so: serve the merged model" in adapters.servers(model)[0]
+    model = adapted_model(made("gemma4"), r=2)
+    model.source = dataclasses.replace(carried, nested=True)  # a tower's weights, in the class that transformers builds
+    (note,) = adapters.servers(model)
+    assert "named as in the base's model with a vision tower" in note
     assert "DoRA" in adapters.servers(adapted_model(made("qwen2"), r=2, use_dora=True))[0]
     assert (
         "read only target_modules leave these linears out"

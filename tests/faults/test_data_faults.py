@@ -166,6 +166,10 @@ def test_a_book_costs_its_beginning(monkeypatch, tokenizer):
     split = prepare([{"text": text}], tokenizer, length=64, overflow="split")
     assert sum(given) >= len(text) and split.summary.cut == 0
     np.testing.assert_array_equal(split.documents[0].tokens[:1000], cut.documents[0].tokens[:1000])
+    pairs = prepare(
+        [{"prompt": "2 + 2?", "chosen": text, "rejected": text}], tokenizer, length=64, pairs=True, format="preference"
+    )
+    assert any(warning.startswith("2 documents are so long") for warning in pairs.warnings())  # both of one row
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])

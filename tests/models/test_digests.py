@@ -174,6 +174,14 @@ def test_nothing_is_kept_of_a_file_that_was_just_written(big, reads, monkeypatch
     assert reads and not (tmp_path / "cache").exists()
 
 
+def test_a_file_that_is_deleted_during_a_load_is_left(big, settled, tmp_path):
+    cache = digests.DigestCache([big / "model.safetensors"])
+    cache.put(EMBEDDING, b"digest")
+    (big / "model.safetensors").unlink()
+    cache.save()
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_cache_that_cannot_be_written_is_left(big, reads, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setattr(digests, "_SETTLED_SECONDS", -1.0)

@@ -368,6 +368,17 @@ def test_layout_of_peft_before_0_19(tmp_path, square):
             load_adapter(base, tmp_path / "a")
 
 
+def test_square_experts_that_are_in_by_out_need_no_version_of_peft(tmp_path):
+    base = moe_model(1, expert_size=16, transposed=True)
+    model = adapted_model(base, r=2, target_modules=["q_proj"], target_parameters=BOTH[1:])
+    save_adapter(model, tmp_path / "a")
+    file = tmp_path / "a" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_version": None}))
+    name = "model.layers.0.mlp.experts.down_proj"
+    wanted, found = (dict(experts(one))[name] for one in (model, load_adapter(base, tmp_path / "a")))
+    np.testing.assert_array_equal(found.lora.a[...], wanted.lora.a[...])
+
+
 def test_unsloths_old_layout_is_refused(tmp_path):
     base = moe_model(1)
     save_adapter(adapted_model(base, r=2, target_parameters=BOTH), tmp_path / "a")

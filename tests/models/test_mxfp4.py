@@ -82,6 +82,11 @@ def test_a_checkpoint_is_decoded_as_its_layout_defines(tmp_path, hf):
 NAME = "model.layers.0.mlp.up_proj.weight"
 
 
+def nan_scale(tensors):
+    """A block whose scale is NaN, with codes of zero, which would be decoded to finite numbers."""
+    tensors[f"{NAME}_packed"][3, 16:32], tensors[f"{NAME}_scale"][3, 1] = 0, 255
+
+
 @pytest.mark.parametrize(
     ("says", "change", "message"),
     [
@@ -91,6 +96,7 @@ NAME = "model.layers.0.mlp.up_proj.weight"
             lambda tensors: tensors.update({f"{NAME}_scale": tensors[f"{NAME}_scale"][1:]}),
             r"up_proj.weight: .weight_scale is U8\[",
         ),
+        (SAYS, nan_scale, r"up_proj.weight_scale\[3, 1\] is 255, which is NaN in MXFP4, as 1 of its"),
         (SAYS, lambda tensors: tensors.pop(f"{NAME}_packed"), "up_proj.weight_scale is there, but no weight in"),
         (
             SAYS | {"config_groups": {"group_0": {"weights": NUMBER | {"group_size": 16}}}},

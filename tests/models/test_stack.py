@@ -16,7 +16,7 @@ from jaxtune.models.config import PARALLEL, PRE_AND_POST_NORM, LayerSpec, RopeCo
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.linear import Frozen
 from jaxtune.models.placement import transfers as schedule
-from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
+from jaxtune.models.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan, residuals_of
 from jaxtune.models.stack import run_stack
 from jaxtune.pallas.attention import attention
 from jaxtune.pallas.quant_matmul import reference
@@ -306,6 +306,12 @@ def test_offloaded_residuals_are_on_the_host_and_come_back():
 def test_layer_plan_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_residuals_may_be_given_by_an_iterator():
+    residuals = residuals_of(make_model().layers)
+    plan = LayerPlan("offload", gate="keep")
+    assert plan.resolved(iter(residuals)) == plan.resolved(residuals)
 
 
 def run_plan(**placements):

@@ -24,6 +24,7 @@ from jaxtune.pallas.delta_rule import (
     short_convolution,
     short_convolution_step,
 )
+from jaxtune.pallas.few_rows import placed
 from jaxtune.pallas.formats import MXFP4, NF4, blockwise8
 from jaxtune.pallas.gated import gated_backward
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
@@ -117,6 +118,12 @@ OPS = {
         ("window", 0, ValueError, "window = 0: must be at least 1"),
         ("soft_cap", -1.0, ValueError, "soft_cap = -1.0: must be above 0"),
         ("sinks", zeros(3), ValueError, r"sinks is float32\[3\]; its shape must be \[heads\] with heads = 4"),
+    ),
+    placed: (
+        dict(parts=zeros(1, 2, 128), **CACHES, positions=ints(2), table=(zeros(2, 8), zeros(2, 8))),
+        ("values", zeros(2, 2, 8, 16), ValueError, "values is .*capacity = 9"),
+        ("table", (zeros(2, 4),) * 2, ValueError, r"table\[0\] is float32\[2, 4\]; .* \[N, D/2\] with N = 2.*D/2 = 8"),
+        ("table", (zeros(2, 8), zeros(2, 16)), ValueError, r"table\[1\] is float32\[2, 16\]"),
     ),
     cache_capacity: (dict(tokens=9, window=4), ("window", 1.5, TypeError, "window is a float")),
     cache_of: (

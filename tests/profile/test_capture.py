@@ -116,6 +116,19 @@ def test_a_capture_inside_a_capture_is_refused_and_the_outer_one_survives(tmp_pa
     assert show(tmp_path / "outer").step_ms > 0
 
 
+def test_an_earlier_capture_stays_until_a_new_one_is_there(tmp_path):
+    capture_on_cpu(tmp_path / "a", meta={"what": "the first"})
+    with jaxtune.profile.capture(tmp_path / "outer"):
+        with pytest.raises(ValueError, match="cannot capture"), jaxtune.profile.capture(tmp_path / "a"):
+            pytest.fail("the block ran")
+        jax.block_until_ready(jnp.ones((64, 64)) @ jnp.ones((64, 64)))
+    with pytest.raises(ZeroDivisionError), jaxtune.profile.capture(tmp_path / "a"):
+        _ = 1 / 0
+    assert show(tmp_path / "a").meta == {"what": "the first"}
+    capture_on_cpu(tmp_path / "a")
+    assert show(tmp_path / "a").meta == {}
+
+
 def test_an_error_in_the_block_passes_and_leaves_no_trace_running(tmp_path):
     with pytest.raises(ZeroDivisionError), jaxtune.profile.capture(tmp_path / "a"):
         _ = 1 / 0

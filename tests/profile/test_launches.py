@@ -107,6 +107,26 @@ def test_extra_kernels_do_not_shift_the_others(module):
     assert [launch.instruction.name for launch in mine if launch.instruction] == expected
 
 
+def test_kernels_that_counting_puts_far_from_their_neighbours_find_a_free_place_between_them():
+    """The trace lacks the second product and has another program's after the last, so that no count of products
+    fits."""
+    calls = [f"other{index}" for index in range(560)]
+    calls[::140] = [f"product{index}" for index in range(4)]
+    targets = [name if name[0] == "o" else "__cublas$lt$matmul" for name in calls]
+    lines = [
+        f'  %{name} = f32[64] custom-call(f32[64] %{before}), custom_call_target="{target}"'
+        for name, before, target in zip(calls, ["x", *calls], targets)
+    ]
+    head = ["HloModule m, is_scheduled=true", "ENTRY main {", "  %x = f32[64] parameter(0)"]
+    text = "\n".join([*head, *lines, "  ROOT %out = (f32[64]) tuple(f32[64] %other559)", "}"])
+    module = parsed(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    expected = [*calls[:140], *calls[141:490], None, *calls[490:]]
+    names = ["nvjet_sm90_tst_128x256" if name is None or name[0] == "p" else name for name in expected]
+    launches = [Launch(name, "command_buffer_1", False) for name in names]
+    join(module, launches)
+    assert [launch.instruction and launch.instruction.name for launch in launches] == expected
+
+
 def test_a_program_cut_at_its_end_keeps_what_is_known(module):
     launches, expected = launches_of(module, 2)
     del launches[-3:], expected[-3:]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from programs import capture_on_cpu, torch_trace
 
 from jaxtune.profile import TraceError, show
+from jaxtune.profile.messages import XSpace
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +169,19 @@ def test_what_a_trace_says_of_itself_stands_in_the_head(tmp_path):
     lines = report.to_text().splitlines()
     assert lines[1] == "a model, bf16" and "tokens/s" in lines[2] and report.tokens_per_step == 4096
     assert "a model, bf16" in report.to_html()
+
+
+def test_a_trace_that_names_no_program_is_one_step(tmp_path):
+    """As one of copies alone; its work is not read as idle time."""
+    file = Path(__file__).parent / "data" / "ours.xplane.pb.gz"
+    space = XSpace.FromString(gzip.decompress(file.read_bytes()))
+    for entry in (entry for plane in space.planes for entry in plane.stat_metadata):
+        entry.value.name = entry.value.name.replace("hlo_module", "other")
+    (tmp_path / "t.xplane.pb").write_bytes(space.SerializeToString())
+    report, whole = show(tmp_path / "t.xplane.pb"), show(file)
+    assert len(report.steps_ms) == 1 and report.step_ms >= sum(whole.steps_ms)
+    named = {row.name: row.ms for row in report.categories}
+    assert 0 < named["idle"] < 0.5 * report.step_ms and sum(named.values()) == pytest.approx(report.step_ms)
 
 
 def test_idle_stands_in_the_table_of_scopes_however_many_there_are():

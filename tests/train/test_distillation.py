@@ -182,7 +182,10 @@ def test_an_adapter_learns_from_a_quantised_teacher_and_from_its_base(tmp_path):
     trainer = Trainer(student, None, config, dataset(documents(16)))
     trainer.train()
     assert of_metric(trainer, "loss") == [pytest.approx(0.0, abs=1e-6)]  # the adapter does nothing yet
-    assert trainer.data_summary().splitlines()[0] == "teacher: the model itself with its adapter off"
+    config = make_config(tmp_path / "none", steps=1)
+    unnamed = Trainer(student, None, config, dataset(documents(16)), objective=Distill(on_policy=0.0))
+    for each in (trainer, unnamed):
+        assert each.data_summary().splitlines()[0] == "teacher: the model itself with its adapter off"
 
 
 # ---- on the student's own samples

@@ -207,6 +207,13 @@ def test_what_an_entry_of_dataset_info_says_is_followed_or_named(tmp_path, capsy
     assert "folder of inner: " in lacking and "alpaca_en_demo" not in lacking and "ranking" not in lacking
 
 
+@pytest.mark.parametrize("key", ["base_model", "model_name_or_path"])
+def test_a_model_that_is_null_is_refused(key, tmp_path, capsys):
+    (tmp_path / "one.yaml").write_text(f"{key}: null\n")
+    assert main(["convert", str(tmp_path / "one.yaml")]) == 2
+    assert f"{key} = null: the config names no model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["model: {path: base}\n", "a: 1\n"])
 def test_what_is_of_no_program_is_refused(text, tmp_path, capsys):
     (tmp_path / "one.yaml").write_text(text)

@@ -96,6 +96,19 @@ def test_a_step_is_what_the_device_took_whatever_stands_between(monkeypatch, tmp
     ]
 
 
+def test_a_pause_after_one_that_raised_is_not_within_it(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path)
+    with machine.monitor:
+        with pytest.raises(ZeroDivisionError), machine.monitor.pause("eval", 0):
+            machine.now += 1 / 0
+        machine.now += 0.5  # belongs to no step
+        machine.pause("save", 2.0)
+        machine.step()
+        machine.monitor.flush()
+    saved, step = machine.lines
+    assert saved["save_seconds"] == pytest.approx(2.5) and step["step_seconds"] == pytest.approx(STEP + DISPATCH)
+
+
 @pytest.mark.parametrize("log_every", [1, 3, 5])
 def test_steps_and_pauses_add_up_to_the_wall_clock(monkeypatch, tmp_path, log_every):
     machine = Machine(monkeypatch, tmp_path, log_every)

@@ -76,6 +76,15 @@ def test_answers_that_fail_can_be_skipped():
     np.testing.assert_array_equal(table, [[1], [np.nan], [1]])
 
 
+def test_a_missing_column_of_an_async_function_is_an_error_of_it():
+    async def right(completions, answer):
+        return [1.0] * len(completions)
+
+    with pytest.raises(RewardError, match="right failed: TypeError: .*'answer'\n  prompt: q0"):
+        RewardFunctions.of([right])(some())
+    assert np.isnan(RewardFunctions.of([right], errors="skip")(some())).all()
+
+
 def test_a_function_that_takes_too_long_is_named():
     def slow(completions, **columns):
         time.sleep(30)

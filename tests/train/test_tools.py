@@ -173,6 +173,11 @@ def test_a_malformed_call_is_a_text():
     assert calls == [Call("f", {})] and message["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
 
 
+def test_a_number_among_calls_of_llama():
+    with pytest.raises(ValueError, match="a call is an object with a name"):
+        tool_formats.parse_llama('{"name": "add", "parameters": {}}; 3', {})
+
+
 @pytest.mark.parametrize("call", ["f", "call:f{a:}", "call:f{a:1", "call:f{a:b}", "call:f{a:<1>}", "call:f(1)"])
 def test_a_malformed_call_of_gemma(call):
     with pytest.raises(ValueError):

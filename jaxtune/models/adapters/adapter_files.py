@@ -383,8 +383,8 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 
     PEFT before 0.19 assumed that every expert's weight is [in, out]. For weights that are [out, in] its A was [E r,
     out] and its B [in, r E], and (B A)^T was added: the current A is its B^T, and the current B is its A^T. The shapes
-    show which layout it is; for square weights, the version of PEFT does. Adapters of weights that are [in, out] had
-    the current layout already.
+    show which layout it is; for square weights, the version of PEFT does. For weights that are [in, out] both layouts
+    are the same.
 
     Args:
       folder: of the adapter, for errors.
@@ -406,7 +406,7 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
     arrays = dict(arrays)
     version = tuple(int(part) for part in re.findall(r"\d+", str(config.get("peft_version") or ""))[:2])
     for key, tensor in variables.items():
-        if not isinstance(tensor, ExpertTensor) or tensor.is_b or key not in arrays:
+        if not isinstance(tensor, ExpertTensor) or tensor.is_b or tensor.transposed or key not in arrays:
             continue
         key_b = key.replace("lora_A", "lora_B")
         a, b = arrays[key], arrays.get(key_b)
@@ -422,8 +422,6 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
                 )
             if version >= (0, 19):
                 continue
-        if tensor.transposed:
-            continue
         arrays[key] = b.reshape(in_size, rank, count).transpose(2, 1, 0).reshape(count * rank, in_size)
         arrays[key_b] = a.reshape(count, rank, out_size).transpose(2, 1, 0).reshape(out_size, rank * count)
     return arrays

@@ -209,15 +209,17 @@ class DigestCache:
 
     def save(self) -> None:
         """Writes the cache if digests were added. It writes nothing if the files changed meanwhile, or were written
-        less than two seconds before the load, when a further change might not show in their times. A failure to write
-        is ignored."""
+        less than two seconds before the load, when a further change might not show in their times. A failure to write,
+        and a weight file that is no longer there, are ignored."""
         if self._known == self._before:
             return
         newest = max((max(mtime, ctime) for _, _, mtime, ctime, *_ in self._states), default=0) / 1e9
-        if self._began - newest < _SETTLED_SECONDS or self._look() != self._states:
+        if self._began - newest < _SETTLED_SECONDS:
             return
         content = {"format": _FORMAT, "files": self._states, "digests": self._known}
         try:
+            if self._look() != self._states:
+                return
             self._path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(self._path, json.dumps(content), durable=False)
         except OSError:

@@ -304,7 +304,8 @@ def placed(
     check.array("keys", keys, "N kv_heads capacity D", FLOATS)
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
     check.array("positions", positions, "N", INTEGERS)
-    for name, given, shape in (("table", table, "N half"), ("norms", norms, "D")):
+    check.sizes["D/2"] = keys.shape[3] // 2, ""
+    for name, given, shape in (("table", table, "N D/2"), ("norms", norms, "D")):
         for index, array in enumerate(given or ()):
             check.array(f"{name}[{index}]", array, shape, FLOATS)
     positions = jnp.asarray(positions, jnp.int32)
@@ -327,5 +328,5 @@ def placed(
         call = f"{dtype}, head dim {dim}, {options}, {table is not None}, {norms is not None}"
         return dispatch.first_use("placed", "triton", call, compare)
 
-    chosen = _chosen("placed", lambda: triton.placed_refusal(keys, table), first_use, implementation)
+    chosen = _chosen("placed", lambda: triton.placed_refusal(keys), first_use, implementation)
     return IMPLEMENTATIONS[chosen].placed(parts, keys, values, positions, table, norms, **options)

@@ -23,7 +23,7 @@ MOST_CHOICES = 16  # experts of a token, because a program loads the choices of 
 _LEAST_SLOTS, _MOST_SLOTS = 32, 64
 # Of gate and up, each of this many rows, and of down, if the hidden size is divisible by 128 and if not. Two programs
 # or more fit the shared memory of a multiprocessor, so that one starts while another multiplies.
-_GATED, _DOWN, _DOWN_FEW = Tile(64, 64, 4, 4), Tile(128, 64, 4, 4), Tile(64, 64, 4, 6)
+_GATED, _DOWN, _DOWN_FEW = Tile(64, 64, 4, 4), Tile(128, 64, 4, 3), Tile(64, 64, 4, 6)
 
 
 def gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora | None) -> str | None:

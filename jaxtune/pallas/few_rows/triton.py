@@ -250,15 +250,10 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
     return added, normed
 
 
-def placed_refusal(keys, table) -> str | None:
+def placed_refusal(keys) -> str | None:
     """The reason why the kernel of `placed` does not support a call on this GPU, or None: no GPU on which Triton
-    kernels run, a cache in another dtype than 16-bit floats, a head dim that is no power of two from 32 to 512, or a
-    rotation of only some dimensions.
-
-    Args:
-      keys: the cache of keys, [N, kv_heads, capacity, D].
-      table: (cos, sin) of the rotation, or None.
-    """
+    kernels run, a cache in another dtype than 16-bit floats, or a head dim that is no power of two from 32 to 512.
+    keys: the cache of keys, [N, kv_heads, capacity, D]."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -267,8 +262,6 @@ def placed_refusal(keys, table) -> str | None:
     dim = keys.shape[3]
     if dim & (dim - 1) or not 32 <= dim <= 512:
         return f"head dim {dim}; powers of two from 32 to 512"
-    if table is not None and table[0].shape[-1] != dim // 2:
-        return f"{2 * table[0].shape[-1]} of {dim} dimensions are rotated"
     return None
 
 

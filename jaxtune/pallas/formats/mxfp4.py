@@ -149,8 +149,8 @@ class MXFP4(Stored):
         beyond float32's range.
 
         Numbers below 2^-126 become zero. A scale of 255, NaN in e8m0, is not treated as NaN: numbers of its block
-        become infinite where their codes stand for 1 or more. Published.read refuses such a scale, and the loader of
-        checkpoints refuses decoded numbers that are not finite. A number's exponent is the sum of its code's and its
+        become infinite where their codes stand for 1 or more. The layouts' `read` refuses such a scale, and the loader
+        of checkpoints refuses decoded numbers that are not finite. A number's exponent is the sum of its code's and its
         scale's exponents; it is assembled from bits, without a table or a power.
         """
         with jax.named_scope("dequantise"):
@@ -269,13 +269,7 @@ class Published(Layout):
         Raises:
           ValueError: a scale is 255, which is NaN in e8m0 (OCP Microscaling Formats v1.0, 5.4.1).
         """
-        scales = np.asarray(arrays["_scales"])
-        if (wrong := scales == NAN_SCALE).any():
-            file, first = found.tensors["_scales"].file, np.unravel_index(wrong.argmax(), wrong.shape)
-            raise ValueError(
-                f"{file}: {found.name}_scales{list(map(int, first))} is {NAN_SCALE}, which is NaN in MXFP4, as "
-                f"{wrong.sum():,} of its {wrong.size:,} scales are; fetch or write the checkpoint again"
-            )
+        scales = _checked_scales(found, "_scales", arrays)
         return MXFP4.from_blocks(jnp.asarray(arrays["_blocks"]), jnp.asarray(scales), dtype_name)
 
     def decoded(self, weight: Stored, dtype: str) -> jax.Array:
@@ -316,6 +310,27 @@ class Published(Layout):
         used. The entry is written with a model that is saved or exported."""
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+
+
+def _checked_scales(found: Found, key: str, arrays: Arrays) -> np.ndarray:
+    """The scales that a checkpoint has for a weight: arrays[key], which must be powers of two. The `read` of both
+    layouts calls it.
+
+    Args:
+      found: the weight, from whose headers the error takes the file and the tensor's name.
+      key: that of the scales' tensor, such as ".weight_scale".
+      arrays: the content of the weight's tensors, by key.
+    Raises:
+      ValueError: a scale is 255, which is NaN in e8m0 (OCP Microscaling Formats v1.0, 5.4.1).
+    """
+    scales, header = np.asarray(arrays[key]), found.tensors[key]
+    if (wrong := scales == NAN_SCALE).any():
+        first = list(map(int, np.unravel_index(wrong.argmax(), wrong.shape)))
+        raise ValueError(
+            f"{header.file}: {header.name}{first} is {NAN_SCALE}, which is NaN in MXFP4, as {wrong.sum():,} of its "
+            f"{wrong.size:,} scales are; fetch or write the checkpoint again"
+        )
+    return scales
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -386,11 +401,13 @@ class CompressedTensors(Layout):
         The loader of checkpoints calls it.
 
         Args:
-          found: what `describe` returned; not used.
-          arrays: {".weight_packed": the codes, ".weight_scale": the scales}; their values are not checked.
+          found: what `describe` returned.
+          arrays: {".weight_packed": the codes, ".weight_scale": the scales}.
           dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
+        Raises:
+          ValueError: a scale is 255, which is NaN in e8m0 (OCP Microscaling Formats v1.0, 5.4.1).
         """
-        leaves: list = [arrays[self.codes], arrays[".weight_scale"]]
+        leaves: list = [arrays[self.codes], _checked_scales(found, ".weight_scale", arrays)]
         return MXFP4(*leaves, dtype_name=dtype_name)
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:

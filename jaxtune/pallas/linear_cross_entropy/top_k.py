@@ -255,7 +255,7 @@ def _check_logits(check: Arguments, size: int, k: int, temperature, soft_cap, lo
     temperature, soft_cap (or None), logit_scale or chunk_tokens (or None) is not as these functions describe it."""
     check.number("k", k, whole=True, least=1)
     if k > size:
-        raise ValueError(f"k = {k}: the vocabulary has only {size:,} tokens")
+        raise ValueError(f"{check.op}: k = {k}: the vocabulary has only {size:,} tokens")
     check.number("temperature", temperature, above=0)
     check.number("soft_cap", soft_cap, above=0, optional=True)
     check.number("logit_scale", logit_scale)

@@ -67,7 +67,7 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
         (`_IDLE`, such as gradient_checkpointing), and those whose value is null, false, 0 or empty, are left out
         without a note.
     Raises:
-      ConfigError: the config is neither axolotl's nor LLaMA-Factory's.
+      ConfigError: the config is neither axolotl's nor LLaMA-Factory's, or its model is null.
       ValueError: dataset_info.json is not JSON.
     """
     program = program_of(values)
@@ -78,7 +78,9 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
         )
     made = Translation(program)
     left = {name: value for name, value in values.items() if value is not None}
-    made.set("model.path", left.pop("base_model" if program == AXOLOTL else "model_name_or_path"))
+    if (key := "base_model" if program == AXOLOTL else "model_name_or_path") not in left:
+        raise ConfigError(f"{key} = null: the config names no model; set it to a model's folder or hub name")
+    made.set("model.path", left.pop(key))
     (_axolotl if program == AXOLOTL else _llama_factory)(made, left, folder)
     _common(made, left)
     for name, value in left.items():

@@ -94,9 +94,9 @@ class TokenDataset:
 
     def warnings(self) -> list[str]:
         """Warnings about these rows to show before training, one sentence each: those of `Summary.warnings`, and, where
-        there are any, the number of documents that packing dropped, the number of rows whose text beyond data.length
-        was not tokenised, and that no response has a span that data.mask_spans masks. The rows are packed for it, with
-        the errors of `rows`."""
+        there are any, the number of documents that packing dropped, the number of documents whose text beyond
+        data.length was not tokenised, and that no response has a span that data.mask_spans masks. The rows are packed
+        for it, with the errors of `rows`."""
         found, report = self.summary.warnings(), self.report
         if report.dropped:
             found.append(
@@ -104,7 +104,9 @@ class TokenDataset:
                 f"{self.length} before their first trained token; raise data.length"
             )
         if self.summary.cut:
-            found.append(f"{self.summary.cut:,} rows are so long that their text beyond data.length was not tokenised")
+            found.append(
+                f"{self.summary.cut:,} documents are so long that their text beyond data.length was not tokenised"
+            )
         if self.mask_spans and not self.summary.masked:
             found.append("data.mask_spans: no response holds such a span")
         return found

@@ -185,9 +185,11 @@ class Monitor:
         values: dict[str, Any] = {}
         within = self._clock() if self._pausing else None  # a pause within another: a save in an evaluation
         self._pausing = True
-        yield values
+        try:
+            yield values
+        finally:
+            self._pausing = within is not None
         seconds = self.uncounted_seconds() if within is None else self._clock() - within
-        self._pausing = within is not None
         parts = sum(value for key, value in values.items() if key.endswith("_seconds"))
         self._counted += seconds
         self.logger.log(step, values | {f"{name}_seconds": seconds - parts})

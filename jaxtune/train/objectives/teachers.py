@@ -191,11 +191,12 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained 
 
 def described(model: Decoder, objective: object) -> list[str]:
     """The lines that a run prints about its teacher: one with the size of `model.teacher` in parameters and in memory
-    (that of one whole copy, in GB of 1e9 bytes); or, if none is attached and objective.teacher is "base", one that says
-    that the model itself with its adapter off is the teacher; else []. objective: the run's, of any kind."""
+    (that of one whole copy, in GB of 1e9 bytes); or, if none is attached and objective.teacher is "base" or None, one
+    that says that the model itself with its adapter off is the teacher; [] for an objective without a teacher.
+    objective: the run's, of any kind."""
     teacher = model.teacher
     if teacher is None:
-        own = getattr(objective, "teacher", None) == BASE
+        own = getattr(objective, "teacher", "") in (None, BASE)  # other objectives have no such attribute
         return ["teacher: the model itself with its adapter off"] if own else []
     state = nnx.state(teacher)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

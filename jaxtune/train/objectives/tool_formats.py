@@ -122,8 +122,7 @@ def parse_llama(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of Llama 3: (`text` unchanged, []) if it does not begin with `{` (after a
     `<|python_tag|>`, if it has one), else ("", the calls). The whole answer is then `{"name": ..., "parameters":
     {...}}`, or with "arguments" in place of "parameters"; several are separated by semicolons. Raises ValueError for a
-    malformed call, or TypeError for a number among the calls. `ToolFormat.parsed` calls it while answers with tools are
-    sampled in training.
+    malformed call. `ToolFormat.parsed` calls it while answers with tools are sampled in training.
 
     Args:
       text: the answer, with special tokens except the one that ended it.
@@ -135,7 +134,8 @@ def parse_llama(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     calls, decoder = [], json.JSONDecoder()
     while rest:
         value, end = decoder.raw_decode(rest)
-        calls.append(_call_of(value, "parameters" if "parameters" in value else "arguments"))
+        key = "parameters" if isinstance(value, dict) and "parameters" in value else "arguments"
+        calls.append(_call_of(value, key))
         rest = rest[end:].lstrip("; \n")
     return "", calls
 
@@ -280,7 +280,7 @@ class ToolFormat:
         """
         try:
             content, calls = self.kind.parse(self.decode(ids), schemas)
-        except (ValueError, TypeError):
+        except ValueError:
             content, calls = "", []
         if not calls and (not content or self.kind.parse not in _WITHOUT_THOUGHTS):
             content = str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

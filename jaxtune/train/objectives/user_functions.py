@@ -95,8 +95,13 @@ class EventLoop:
     def start(self, function: Callable, given: Mapping[str, object]) -> Future:
         """Calls a function with the keyword arguments `given`, and returns at once the future of what it returns or
         raises: an async function runs in the event loop, any other in a new daemon thread, so that the run can stop
-        waiting for it. Raises TypeError itself if an async function does not take these arguments."""
-        return self.run(called(function)(**given)) if is_async(function) else in_thread(function, given)
+        waiting for it. If a function does not take these arguments, the future has the TypeError."""
+
+        async def call() -> object:
+            """Calls the async function in the event loop, so that an error of the call itself is the future's too."""
+            return await called(function)(**given)
+
+        return self.run(call()) if is_async(function) else in_thread(function, given)
 
 
 def in_thread(function: Callable, given: Mapping[str, object]) -> Future:
