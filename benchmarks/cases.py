@@ -46,8 +46,7 @@ STEPS = {
         for objective in ("sft", "dpo", "dpo_precomputed")
     },
     "8b_nf4_parts": Step(f"{_8B} --load-in nf4 --profile {{folder}}", steps=4),
-    # Precision maps (docs/precision.md), beside 8b and 8b_nf4, which have none.
-    "8b_norms": Step(f"{_8B} --precision norms=fp32"),
+    # Precision maps (docs/precision.md), beside 8b_nf4, which has none.
     "8b_nf4_norms": Step(f"{_8B} --load-in nf4 --precision norms=fp32"),
     "8b_nf4_mixed": Step(f"{_8B} --load-in nf4 --precision 'layers.0.*=bf16,layers.31.*=bf16,down_proj=int8'"),
     "8b_nf4_head": Step(f"{_8B} --load-in nf4 --precision lm_head=fp32"),
@@ -126,7 +125,7 @@ SETS = {
     "steps": ["8b", "8b_nf4", "8b_24gb", "8b_packed", "gpt_oss", "qwen3_moe"],  # what costs speed shows in one of them
     "kernels": list(_KERNELS),
     "memory": [name for name in PARTS if name.startswith("memory_")],
-    "precision": ["8b", "8b_norms", "8b_nf4", "8b_nf4_norms", "8b_nf4_mixed", "8b_nf4_head"],
+    "precision": ["8b_nf4", "8b_nf4_norms", "8b_nf4_mixed", "8b_nf4_head"],
     "qat": ["8b", "8b_qat", "8b_qat_int8_int4", "1b_full", "1b_full_qat"],
     "fp8_ranks": ["8b_fp8", "8b_fp8_r64", "8b_fp8_blocks", "8b_fp8_blocks_r64"],
     "gemma4": [name for name in STEPS if name.startswith("gemma4")],

@@ -57,6 +57,7 @@ def _residuals(record: dict) -> str:
     budget = record.get("budget_gb")
     chosen = record["residuals"] if record["residuals"] in ("keep", "recompute", "fp8") else "mixed"
     what = f"planned for {budget:g} GB: {chosen}" if budget else chosen
+    what += ", per-layer embeddings on the host" if record.get("per_layer_embeddings") == "host" else ""
     return what if parts == 1 else f"{what}, {parts} micro-batches"
 
 
@@ -76,6 +77,8 @@ def step_table(records: list[dict]) -> list[str]:
             what += f", {r['objective']}"
         if r.get("qat"):
             what += f", QAT {r['qat']}"
+        if r.get("precision"):
+            what += ", " + ", ".join(f"{pattern}: {word}" for pattern, word in r["precision"].items())
         base = r.get("load_in") or "bf16"
         if r.get("compute"):
             base += f" ({'128 x 128' if r['scales'] == 'blocks' else 'rows'}, products too)"

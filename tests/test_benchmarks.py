@@ -165,6 +165,7 @@ def test_every_case_has_its_record_and_every_step_that_is_stored_its_case():
         for key in ("shape", "rows", "length", "documents", "load_in", "budget_gb", "compute", "qat", *asked):
             found = record.get(key)
             assert (asked.get(key) if found is None else found) == getattr(wanted, key, asked.get(key)), (name, key)
+        assert record.get("precision", {}) == step.precision_map(wanted), name
 
 
 def test_every_part_is_a_script_that_is_there_and_knows_its_cases():

@@ -240,9 +240,8 @@ def test_capped_logits_are_counted_beside_those_that_they_are_made_of(parts_8b):
     assert most - usual == 2 * 512 * SHAPE.vocab_size
 
 
-def test_a_head_in_float32_is_counted_by_its_time_and_its_logits():
-    """One H200, steps.json: 8b_nf4_head beside 8b_nf4, 10,279 and 17,143 tokens/s. The rate of float32 products is the
-    data sheet's, so the forecast is near, not exact."""
+def test_a_head_in_float32_is_counted_by_its_time_and_its_memory():
+    """One H200, steps.json: 8b_nf4_head beside 8b_nf4, 13,732 for 17,143 tokens/s, 65.0 for 58.3 GB."""
     usual, wide = (config_8b(precision=precision) for precision in ("bf16", {"lm_head": "fp32"}))
     plan = StepPlan(ResidualPlan.uniform(KEEP, SHAPE.num_layers), 1, 2**27 // SHAPE.vocab_size)
     seconds, sizes = [], []
@@ -250,8 +249,10 @@ def test_a_head_in_float32_is_counted_by_its_time_and_its_logits():
         parts = step_cost(abstract_model(SHAPE, config), config)
         seconds.append(forecast(parts, plan, H200).step_seconds)
         sizes.append(head_forecast(parts, 512, 4096, H200)[0])
-    assert seconds[1] / seconds[0] == pytest.approx(17143 / 10279, rel=0.12)
-    assert sizes[1] - sizes[0] == 2 * 512 * SHAPE.vocab_size
+        assert parts.head_time(find_device("RTX 4090")) == (1.0 if config is usual else 2.0)  # by the data sheet
+    assert seconds[1] / seconds[0] == pytest.approx(17143 / 13732, rel=0.05)
+    # tests/gpu/aot/test_memory.py finds these in the compiled loss.
+    assert sizes[1] - sizes[0] == SHAPE.vocab_size * (8 * SHAPE.hidden_size + 6 * 512)
 
 
 def test_measured_steps_of_the_8b_shape(parts_8b):

@@ -162,6 +162,14 @@ class StepCost:
             return 1.0
         return FLOAT32_HEAD_TIME.of("xla", device.name) if device.hopper else float32_time(device.name)
 
+    def head_parts_bytes(self, device: Device) -> tuple[float, float]:
+        """(bytes, bytes for each logit of a chunk) that the products with a head in float32 take on a Hopper GPU for
+        the parts into which XLA divides their operands (linear_cross_entropy's `precision_of`): two arrays of the
+        head's size, and one of the logits'. (0.0, 0.0) elsewhere, and with a head in 16 bits."""
+        if self.head_dtype != jnp.float32 or not device.hopper:
+            return 0.0, 0.0
+        return 8.0 * self.vocab_size * self.hidden_size, 4.0
+
     @property
     def table_rows_bytes(self) -> float:
         """Bytes on a device of the rows of the table of per-layer embeddings that two steps have, the one that it

@@ -383,7 +383,8 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
     rows = max(round(tokens / parts.length), 1)
     chunk = rows * chunk_length(rows, parts.length, int(chunk_tokens))
     hidden = tokens * parts.hidden_size * parts.dtype.itemsize
-    logits = (chunk + -chunk % 8) * parts.vocab_size * parts.logit_bytes  # XLA pads to a multiple of 8
+    head_parts, logit_parts = parts.head_parts_bytes(device)
+    logits = (chunk + -chunk % 8) * parts.vocab_size * (parts.logit_bytes + logit_parts)  # XLA pads to a multiple of 8
     products = 3 if parts.head_trains else 2
     flops = 2.0 * products * parts.vocab_size * parts.hidden_size * tokens * parts.head_time(device)
     fit = _step_time(device)
@@ -392,7 +393,7 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
         passes += tokens / chunk * parts.vocab_size * parts.hidden_size * fit.head_gradient_bytes / device.copy
     seconds = flops / (device.gemm * chunk / (chunk + product_time(device).half_tokens)) + passes
     around = ALLOCATOR_BYTES.of("xla", device.name).loss * hidden
-    return logits + around + parts.head_bytes, seconds
+    return logits + around + parts.head_bytes + head_parts, seconds
 
 
 def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:

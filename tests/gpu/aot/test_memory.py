@@ -96,6 +96,26 @@ def test_a_logit_of_a_chunk_takes_as_many_bytes_as_the_planner_counts(soft_cap, 
     assert analysis.temp_size_in_bytes == pytest.approx(chunk * vocab * logit_bytes, rel=0.06)
 
 
+def test_a_head_in_float32_takes_the_parts_of_its_operands():
+    """StepCost.head_parts_bytes and logit_bytes: two arrays of the head's size and 12 bytes a logit."""
+    where, tokens, hidden_size, vocab, chunk = H200.sharding(), 2048, 1024, 262_144, 256
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    def step(hidden, head, targets, weights):
+        options = dict(head_gradient=False, chunk_tokens=chunk)
+        wide = hidden.astype(jnp.float32)
+        return linear_cross_entropy(wide, head, targets, weights, **options)[0]
+
+    operands = (array(1, tokens, dtype=jnp.int32), array(1, tokens))
+    with H200.lowering():
+        hidden = array(1, tokens, hidden_size, dtype=jnp.bfloat16)
+        lowered = jax.jit(jax.grad(step)).lower(hidden, array(vocab, hidden_size), *operands)
+    analysis = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).memory_analysis()
+    assert analysis.temp_size_in_bytes == pytest.approx(vocab * (8 * hidden_size + 12 * chunk), rel=0.03)
+
+
 @pytest.mark.parametrize("beta", [0.5, 1.0])
 def test_the_divergence_of_8192_tokens_takes_less_than_a_gigabyte(beta):
     """Of a student of hidden size 2,048 from a teacher of 4,096, with frozen heads, above hidden states and heads. The
