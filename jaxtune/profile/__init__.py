@@ -7,8 +7,10 @@
     print(jaxtune.profile.show("profiles/a"))
     print(jaxtune.profile.compare("profiles/a", "profiles/b"))
 
-The package works on any JAX program and reads PyTorch's Chrome traces too. Of jaxtune it imports only `jaxtune.system`.
-README.md in this folder says how each number is made.
+`show` returns a Report and `compare` a Comparison; both raise TraceError for a profile that cannot be read. `ceilings`
+returns the Ceilings of this machine's device: the highest rates that it reaches, with which a report compares the
+kernels. The package works on any JAX program and reads PyTorch's Chrome traces too. Of jaxtune it imports only
+`jaxtune.system`. README.md in this folder says how each number is made.
 """
 
 from __future__ import annotations

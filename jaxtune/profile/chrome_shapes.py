@@ -1,5 +1,7 @@
-"""Shapes and bytes of operators' arrays, and FLOPs of attention, in a Chrome trace of PyTorch's profiler taken with
-record_shapes=True, for the reader of such traces (chrome.py), which computes the FLOPs of matrix products itself."""
+"""Shapes and bytes of operators' arrays (`operand_arrays`, `in_words`), and FLOPs of attention (`attention_flops`), in
+a Chrome trace of PyTorch's profiler taken with record_shapes=True, for the reader of such traces (chrome.py), which
+computes the FLOPs of matrix products itself. ELEMENT_BYTES has the bytes of each dtype, FLOATS those of floating-point
+types, and SHORT_DTYPES the names that reports show."""
 
 from __future__ import annotations
 

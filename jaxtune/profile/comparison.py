@@ -1,5 +1,6 @@
 """Comparison of two profiles (`compare`): what became faster or slower by more than the steps of one run differ among
-themselves. `region` names the part of a model that a scope belongs to."""
+themselves. It returns a `Comparison`. `region` names the part of a model that a scope belongs to, by which programs
+with different names of scopes are compared."""
 
 from __future__ import annotations
 
@@ -54,8 +55,9 @@ class Comparison(ComparisonData):
 
 def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
     """Compares two profiles, of which A is the base: which parts of the step became faster or slower in B. If the steps
-    of both have known, but different numbers of tokens, B's times are multiplied by A's number over B's. Its notes say
-    so if this was done, if only one of them knows its tokens, if the devices differ, or if a profile has a single step.
+    of both have known, but different numbers of tokens, B's times are multiplied by A's number over B's. Its notes are
+    those of both reports, and say if this was done, if only one of them knows its tokens, if the devices differ, or if
+    a profile has a single step.
 
     Args:
       a, b: a report that `show` returned, or the folder or file of a profile.
@@ -104,10 +106,10 @@ def region(scope: str) -> str:
 
 
 def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_ms: float, detail: str = "") -> Change:
-    """Makes the row of a comparison for the step or for one category, scope or kernel. Its verdict on B is "same" if
-    the means differ by no more than the steps of one profile do among themselves, or by at most 0.05 % of the step, or
-    if the ranges of both profiles' times overlap. Otherwise it is "slower", "faster", or, if one profile has no time in
-    it, "only in A" or "only in B".
+    """Makes the row of a comparison for the step or for one category, scope, region or kernel. Its verdict on B is
+    "same" if the means differ by no more than the steps of that profile do among themselves in which they differ more,
+    or by at most 0.05 % of A's step, or if the ranges of both profiles' times overlap. Otherwise it is "slower",
+    "faster", or, if one profile has no time in it, "only in A" or "only in B".
 
     Args:
       name: of the category, scope or kernel, or "step".
@@ -169,8 +171,8 @@ def _named_alike(a: ReportData, b: ReportData) -> bool:
 
 def _scopes(a: ReportData, b: ReportData, scale: float, by_scope: bool) -> list[Change]:
     """One row for each (scope, phase) of either profile, or for each (region, phase) if `by_scope` is false, because
-    the programs name their scopes differently; the row with the largest ms comes first. a, b: the reports of both.
-    scale: the factor on B's times."""
+    the programs name their scopes differently; those that take longest in A or in B come first. Idle time has a row. a,
+    b: the reports of both. scale: the factor on B's times."""
 
     def grouped(report: ReportData, factor: float) -> dict[tuple[str, str], list[float]]:
         """Returns {(scope or region, phase): its ms in each step of `report`, times `factor`}; the scopes of one region
@@ -196,11 +198,11 @@ def _add(total: list[float] | None, values: list[float]) -> list[float]:
 
 def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
     """One row for each kernel of either profile, the largest difference first. Kernels of A and B that do the same work
-    share a row, with the name of B's, or "A's → B's" if the two differ.
+    share a row, with the name of B's, or "A's → B's" if the two differ by more than a number at the end.
 
-    Matrix products and attention are paired by scope, phase and shape, whatever kernel the library chose; other kernels
-    also by their name, without the number that the compiler appended. a, b: the reports of both. scale: the factor on
-    B's times.
+    Matrix products and attention of known shape and FLOPs are paired by category, scope, phase and shape, whatever
+    kernel the library chose; other kernels also by their name, without the number that the compiler appended. a, b: the
+    reports of both. scale: the factor on B's times.
     """
 
     def grouped(report: ReportData, factor: float):
@@ -285,8 +287,9 @@ def _one_sided(comparison: ComparisonData) -> list[str]:
 
 def _where(comparison: ComparisonData, change: Change) -> str:
     """Says where in the profiles of `comparison` the change of a category, `change`, comes from: ", 3.20 ms of it in
-    layer/mlp backward", and how many kernels each profile has if the numbers differ by more than 10 %. For idle time it
-    says the numbers of launch gaps. The text is appended to the category's sentence; it is "" if nothing is known."""
+    layer/mlp backward", and how many kernels a step of each profile has if both have some and the numbers differ by
+    more than 10 %. For idle time it says the numbers of launch gaps. The text is appended to the category's sentence;
+    it is "" if nothing is known."""
     if change.name == "idle":
         before, after = comparison.a.idle, comparison.b.idle
         return f", {before.launch_gaps:.0f} and {after.launch_gaps:.0f} launch gaps a step"

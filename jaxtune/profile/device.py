@@ -1,5 +1,6 @@
 """Rates that a device can reach: measured once and cached (`ceilings`), or taken from its data sheet
-(`known_ceilings`). Reports compare a profile's kernels with them. `nvidia_smi` reads a GPU's state."""
+(`known_ceilings`). Both return `Ceilings`, with which reports compare a profile's kernels. `cache_file` is where
+measured ones are stored. `nvidia_smi` reads a GPU's state, for the measurement and for `jaxtune doctor`."""
 
 from __future__ import annotations
 

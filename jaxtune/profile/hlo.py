@@ -1,7 +1,6 @@
-"""The optimised HLO of a traced program: its instructions in launch order, with shapes, scopes, FLOPs and bytes.
-
-An XPlane file contains the HloProto of every module that ran; nothing else is needed. Their reader (xplane.py) uses it.
-"""
+"""The optimised HLO of a traced program, made from its HloProto in an XPlane file (xplane.py): a `Module` of
+Computations of Instructions with Shapes, in launch order; an instruction's FLOPs (`flops`) and bytes (`moved_bytes`);
+and how often a loop runs (`trip_count`). Opcodes in SILENT launch nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ class Shape:
 
     dtype: str  # as HLO writes it, such as "bf16"; "tuple" for a tuple
     dims: tuple[int, ...] = ()  # empty for a scalar and for a tuple
-    bits: int = 0  # of one element
+    bits: int = 0  # of one element; 0 for a tuple and an unknown type
     parts: tuple[Shape, ...] | None = None  # the shapes of a tuple; None for an array
 
     @property
@@ -136,7 +135,7 @@ class Instruction:
 class Computation:
     """One computation of a module: the entry, a loop's body or a fusion's body."""
 
-    name: str
+    name: str  # unique within the module
     id: int  # unique within the module, as Instruction.called refers to it
     instructions: list[Instruction]  # in schedule order where the module is scheduled
     module: Module | None = None  # the module that it is part of
@@ -251,7 +250,7 @@ class Module:
 
 
 def trip_count(loop: Instruction) -> int:
-    """How often the while loop that this instruction is runs, if the compiler has noted it in its config; else 1.
+    """How often a while loop, the instruction `loop`, runs, if the compiler has noted it in its config; else 1.
     Module.launches repeats the launches of the loop's body so often, because a trace has as many kernels."""
     try:
         return int(json.loads(loop.config)["known_trip_count"]["n"])
@@ -313,9 +312,9 @@ def _shape(proto: Any) -> Shape:
 def flops(instruction: Instruction) -> int:
     """FLOPs of the products in an instruction, two for each multiply-add, for the report's TFLOP/s; 0 where shapes do
     not tell. A fusion has those of the products inside it. A cuDNN attention call counts 2 products of length x length
-    in the forward, 5 in the backward, half of that if its mask is causal. Of Pallas kernels only `grouped_matmul` and
-    `fp8_matmul` count: x [., K] is the first operand and [rows, N] the result, rows that fill up tiles included. The
-    work of packed attention cannot be read from shapes."""
+    in the forward, 5 in the backward, half of that if its mask is causal; packed rows count as one document each, which
+    is too much. Of Pallas kernels only `grouped_matmul` and `fp8_matmul` count (x [., K] is the first operand, [rows,
+    N] the result, rows that fill up tiles included); others, attention among them, are 0."""
     operands = instruction.operand_shapes
     if instruction.is_mosaic:
         out = _first(instruction.shape).dims
@@ -364,8 +363,8 @@ def _cublas_contracting(instruction: Instruction) -> tuple[int, ...]:
 
 def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
     """FLOPs of a cuDNN attention call, 2 products in the forward and 5 in the backward, half of that if its mask is
-    causal; 0 if query or key has not four dimensions. operands: the shapes of the call's operands, the first two of
-    which are query and key, [B, T, heads, D]."""
+    causal, also over packed rows; 0 if query or key has not four dimensions. operands: the shapes of the call's
+    operands, the first two of which are query and key, [B, T, heads, D]."""
     query, key = operands[0].dims, operands[1].dims
     if len(query) != 4 or len(key) != 4:
         return 0
@@ -383,7 +382,7 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
 def moved_bytes(instruction: Instruction) -> int:
     """Bytes that an instruction reads and writes in memory, for the report's TB/s: each operand and result once,
     cuBLAS's workspace not. Of an operand that a fusion only slices, the slice counts; of one that it updates in place,
-    the update. Of an asynchronous start (copy-start, ...) the result counts, which includes its operands."""
+    the update. Of an asynchronous start (not all-reduce-start) the result counts, which includes its operands."""
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0
@@ -422,8 +421,8 @@ def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instructio
     compiler's BufferAssignmentProto. Returns (bytes, instruction or None, kind) of each, the largest first.
 
     Values that share an allocation over time are replayed by the heap simulator's trace, and those live when the
-    allocation is fullest are listed, followed by its unused rest. Without a trace the allocation's largest value stands
-    for it.
+    allocation is fullest are listed, followed by its unused rest. Without a trace it is the allocation's largest value,
+    then the rest as one row. Allocations on the host do not count.
     """
     sizes = {buffer.id: buffer.size for buffer in assignment.logical_buffers}
     defined = {buffer.id: buffer.defined_at.instruction_id for buffer in assignment.logical_buffers}

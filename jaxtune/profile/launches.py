@@ -1,5 +1,5 @@
-"""The join of a trace's kernels with the HLO instructions that launched them (`join`), from which they get scopes and
-work.
+"""The join of a trace's kernels (`Launch`) with the HLO instructions that launched them (`join`), from which they get
+scopes and work.
 
 A trace names the instruction of a kernel, except inside CUDA graphs ("command buffers"), where every kernel has the
 graph's name. XLA also compiles one kernel for all equal fusions and names it after the first. The join therefore sorts

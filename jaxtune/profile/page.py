@@ -1,5 +1,6 @@
 """HTML pages of a report (`report_page`) and of a comparison (`comparison_page`), as text. A page is one file that
-contains all numbers and loads nothing; a script in it, page.js, draws bars, timelines and the kernel table."""
+contains all numbers and loads nothing; a script in it, page.js, draws bars, timelines and the kernel table. The other
+functions make the sections of a page."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _HERE = Path(__file__).parent
 
 
 def report_page(report: ReportData) -> str:
-    """Makes the HTML page of one profile's report and returns its text: the largest losses, the step's time by category
-    and scope, its timeline, kernels, transfers and memory."""
+    """Makes the HTML page of one profile's report and returns its text: the three largest losses, the step's time by
+    category and scope, its timeline, kernels, transfers and memory."""
     losses = [loss.text for loss in report.losses[:3]]
     kernels = {
         "sort": "ms",
@@ -181,12 +182,14 @@ def _words(title: str, lines: Sequence[str], ordered: bool = False) -> str:
 
 
 def _bars() -> str:
-    """The empty section, as HTML, in which page.js draws the time of one step as bars, one for each category."""
+    """The empty section, as HTML, in which page.js draws a bar for each profile: the mean step, divided into its
+    categories."""
     return '<h2>One step, by category</h2>\n<div id="bars"></div>\n<ul class="legend" id="legend"></ul>\n'
 
 
 def _timelines() -> str:
-    """The empty section, as HTML, in which page.js draws one step on a time axis, with a line for each stream."""
+    """The empty section, as HTML, in which page.js draws the middle step of each profile on a time axis, with a line
+    for each stream."""
     return (
         '<h2>One step, by stream</h2>\n<p class="soft">The wheel zooms, dragging moves.</p><div id="timelines"></div>\n'
     )
@@ -250,8 +253,8 @@ def _changes(title: str, rows: Sequence[Change], id: str) -> str:
 
 
 def _transfers(report: ReportData) -> str:
-    """The HTML section on a report's waits: a sentence on idle time, and if there are copies over the host link or
-    collectives, the table of these."""
+    """The HTML section on a report's waits: if there are copies over the host link or collectives, the table of these,
+    and then a sentence on idle time."""
     idle = report.idle
     text = (
         f"<p>Idle {idle.ms:.2f} ms a step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, "

@@ -1,5 +1,5 @@
-"""Finds the trace in a folder or file, whichever profiler wrote it, and reads it (`read`), with what `capture` recorded
-about it."""
+"""`read` finds the trace in a folder or file, whichever profiler wrote it, and reads it by the reader of its format
+(xplane.py or chrome.py), with what `capture` recorded about it."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def _parse(file: Path, data: bytes) -> Trace:
 
 def _find(path: Path) -> Path:
     """Finds the file to read: `path` itself if it is a file, else a trace in this folder. A folder that `capture` wrote
-    has one. In others it is the newest file of one format; XPlane files are preferred to Chrome traces, because they
-    say more.
+    has one. In others it is the newest file, in the folder or below it, of the first pattern in _PATTERNS that any file
+    fits; XPlane files come before Chrome traces, because they say more.
 
     Raises:
       TraceError: the path does not exist, or there is no trace in the folder.

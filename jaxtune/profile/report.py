@@ -1,5 +1,5 @@
 """The report of one trace: where the step's time went, how well it was used, what it waited for. `show` reads a profile
-and makes its Report; `make_report` makes it from a Trace."""
+and makes its `Report`; `make_report` makes it from a Trace, table by table."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ class Report(ReportData):
     adds to the tables in ReportData their form as text for a terminal (`to_text`, `str`) and as an HTML page."""
 
     def to_text(self, width: int = 120) -> str:
-        """The report as plain text for a terminal: the largest losses, then the tables. width: columns of the terminal;
-        a table shows the kernels' shapes from 110 columns on."""
+        """The report as plain text for a terminal: a headline and notes, the three largest losses of time, the tables
+        by category, scope, kernel and transfer, then idle time, memory and the device's ceilings; what is unknown is
+        left out. A loss is a reason why the step takes longer than it could on this device. width: columns of the
+        terminal; the kernels' shapes are shown from 110 on."""
         return report_text(self, width)
 
     def to_html(self) -> str:
@@ -167,10 +169,10 @@ def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[S
 
 
 def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRow]:
-    """Makes a KernelRow for the calls of each kernel with the same category, scope, phase and shape, the largest first.
-    events: those of all `num_steps` steps. ceilings: the device's rates, with which the kernels are compared; None: the
-    rows' `bound` and `of_ceiling` stay "" and 0. So do those of transfers, of which only `tbps` is set, over their
-    whole duration."""
+    """Makes a KernelRow for the calls of each kernel with the same category, scope, phase and shape; those with the
+    most ms come first. events: those of all `num_steps` steps. ceilings: the device's rates, with which the kernels are
+    compared; None: the rows' `bound` and `of_ceiling` stay "" and 0. So do those of transfers, of which only `tbps` is
+    set, over their whole duration."""
     groups: dict[tuple, list[Event]] = collections.defaultdict(list)
     for event in events:
         groups[readable(event.name), event.category, event.scope, event.phase, event.shape].append(event)
@@ -197,8 +199,8 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
 
 def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
     """Makes a row for copies to the device, one for copies to the host and one for collectives, of those that occur:
-    their time, how much of it other work hid, and their bytes, per step, and the at most five for which the step waited
-    longest ({"ms", "op", "scope", "step"}). events: those of all `num_steps` steps."""
+    their time, how much of it other work hid, and their bytes, per step, and in `waits` the at most five for which a
+    step waited longest. events: those of all `num_steps` steps."""
     rows = []
     busy = union([(e.start_ns, e.end_ns) for e in events if e.kind not in TRANSFERS])
     names = {"to_device": "copies to device", "to_host": "copies to host", "collective": "collectives"}
@@ -259,8 +261,8 @@ def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle
 
 
 def _wait_words(idle: Idle) -> str:
-    """Words on the longest wait of the device for its next launch, a space and then parentheses, to be appended to a
-    word of the sentence on idle time; "" if it is shorter than 0.05 ms."""
+    """Words on the longest wait in `idle`, such as " (longest: 1.20 ms, before fusion.3)", which begin with a space
+    because `losses` appends them to a word of its sentence on idle time; "" if it is shorter than 0.05 ms."""
     if not idle.longest or idle.longest[0]["ms"] < 0.05:
         return ""
     wait = idle.longest[0]
@@ -268,9 +270,10 @@ def _wait_words(idle: Idle) -> str:
 
 
 def _buffers(trace: Trace) -> list[dict[str, Any]]:
-    """The 12 largest rows of a trace's buffers, which are live at the peak, as dicts {"bytes", "count", "what",
-    "kind"}. Buffers whose parameter paths differ in a layer's index only are one row, with "[*]" for the index: "count"
-    is their number, "bytes" their sum."""
+    """The at most 12 largest rows of a trace's buffers, which are live at the peak, the largest first, as dicts
+    {"bytes", "count", "what", "kind"}. "what" and "kind" are Buffer's; kind is "argument", "output", "temporary",
+    "constant" or "fragmentation". Buffers with the same two are one row, also those whose parameter paths differ in a
+    layer's index only ("[*]" is written for it): "count" is their number, "bytes" their sum."""
     groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for buffer in trace.buffers:
         # An index in a parameter's path, "layers[3]['mlp']", and not one in a shape.
@@ -284,8 +287,9 @@ def _timeline(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> 
     """What page.js draws of the middle step: {"step": its index, "length_us": its length, "streams": {stream: rows}}.
     events: those of all steps. steps: (start_ns, end_ns) of each.
 
-    A row is [start us, length us, category, kernel, scope]. Events of one category and scope less than 2 us apart are
-    merged, which keeps the page small.
+    A row is [us from the step's start, length us, category, name, scope with its phase]. Consecutive events of a stream
+    with the same category, scope and phase, less than 2 us apart, are one row, which keeps the page small: its name is
+    the different names of the kernels, joined by ", " and cut at 160 characters.
     """
     step = len(steps) // 2
     origin, end = steps[step]

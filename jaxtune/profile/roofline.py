@@ -1,5 +1,5 @@
-"""What a step loses compared with the device's ceilings (`losses`), in milliseconds and as sentences, and the least
-time of an operator by the roofline model (`floor_ns`)."""
+"""What a step loses compared with the device's ceilings (`losses`), in milliseconds and as sentences, the least time of
+an operator by the roofline model (`floor_ns`), and the rate with which a product is compared (`product_ceiling`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Loss:
     """One reason why a step takes longer than it could on this device, with the time that would be saved without it.
     The report lists the largest ones first."""
 
-    what: str  # the loss's short name, such as "GEMM" or "idle"
+    what: str  # the loss's short name, such as "GEMM", "idle" or "passes over memory: layer/mlp"
     won_ms: float  # milliseconds a step that would be saved without it
     text: str  # a sentence with its size and its remedy
 
@@ -51,7 +51,8 @@ def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -
     Args:
       flops: its floating-point operations.
       moved_bytes: the bytes that it reads and writes in the device's memory.
-      dtype: of its operands.
+      dtype: of its operands, which chooses the rate of its FLOPs as product_ceiling does (8 bits: FP8; float32: TF32;
+        all others, unknown ones included: bf16).
       ceilings: the device's rates; one that is 0 limits nothing.
     Returns:
       (the time in ns, "compute" if its FLOPs take longer, as is also said if both times are equal, else "memory")
@@ -66,9 +67,10 @@ def losses(
     events: Sequence[Event], num_steps: int, idle_ms: float, ceilings: Ceilings, *, wait: str = ""
 ) -> list[Loss]:
     """Finds every loss of a step, the largest first, for the report's list of what could be saved. A moment of the step
-    counts in one loss only. Matrix products, attention and experts lose the time beyond the ceiling's, copies and
-    collectives the time that the step waits for them, and all others their whole time. Where the device's rates are
-    unknown (0), matrix products, attention and experts are no losses.
+    counts in one loss only. Matrix products, attention and experts lose the time beyond the ceiling's, copies over the
+    host link and collectives the time that the step waits for them, and all others (recomputing, thin products, passes
+    over memory, idle time) their whole time. Where the device's rates are unknown (0), matrix products, attention and
+    experts are no losses.
 
     Args:
       events: those of the captured steps, with `self_ns` set.
@@ -137,7 +139,8 @@ def _kind(event: Event, ceilings: Ceilings) -> str:
 
 def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
     """The Loss of matrix products, attention or experts, with its sentence: the ms per step that would be saved if
-    these kernels ran at the device's ceiling, 0 if the ceiling or their FLOPs are not known.
+    these kernels ran at the device's ceiling, 0 if the ceiling or all their FLOPs are not known. A kernel without FLOPs
+    of its own, such as a helper, counts whole.
 
     Args:
       kind: "GEMM", "attention" or "MoE".
@@ -168,7 +171,8 @@ def _passes(place: str, events: Sequence[Event], ms: float, per_step: float, cei
     them into their neighbours would save it.
 
     Args:
-      place: the part of the model, the first two parts of a scope.
+      place: the part of the model, as `_kind` names it: the first two parts of a scope, "the loss", "the optimizer",
+        "dequantising" or "unnamed places".
       events: its events, of all captured steps.
       ms: their time in milliseconds per step.
       per_step: the factor from nanoseconds, summed over all captured steps, to milliseconds per step.

@@ -1,5 +1,6 @@
 """What names in a trace mean: the scope and phase of an op_name (`scope_of`), the category of a kernel (`categorise`),
-and a kernel's name for a table (`readable`). The readers of traces and the reports use it."""
+and a kernel's name for a table (`readable`). `is_gemm_kernel`, `is_attention_kernel` and `is_collective` recognise
+kernels by their names. The readers of traces and the reports use it."""
 
 from __future__ import annotations
 
@@ -47,8 +48,9 @@ def scope_of(op_name: str) -> tuple[str, str]:
     JAX writes "jit(step)/transpose(jvp(layer))/mlp/dot_general": transformations wrap the scope around them, and the
     last part is the primitive; this has the scope "layer/mlp". Names of jitted functions, loops, transformations and
     phases are left out, and a scope that a transformation enters again is written once. Of several op_names, joined by
-    semicolons, the first is read. The phase is "recompute" in the second run of jax.checkpoint or in a scope of that
-    name; "backward" under a transpose or in a scope of that name, unless it is a recompute; and "forward" elsewhere.
+    semicolons, the first is read. The phase is "recompute" in the second run of jax.checkpoint or in a scope with the
+    name "recompute", unless that is inside a scope with the name "backward"; else "backward" under a transpose or in a
+    scope with that name; else "forward".
     """
     if not op_name:
         return "", ""

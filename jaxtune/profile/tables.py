@@ -1,4 +1,6 @@
-"""The tables of a report and of a comparison, which report.py and comparison.py fill and text.py and page.py show."""
+"""The tables of a report on one profile (`ReportData`, with rows `Share`, `KernelRow`, `Transfer` and one `Idle`) and
+of a comparison of two (`ComparisonData`, with rows `Change`). report.py and comparison.py fill them, and text.py and
+page.py show them. In both, times are ms of the device per step."""
 
 from __future__ import annotations
 
@@ -17,32 +19,33 @@ class Share:
     ms: float  # mean over the steps
     share: float  # `ms` divided by the step's ms
     per_step_ms: list[float]  # its ms in each captured step
-    phase: str = ""  # "forward", "recompute" or "backward"; "" for a category and for idle time
+    phase: str = ""  # "forward", "recompute" or "backward"; "" for a category, for idle time and where unknown
 
 
 @dataclasses.dataclass
 class KernelRow:
-    """The calls of one kernel from one scope with one shape, a row of the report's table of kernels."""
+    """The calls of one kernel with one category, scope, phase and shape, a row of the report's table of kernels.
+    Copies, memsets and collectives have rows too."""
 
-    name: str  # the kernel's, shortened by scopes.readable
+    name: str  # the kernel's or copy's, shortened by scopes.readable
     category: str  # one of scopes.CATEGORIES, such as "GEMM"
     scope: str  # the named scope, such as "layer/mlp"; "" if it has none
     phase: str  # "forward", "recompute" or "backward"; "" where unknown
     shape: str  # operands and result in words, such as "bf16[8,64], bf16[64,32] -> bf16[8,32]"
     count: float  # calls per step
-    ms: float  # mean per step, of the time booked on these calls alone
+    ms: float  # mean per step, of the time booked on these calls alone (Event.self_ns)
     per_step_ms: list[float]  # the same in each captured step
-    tflops: float = 0.0  # achieved TFLOP/s; 0 where shapes do not tell
-    tbps: float = 0.0  # achieved TB/s; 0 where shapes do not tell
-    bound: str = ""  # "compute" or "memory": which ceiling sets the least time; "" where unknown
-    of_ceiling: float = 0.0  # least time on this device over the time taken; 0 where unknown
+    tflops: float = 0.0  # achieved TFLOP/s; 0 for transfers and where shapes do not tell
+    tbps: float = 0.0  # achieved TB/s, of a transfer over its whole duration; 0 where the bytes are unknown
+    bound: str = ""  # "compute" or "memory": which ceiling sets the least time; "" for transfers and where unknown
+    of_ceiling: float = 0.0  # least time on this device over the time taken; 0 for transfers and where unknown
 
 
 @dataclasses.dataclass
 class Transfer:
     """All copies to the device, all copies to the host, or all collectives of a profile, a row of the report's table of
-    transfers. Figures are means per step. A transfer is exposed while it runs and no kernel, memset or copy within the
-    device does: the step waits for it."""
+    transfers. Figures but `waits` are means per step. A transfer is exposed while it runs and no kernel, memset or copy
+    within the device does: the step waits for it."""
 
     name: str  # "copies to device", "copies to host" or "collectives"
     count: float  # number of them
@@ -51,7 +54,8 @@ class Transfer:
     exposed_ms: float  # the other part, in which none of these ran
     gb: float  # GB moved; 0 where unknown
     gb_per_s: float  # GB/s while at least one of them ran; 0 where the bytes are unknown
-    # the at most five longest exposed ones: {"ms": exposed time, "op": its instruction or kernel, "scope", "step"}
+    # the at most five for which a step waited longest, the longest first: {"ms": the exposed ms booked on this one
+    # transfer (Event.self_ns), "op": its instruction, or else its kernel, "scope", "step": the index of its step}
     waits: list[dict[str, Any]]
 
     @property
@@ -62,22 +66,23 @@ class Transfer:
 
     @property
     def longest_wait(self) -> str:
-        """The longest exposed transfer in words, its ms and its operator: "1.20 ms, copy-start.3"; "" if none is
-        exposed. A transfer is exposed while no kernel, memset or copy within the device runs, so that the step waits
-        for it."""
+        """The transfer for which a step waited longest, in words: the exposed ms that are booked on it (Event.self_ns),
+        not its whole duration, and its operator, such as "1.20 ms, copy-start.3"; "" if none is exposed. A transfer is
+        exposed while no kernel, memset or copy within the device runs. The tables show it."""
         return f"{self.waits[0]['ms']:.2f} ms, {self.waits[0]['op']}" if self.waits else ""
 
 
 @dataclasses.dataclass
 class Idle:
-    """Time within the steps in which nothing ran on the device, as means per step. It is either launch gaps, shorter
-    than 20 us, or longer waits for the host."""
+    """Time within the steps in which nothing ran on the device, as means per step. A stretch of it is a launch gap if
+    it is shorter than 20 us, and else a wait for the host."""
 
     ms: float  # all idle time
     launch_gaps: float  # number of short gaps between launches
     launch_gap_ms: float  # sum of the short gaps
     wait_ms: float  # sum of the longer gaps, in which the device waited for the host
-    # the at most five longest waits: {"ms", "step", "before": the kernel after the wait, "after": the kernel before it}
+    # the at most five longest waits, the longest first: {"ms", "step": the index of its step, "before": the operator or
+    # kernel that ran next, "after": the one that ran last; "" at the end and at the start of a step}
     longest: list[dict[str, Any]]
 
 
@@ -92,21 +97,23 @@ class ReportData:
     num_devices: int  # devices in the trace, of which the busiest is shown
     versions: dict[str, str]  # {package: version}, as recorded
     meta: dict[str, Any]  # what the program recorded about itself, such as {"tokens_per_step": 16384}
-    notes: list[str]  # remarks on the trace and how it was read
+    notes: list[str]  # remarks on the trace and how it was read, sentences
     steps_ms: list[float]  # ms of each captured step
     step_ms: float  # their mean
     tokens_per_step: int | None  # as the program recorded it in meta; None where unknown
     categories: list[Share]  # those that occur, in the order of scopes.CATEGORIES; idle time last
-    scopes: list[Share]  # one for each scope and phase, the largest first; idle time last
-    kernels: list[KernelRow]  # the largest first
+    scopes: list[Share]  # one for each scope and phase, those with the most ms first; idle time last
+    kernels: list[KernelRow]  # all of them, those with the most ms first
     transfers: list[Transfer]  # one for each of the three kinds that occurs
     idle: Idle  # the time in which nothing ran
-    peak_memory_bytes: int  # the allocator's; else the sum of the buffers at the peak
-    buffers: list[dict[str, Any]]  # largest buffers at the peak: {"bytes", "count", "kind", "what"}
-    flops_per_step: float  # FLOPs of all products in a step whose shapes are known
+    peak_memory_bytes: int  # the allocator's; else the sum of the buffers at the peak; 0 where both are unknown
+    # the at most 12 largest groups of buffers at the peak: {"bytes": their sum, "count": their number, "kind", "what":
+    # as in trace.Buffer}
+    buffers: list[dict[str, Any]]
+    flops_per_step: float  # FLOPs of all products in a step, those of attention included, whose shapes are known
     ceilings: Ceilings | None  # the device's rates; None where unknown
-    losses: list[Loss]  # the largest first
-    timeline: dict[str, Any] = dataclasses.field(repr=False, default_factory=dict)  # one step for the HTML page
+    losses: list[Loss]  # what a step could save, the largest first
+    timeline: dict[str, Any] = dataclasses.field(repr=False, default_factory=dict)  # the middle step, for the HTML page
 
     def to_dict(self) -> dict[str, Any]:
         """The report as a dict of JSON values, for programs (`jaxtune profile --json` writes it); `timeline`, which
@@ -118,18 +125,19 @@ class ReportData:
 
 @dataclasses.dataclass
 class Change:
-    """One row of a comparison of two profiles, A (the base) and B: the times of the step or of one category, scope or
-    kernel in both. Times are means over the captured steps."""
+    """One row of a comparison of two profiles, A (the base) and B: the times of the step or of one category, scope,
+    region or kernel in both. Times are means over the captured steps."""
 
-    name: str  # of the category, scope or kernel, or "step"
-    phase: str  # of the scope or kernel; "" for others
+    name: str  # of the category, scope, region or kernel ("A's → B's" if the two differ), or "step"
+    phase: str  # of the scope, region or kernel; "" for others
     a_ms: float  # A's ms per step; 0 where A does not have it
     b_ms: float  # B's ms per step, scaled to A's tokens where the two differ in them
     diff_ms: float  # B minus A
-    # the longest step's ms less the shortest's (1 % of the mean for a single step), of the run with the larger value
+    # the spread of these times among the steps of one profile: its largest ms less its smallest (1 % of the mean for a
+    # single step), of the profile in which that is larger
     noise_ms: float
     verdict: str  # of B against A: "same", "faster", "slower", "only in A" or "only in B"
-    detail: str = ""  # scope and shape of a kernel
+    detail: str = ""  # scope and shape of a kernel; "" for others
 
 
 @dataclasses.dataclass
@@ -142,16 +150,18 @@ class ComparisonData:
     scale: float  # factor on B's times: A's tokens per step over B's; 1 where one of them is unknown
     step: Change  # of the whole step
     categories: list[Change]  # in the order of scopes.CATEGORIES
-    scopes: list[Change]  # by scope or region (see aligned_by) and phase, the largest first
-    aligned_by: str  # "scope" where both programs use the same scope names, else "region"
-    kernels: list[Change]  # the largest difference first
+    # one for each phase of each scope, or of each region, a part of the model found by words in the scope's name
+    # (comparison.region); those that take longest in A or in B first
+    scopes: list[Change]
+    aligned_by: str  # of what `scopes` are: "scope" where both programs use the same scope names, else "region"
+    kernels: list[Change]  # one for each kernel of either profile, the largest difference first
     sentences: list[str]  # what changed, in words
     notes: list[str]  # remarks on both profiles and on how they were compared
 
     @property
     def slower_by(self) -> float:
         """How much slower B's step is, as a fraction of A's time: 0.03 for 3 %. It is 0 where B is faster, or not
-        slower beyond the noise. Programs that check for regressions read it."""
+        slower beyond the noise. `jaxtune profile compare --fail-if-slower` checks it."""
         return max(0.0, self.step.diff_ms / self.step.a_ms) if self.step.verdict == "slower" else 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Reports and comparisons of profiles as tables of text for a terminal: `report_text` and `comparison_text`. The HTML
-pages (page.py) use `headline` and `percent` too."""
+pages (page.py) use `headline`, the lines above the tables, and `percent`, a share in words, too."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ def report_text(report: ReportData, width: int) -> str:
 
 def comparison_text(comparison: ComparisonData, width: int) -> str:
     """The comparison of two profiles as plain text for a terminal of `width` columns: both headlines, notes, sentences
-    on what changed, and tables of categories, of scopes or regions, and of the kernels that changed. Comparison.to_text
-    calls it."""
+    on what changed, and tables of the step and its categories, of at most 15 scopes or regions, and of at most 15
+    kernels that changed. Comparison.to_text calls it."""
     console = _console(width)
     for name, report in (("A", comparison.a), ("B", comparison.b)):
         console.print(f"{name}: " + "\n   ".join(headline(report)))

@@ -1,5 +1,6 @@
-"""Intervals of device time: which event each moment is booked on, what ran under compute, and where nothing ran; and
-the number of programs after which a sequence of them repeats (`find_period`), which is a step."""
+"""Intervals of device time: `charge` books each moment on one event, `union` and `length` measure when something ran,
+and `gaps` finds when nothing did. `find_period` gives the number of programs after which a sequence of them repeats,
+which is a step. TRANSFERS are the kinds of events that compute can hide."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ def charge(events: Sequence[Event]) -> None:
     """Sets every event's self_ns, in place: the ns that are booked on it alone. They sum to the busy time of the device
     (`events` are those of one), because no moment counts twice.
 
-    Kernels overlap when they are launched dependently or on several streams. A moment is booked on the kernel that
-    started first among those running, because a dependent launch waits for it. It is booked on a copy over the host
-    link or a collective only where no kernel ran.
+    Events overlap when they are launched dependently or on several streams. A moment is booked on the one that started
+    first among those running, because a dependent launch waits for it. A transfer (a copy over the host link, or a
+    collective) gets only moments in which nothing else ran: no kernel, memset or copy within the device, and no
+    transfer that started before it.
     """
     compute = sorted((e for e in events if e.kind not in TRANSFERS), key=lambda e: (e.start_ns, e.end_ns))
     reached = float("-inf")
@@ -54,8 +56,8 @@ def length(intervals: Sequence[tuple[float, float]]) -> float:
 
 def _overlap(start: float, end: float, busy: list[tuple[float, float]], starts: list[float]) -> float:
     """How many ns of the interval from `start` to `end` are covered by the intervals `busy`, (start, end) each,
-    disjoint and in order; `starts` are their starts, for a binary search. `charge` takes from a transfer the time in
-    which kernels ran by it."""
+    disjoint and in order; `starts` are their starts, for a binary search. `charge` takes from a transfer, by this
+    number, the time in which kernels, memsets or copies within the device ran."""
     total, index = 0.0, max(0, bisect.bisect_right(starts, start) - 1)
     while index < len(busy) and busy[index][0] < end:
         total += max(0.0, min(end, busy[index][1]) - max(start, busy[index][0]))

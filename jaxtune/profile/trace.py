@@ -1,5 +1,6 @@
-"""The form into which every trace is read: kernels and copies of one device, with scope, work and steps (`Trace`,
-`Event`, `Buffer`); and `TraceError`."""
+"""The form into which every trace is read, an XPlane file (xplane.py) or a Chrome trace (chrome.py): `Trace`, the work
+of one device over some steps; `Event`, one kernel or copy in it; `Buffer`, a part of the memory at the peak.
+`TraceError` is raised for what cannot be read."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ class TraceError(ValueError):
 
 @dataclasses.dataclass(slots=True)
 class Event:
-    """One piece of work on the device: a kernel, a memset, a copy or a collective. The readers of both formats of
-    traces, XPlane and Chrome's, make events, and the times in a report are sums over them."""
+    """One piece of work on the device: a kernel, a memset, a copy or a collective. In a trace from a machine without a
+    device, operators on the CPU take the place of kernels. The readers of both formats of traces, XPlane and Chrome's,
+    make events, and the times in a report are sums over them."""
 
     start_ns: float  # device clock, counted from the trace's first event
     end_ns: float  # on the same clock
@@ -25,14 +27,14 @@ class Event:
     stream: str  # the stream that ran it, as the trace names it
     kind: str = KERNEL  # "kernel", "memset", "copy", "to_host", "to_device" or "collective"
     category: str = ""  # what it is for: one of scopes.CATEGORIES, such as "GEMM" or "loss"
-    scope: str = ""  # the named scope, such as "layer/mix"
+    scope: str = ""  # the named scope, such as "layer/mix"; "" if it has none
     phase: str = ""  # "forward", "recompute" or "backward"; "" where unknown
-    module: str = ""  # the program, by its number or name; "" in traces of PyTorch
-    op: str = ""  # the HLO instruction or framework operator that launched it
-    shape: str = ""  # operands and result in words
-    dtype: str = ""  # of the operands
-    flops: float = 0.0  # of the whole operator, booked on its main kernel; 0 where shapes do not tell
-    moved_bytes: float = 0.0  # bytes read and written by the whole operator, booked on its main kernel
+    module: str = ""  # the program, by its number or name; "" if the trace names none, as PyTorch's
+    op: str = ""  # the HLO instruction or framework operator that launched it; "" where unknown
+    shape: str = ""  # operands and result in words, such as "bf16[8,64], bf16[64,32] -> bf16[8,32]"
+    dtype: str = ""  # of the first operand, such as "bf16"; "" where unknown
+    flops: float = 0.0  # of the whole operator, booked on its main kernel; 0 for others, and where shapes do not tell
+    moved_bytes: float = 0.0  # bytes read and written by the whole operator, booked on its main kernel; 0 as for flops
     step: int = -1  # index of its step; -1 outside of all steps
     self_ns: float = 0.0  # time booked on this event alone, so that no moment counts twice; set by timeline.charge
 

@@ -1,5 +1,6 @@
 """Reader of XPlane files, which jax.profiler writes. `read_xplane` makes the Trace (trace.py) of the device with the
-most kernel time; scopes, shapes, FLOPs and bytes of its events come from the HLO.
+most kernel time, or of the CPU if the file has no device. `_events` joins the kernels with the HLO, from which their
+scopes, shapes, FLOPs and bytes are read, `_steps` finds the steps, and `_buffers` what is in memory at the peak.
 
 Events are read through jax.profiler.ProfileData. The HLO of every program that ran is in the plane "/host:metadata",
 which ProfileData does not show; that plane is read as a protobuf message.
@@ -46,7 +47,7 @@ def read_xplane(data: bytes, path: str) -> Trace:
     time; in one without devices, of the CPU. path: the file's path, for the Trace and for error messages.
 
     Raises:
-      TraceError: the bytes are not an XPlane, or nothing ran on a device in it.
+      TraceError: the bytes are not an XPlane, or no program ran in it, neither on a device nor on the CPU.
     """
     import warnings
 
@@ -162,7 +163,7 @@ def _cpu_events(plane) -> list[_Raw]:
 
 def _step_marks(plane) -> list[tuple[float, int]]:
     """(start in ns on the profile's clock, step_num) of each jax.profiler.StepTraceAnnotation in the host's plane, by
-    ascending start; [] if the program marked no steps. `_steps` compares the steps that it finds with them."""
+    ascending start; [] if the program marked no steps. `_steps` divides the runs of programs among them."""
     out = []
     for line in plane.lines:
         for event in line.events:
@@ -191,8 +192,8 @@ def _peak_memory(plane) -> int:
 
 
 def _kind(raw: _Raw) -> str:
-    """The kind of an event (`raw`), one of those in trace.py: "kernel", "memset", "copy" (within the device),
-    "to_host", "to_device" or "collective", by its name and its statistics."""
+    """The kind of an event (`raw`), one of those in trace.py: "kernel", "memset", "copy" (within the device or between
+    two), "to_host", "to_device" or "collective", by its name and its statistics."""
     details = str(raw.stats.get("memcpy_details", ""))
     if raw.name in _COPY_KINDS or details:
         if "kind_src:device kind_dst:device" in details:
@@ -218,8 +219,9 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
       origin: the time in ns from which the resulting events count.
     Returns:
       (the Events with scope ("host link" for copies to and from the host that have none), category and work (FLOPs and
-        bytes); the runs of programs, each (start_ns, program id or name, name of its HLO module, which is the jitted
-        function's); the ns of kernels that were not found in the HLO)
+        bytes), whose steps are set later; the runs of programs, each (start_ns, program id or name, name of its HLO
+        module, which is the jitted function's); the ns of kernels and copies whose program has HLO, but in it no
+        instruction was found for them)
     """
     # A function compiled for several shapes is several programs of one name, which differ in their numbers.
     programs = [
@@ -308,8 +310,9 @@ class _WorkCache:
         return self._linears[id(instruction)]
 
     def of(self, instruction: Instruction) -> tuple[float, float, str, str]:
-        """(FLOPs, bytes moved, the first four operands and the result in words, dtype of the first operand) of an
-        instruction, as a kernel's Event has them. It is computed at the first call for an instruction and kept."""
+        """(FLOPs, bytes moved, the first four operands and the result in words, dtype of the first operand, or of the
+        result if there is none) of an instruction, as a kernel's Event has them. It is computed at the first call for
+        an instruction and kept."""
         if id(instruction) not in self._work:
             shapes = instruction.operand_shapes
             result = instruction.shape
@@ -341,11 +344,13 @@ class _WorkCache:
 
 
 def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[float, float]]:
-    """(start_ns, end_ns) of each step, in order. A step is a period of the sequence in which programs run; if there is
-    none, because programs change with their shapes, a period of the functions' names. If the program marked steps, and
-    their number divides that of the runs, the runs are divided equally among them instead. Work before the first step
-    belongs to none, and a step that the capture cut is left out. Without runs, or if they have no
-    period and no program takes 2 % of the time, the whole trace is one step, to which all events belong.
+    """(start_ns, end_ns) of each step, in order. A step is a period of the sequence in which programs run, apart from
+    those that take less than 0.02 % of the time, or, if that gives none, 0.2 % or 2 %; if there is still none, because
+    programs change with their shapes, a period of the functions' names. If there is none either, all runs are one step.
+    If the program marked steps, and their number divides that of the runs, the runs are divided equally among them
+    instead. Work before the first step belongs to none, and a step that the capture cut is left out. If no program
+    takes 2 % of the time, or none ran, and no period was found, the whole trace is one step, to which all events
+    belong.
 
     Args:
       events: of the trace; their field `step` is set.
@@ -432,9 +437,10 @@ def _buffers(modules: list[Module]) -> list[Buffer]:
 
 
 def _what(instruction: Instruction | None, kind: str) -> str:
-    """Describes what is in a buffer, for the report: an argument's path, or the scope and shape of the instruction
-    whose result it is. The instruction is None for bytes that belong to no single value: the text is then that the
-    bytes lie between buffers if `kind` is "fragmentation", else that smaller values share the memory."""
+    """Describes what is in a buffer, for the report: an argument's path, or of the instruction whose result it is the
+    scope with the phase (its name if it has no scope) and the shape (the opcode if that is a tuple). The instruction is
+    None for bytes that belong to no single value: the text is then that the bytes lie between buffers if `kind` is
+    "fragmentation", else that smaller values share the memory."""
     if instruction is None:
         return "between buffers" if kind == "fragmentation" else "smaller values in the same place"
     if instruction.opcode == "parameter" and instruction.scope:
