@@ -1,7 +1,8 @@
 """What commands share: the argument parser (`parser`); options that several commands have, which are --coordinator,
 --processes and --process for runs of several processes (`add_processes`), and --dtype and --load-in for the dtype and
-the quantised format of the weights (`add_numbers`); help texts in two columns as wide as the terminal; and loading the
-model that these options describe (`load`)."""
+the quantised format of the weights (`add_numbers`; `add_load_in` adds the second alone); help texts in two columns as
+wide as the terminal (`print_columns`, on a `wide_console`); and loading the model that these options describe
+(`load`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The checks of `jaxtune doctor`, which prints their results: whether this machine is ready for training, with advice
-on what is not. `findings` runs all of them."""
+on what is not. `findings` runs all of them and yields a `Finding` of each: the versions of packages; NVIDIA's driver;
+the GPUs; host memory and free disk (`_room`); on a GPU (`_on_gpu`) the measured rates of products, copies and the host
+link beside those of its data sheet (`_rates`); and whether attention computes what plain float32 attention does
+(`_attention`)."""
 
 from __future__ import annotations
 

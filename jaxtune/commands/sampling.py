@@ -1,5 +1,6 @@
 """Options that the commands `generate` and `chat` share: the settings of jaxtune.generate, such as --temperature,
---seed and --stop, and how the model's weights are loaded, --dtype and --load-in (their quantised format)."""
+--seed and --stop, and how the model's weights are loaded, --dtype and --load-in (their quantised format). `add_options`
+adds them to a parser, and `settings` makes arguments of jaxtune.generate from the first ones."""
 
 from __future__ import annotations
 

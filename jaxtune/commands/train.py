@@ -1,5 +1,5 @@
-"""The command `jaxtune train`, which is also `python -m jaxtune.train`: its options and its help. `run` takes the words
-of the command line after `train`."""
+"""The command `jaxtune train`, which is also `python -m jaxtune.train`: its options and its help (train/app.py does the
+work). `run` takes the words of the command line after `train`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from jaxtune.system.terminal import say
 def run(arguments: Sequence[str]) -> int | None:
     """Fine-tune a model, or train one from scratch, as a recipe says.
 
-    Without --plan it first makes this process one of several, if the options or the environment say so. It lets JAX use
-    95 % of the device's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set. With --help it only prints the options,
-    the packaged recipes and all config keys.
+    With --plan it only shows the memory and speed that the run would have, with --check only what would be trained, of
+    which the rows are read, and with --help only the options, the packaged recipes and all config keys. Without --plan
+    it first makes this process one of several, if the options or the environment say so. It lets JAX use 95 % of the
+    device's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.
 
     Args:
       arguments: the words of the command line after `train`: a recipe, overrides (key=value) and options.
     Returns:
-      the exit code: 0, or 75 if a signal ended the run and the same command continues it.
+      the exit code, never None: 0, also after --help, --plan and --check, or 75 if a signal ended the run and the same
+        command continues it.
     Raises:
       ValueError: the recipe is missing, or the config or the rows are wrong.
     """

@@ -1,5 +1,7 @@
 """Adapters by the arguments of Unsloth's get_peft_model and of PEFT's LoraConfig, which are translated to jaxtune's:
-LoraConfig for scripts, and the functions by which trainers and get_peft_model add the adapter that it describes."""
+`LoraConfig` for scripts; `lora_settings`, which reads one, PEFT's too; `adapted`, by which trainers and get_peft_model
+add the adapter; and `last_layers`, for Unsloth's finetune_last_n_layers. ALL_LINEAR has Unsloth's names of all
+linears."""
 
 from __future__ import annotations
 
@@ -89,8 +91,8 @@ class LoraConfig:
 
 def lora_settings(config: Any) -> dict[str, Any]:
     """Returns the settings of a LoraConfig, this module's or PEFT's, as keyword arguments of `adapted`: {name: value}
-    of the named arguments of LoraConfig. Trainers and get_peft_model read their peft_config by it. Options that PEFT's
-    object leaves unset (None, False or {}) get the defaults of LoraConfig, except init_lora_weights=False, which
+    of the named arguments of LoraConfig. Trainers and PEFT's get_peft_model read their peft_config by it. Options that
+    PEFT's object leaves unset (None, False or {}) get the defaults of LoraConfig, except init_lora_weights=False, which
     `adapted` refuses.
 
     Raises:
@@ -137,8 +139,8 @@ def adapted(
       target_modules, target_parameters, modules_to_save, rank_pattern, alpha_pattern, layers_to_transform,
       init_lora_weights, bias: the arguments of LoraConfig with these names. embed_tokens and lm_head in target_modules
         are trained whole, and a list of the seven names in ALL_LINEAR means every linear.
-      experts_too: whether target_modules that name all linears also mean the experts' matrices, as in Unsloth and not
-        in PEFT.
+      experts_too: whether target_modules that name all linears also mean the experts' matrices if target_parameters is
+        None, as in Unsloth and not in PEFT.
       plain: r, lora_alpha, lora_dropout, use_rslora and use_dora, which jaxtune.get_peft_model explains.
     Returns:
       (a new module with adapters, the section `adapter` of a config that describes them)

@@ -1,5 +1,6 @@
 """What happens to the arguments of a script that a function or class of jaxtune.compat has no parameter for: each
-either has no effect here, or is refused (`settle`). `choose` translates the values of arguments that are followed.
+either has no effect here, or is refused (`settle`, by a table of `Argument`s). `tell` prints why an argument has no
+effect. `choose` translates the values of arguments that are followed.
 
 arguments.yaml has a table of these arguments for each function or class, from which the documentation's tables are
 written.
@@ -32,7 +33,7 @@ _printed: set[tuple[str, str]] = set()
 def settle(
     where: str, others: Mapping[str, Any], table: Mapping[str, Argument], callee: Callable | None = None
 ) -> None:
-    """Decides about the arguments that a function or class of jaxtune.compat was given and does not use; it calls this
+    """Decides about the arguments that a function or class of jaxtune.compat was given and does not use; they call this
     first. A value that changes nothing (Argument.free), such as the default, is accepted; for another value one line is
     printed, once in a process, if the argument has no effect here; all other arguments are refused.
 

@@ -1,8 +1,10 @@
-"""transformers' callbacks, whose events are derived from those of jaxtune.train.callbacks.
+"""transformers' callbacks for scripts (`TrainerCallback`, `EarlyStoppingCallback`, with `TrainerControl` and
+`TrainerState`), whose events are derived from those of jaxtune.train.callbacks by `Events`.
 
 Every event gets `args`, `state` and `control`, and by name `model` (with the current weights), `processing_class`, and
 what transformers passes in addition. What a callback sets in `control` is done in the same step, as in transformers. If
-a callback listens to on_log, the numbers of each step that is logged are waited for.
+a callback `listens` to on_log, the numbers of each step that is logged are waited for. `checked` accepts a script's
+callback; `best_name`, `best_value` and `is_better` compare evaluations, and `with_trained` restores the best weights.
 """
 
 from __future__ import annotations
@@ -40,15 +42,15 @@ class TrainerControl:
 @dataclasses.dataclass
 class TrainerState:
     """The progress of a run, with transformers' field names. Callbacks get it, and trainer_state.json is written from
-    it. eval_steps and save_steps are always None here."""
+    it."""
 
     epoch: float = 0.0  # epochs done so far, with the fraction of the current one
-    global_step: int = 0  # optimizer steps done so far
+    global_step: int = 0  # optimizer steps done so far, those before a continued run included
     max_steps: int = 0  # optimizer steps of the whole run
     num_train_epochs: int = 0  # epochs of the whole run, rounded up
     logging_steps: int = 1  # steps between two logged lines
-    eval_steps: int | None = None
-    save_steps: int | None = None
+    eval_steps: int | None = None  # always None
+    save_steps: int | None = None  # always None
     train_batch_size: int | None = None  # per_device_train_batch_size; None until a trainer has set it
     # the numbers of every step and evaluation, as in metrics.jsonl
     log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -57,8 +59,9 @@ class TrainerState:
     best_global_step: int | None = None  # the step after which it was measured; None: there is no best_metric
     # the checkpoint-N folder of that step, written at the end of train() with load_best_model_at_end
     best_model_checkpoint: str | None = None
-    is_local_process_zero: bool = True  # always True here
-    is_world_process_zero: bool = True  # always True here
+    # both are always True: one process drives all devices, so what a script does under such a check is always done
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
 
 
 class TrainerCallback:
@@ -72,27 +75,27 @@ class TrainerCallback:
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called when the trainer has been made. `args` is the SFTConfig, `state` the TrainerState. `control` is the
-        TrainerControl; what is set in it or returned has no effect, because train() and each step set its fields anew.
-        `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such
-        as `optimizer`."""
+        TrainerControl; what is set in it or returned has no effect, because train() and each step set its fields anew,
+        except that should_epoch_stop raises ValueError. `kwargs` has `model`, `processing_class` (also as `tokenizer`),
+        and None for transformers' other objects, such as `optimizer`."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before the first step of a call of train(). `args` is the SFTConfig, `state` the TrainerState. It may
         change `control`, the TrainerControl, or return another one (None keeps it), but only should_training_stop has
-        an effect from here, after the first step. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and
-        None for transformers' other objects, such as `optimizer`."""
+        an effect from here, after the first step, and should_epoch_stop raises ValueError. `kwargs` has `model`,
+        `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called at the end of train(), when the model has its final weights: the trained ones, or the best ones with
         load_best_model_at_end. `args` is the SFTConfig, `state` the TrainerState and `control` the TrainerControl, of
-        which nothing has an effect any more. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None
-        for transformers' other objects, such as `optimizer`."""
+        which nothing has an effect any more, except that should_epoch_stop raises ValueError. `kwargs` has `model`,
+        `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before the first step of an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change
         `control`, the TrainerControl, or return another one (None keeps it), but only should_training_stop has an
-        effect from here, after that step. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for
-        transformers' other objects, such as `optimizer`."""
+        effect from here, after that step, and should_epoch_stop raises ValueError. `kwargs` has `model`,
+        `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after the last step of an epoch, and after the last step of the run. `args` is the SFTConfig, `state`
@@ -103,35 +106,36 @@ class TrainerCallback:
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before an optimizer step. `args` is the SFTConfig, `state` the TrainerState. It may change `control`,
         the TrainerControl, or return another one (None keeps it), but only should_training_stop has an effect from
-        here, after this step: the run sets the requests to log, evaluate and save anew before on_step_end. `kwargs` has
-        `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as
-        `optimizer`."""
+        here, after this step, and should_epoch_stop raises ValueError: the run sets the requests to log, evaluate and
+        save anew before on_step_end. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for
+        transformers' other objects, such as `optimizer`."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an optimizer step was dispatched; its numbers may not have arrived. `args` is the SFTConfig,
         `state` the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it):
-        its requests to log, evaluate, save or stop take effect at the same step. The fields are True already for what
-        the SFTConfig makes due, which False does not prevent. `kwargs` has `model`, `processing_class` (also as
-        `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
+        its requests to log, evaluate, save or stop take effect at the same step, and should_epoch_stop raises
+        ValueError. The fields are True already for what the SFTConfig makes due, which False does not prevent. `kwargs`
+        has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as
+        `optimizer`."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
         has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as
         `optimizer`. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
-        return another one (None keeps it): a request to save or stop takes effect at the same step, and so does one to
-        evaluate if `logs` are a step's."""
+        return another one (None keeps it): within train() a request to save or stop takes effect at the same step, and
+        so does one to evaluate if `logs` are a step's."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an evaluation with `metrics` in `kwargs`, its numbers by name; `kwargs` also has `model`, with
         the weights that were evaluated, `processing_class` (also as `tokenizer`), and None for transformers' other
         objects. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
-        return another one (None keeps it): a request to save or stop takes effect at the same step."""
+        return another one (None keeps it): within train() a request to save or stop takes effect at the same step."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after a checkpoint was saved. `args` is the SFTConfig, `state` the TrainerState. It may change
         `control`, the TrainerControl, or return another one (None keeps it), of which only should_training_stop has an
-        effect here, after this step. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for
-        transformers' other objects, such as `optimizer`."""
+        effect here, after this step, and should_epoch_stop raises ValueError. `kwargs` has `model`, `processing_class`
+        (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
 
 
 class EarlyStoppingCallback(TrainerCallback):
@@ -383,10 +387,10 @@ class Events(Callback):
         self.model.module = lambda: self._handed_back(model())
 
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
-        """Logs, evaluates and saves if the control's fields request it, in the order of transformers, and clears these
-        fields, which `between` sets for what is due, so that the run need not do it again. The numbers of a step are
-        waited for, and on_log is called, only if a callback listens to on_log. After a save that is done here `saved`
-        writes a checkpoint-N folder, unless it has written that of this step.
+        """Logs, evaluates and saves if the control's fields request it, in the order of transformers, and then clears
+        these fields; `between` has set those of what is due. The numbers of a step are waited for, and on_log is
+        called, only if a callback listens to on_log. After a save that is done here `saved` writes a checkpoint-N
+        folder, unless it has written that of this step.
 
         Args:
           moment: the run between two steps.
@@ -457,8 +461,8 @@ class Events(Callback):
 
     def note_better(self, metrics: Path, done: int) -> None:
         """Called at the end of a run that was continued and has load_best_model_at_end: prints a note if an evaluation
-        of an earlier call of train() was better than the weights that the model now has. Those better weights were lost
-        with the earlier process.
+        of an earlier call of train() was better than that of the weights that the model now has, or these were not
+        evaluated. Those better weights were lost with the earlier process.
 
         Args:
           metrics: the file metrics.jsonl of the run, which has all evaluations.

@@ -1,4 +1,5 @@
-"""TRL's DistillationTrainer and GKDTrainer with their configs, built on SFTTrainer's run.
+"""TRL's DistillationTrainer and GKDTrainer with their configs, built on SFTTrainer's run. DistilledTrainer and
+DistilledConfig are their bases.
 
 The teacher is attached to the model that trains, and is on the same device. Answers are sampled from the student in the
 same process.
@@ -195,15 +196,15 @@ class DistillationTrainer(DistilledTrainer):
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
         """Checks a script's data set, and returns (its rows, "auto": their format is detected later). The constructor
-        calls it for train_dataset and eval_dataset.
+        calls it for train_dataset and eval_dataset, and evaluate and predict for rows that the script passes to them.
 
         Args:
           dataset: a name or path (str or os.PathLike), a data set with columns, or an iterable of rows, which is read
             into a list.
           formatting_func: must be None, because this trainer does not support one.
         Raises:
-          ValueError: the data set is an IterableDataset, or has neither a column `prompt` nor `messages`; or
-            formatting_func is not None.
+          ValueError: the data set is an IterableDataset, is a list without rows, or has neither a column `prompt` nor
+            `messages`; or formatting_func is not None.
         """
         name = type(self).__name__
         if is_stream(dataset):
@@ -280,7 +281,7 @@ class GKDTrainer(DistilledTrainer):
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
         """Reads a script's data set: returns (its rows, the name of their format, such as "messages"). The constructor
-        calls it for train_dataset and eval_dataset.
+        calls it for train_dataset and eval_dataset, and evaluate and predict for rows that the script passes to them.
 
         Args:
           dataset: the data set, with a column `messages`, or with `prompt` and `completion`.

@@ -1,4 +1,5 @@
-"""The methods `evaluate` and `predict` of transformers' Trainer, which SFTTrainer and its subclasses inherit."""
+"""The methods `evaluate` and `predict` of transformers' Trainer, in the class `Evaluations`, from which SFTTrainer
+inherits, and what predict returns (`PredictionOutput`)."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ class Evaluations(Reports):
     ) -> dict[str, float]:
         """Evaluates the current model, calls on_log and on_evaluate of the callbacks with the numbers, and returns
         them: {"eval_loss": mean loss, "eval_targets": the number of trained tokens that it is a mean over} (for pairs
-        of answers "eval_pairs", their number) and the numbers of compute_metrics.
+        of answers "eval_pairs", their number), the objective's other numbers and those of compute_metrics.
 
         Args:
           eval_dataset: rows of the same format as train_dataset; None: the trainer's eval_dataset.
@@ -109,9 +110,9 @@ class Evaluations(Reports):
 
     def _on(self, dataset: object) -> Trainer:
         """Makes a jaxtune Trainer that evaluates the current model on the rows of `dataset`, a data set in any form
-        that SFTTrainer accepts, and trains nothing; evaluate and predict use it for rows that the script passes to
-        them. Its eval_data has these rows, tokenised. Raises ValueError if the rows have another format than the
-        trained ones."""
+        that the trainer accepts as train_dataset, and trains nothing; evaluate and predict use it for rows that the
+        script passes to them. Its eval_data has these rows, tokenised. Raises ValueError if the rows have another
+        format than the trained ones."""
         rows, form = self._read(dataset, self._formatting)
         if form != self._format:
             raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")

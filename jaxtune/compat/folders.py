@@ -1,5 +1,7 @@
 """checkpoint-N folders in output_dir, as transformers' Trainer writes them: the trained weights, for PEFT and
-transformers. `Checkpoints` writes them and removes old ones, and `resumed` says from which a run is continued.
+transformers. `Checkpoints` writes them in a run and removes old ones, `checkpoints` lists those in a folder, `is_own`
+and `require_own` tell jaxtune's from other programs', and `resumed` says from which a run is continued. `save` writes
+the weights alone, `save_beside` does so into output_dir, and `write_state` writes trainer_state.json.
 
 The files that a run resumes from (optimizer states, the position in the data) are in output_dir/checkpoints, in
 jaxtune's own format.
@@ -71,7 +73,7 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
         a new run if there is none), and the path of a checkpoint-N folder continues from that one.
       output: output_dir.
     Returns:
-      (True if a run is to be continued, else False; the step N to continue from, or None for the last one)
+      (True if `given` is True or a path, else False; the step N of the path to continue from, or None for the last one)
     Raises:
       ValueError: a path that is not a checkpoint of the run in output_dir; or output_dir has checkpoints of a run, and
         `given` is None or False.

@@ -1,4 +1,6 @@
-"""compute_metrics: a model's logits on the evaluation rows, as transformers passes them to a script's own function."""
+"""compute_metrics: `predicted` computes a model's logits on the evaluation rows as an `EvalPrediction`, which
+transformers passes to a script's own function, and `measured` calls that function. ComputeMetrics and Preprocess are
+the types of the functions that scripts give."""
 
 from __future__ import annotations
 

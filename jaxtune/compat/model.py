@@ -1,4 +1,4 @@
-"""Unsloth's FastLanguageModel, which loads models and adds adapters, and the CompatModel that it returns."""
+"""Unsloth's FastLanguageModel (FastModel), which loads models and adds adapters, and its result, a CompatModel."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CompatModel(ModelMethods):
       residuals: of the backward pass: "keep" keeps all on the device; None: the planner keeps, recomputes or offloads.
       adapter: the AdapterConfig that made the adapter, or None without one.
       full_finetuning: True: all weights train; False: only an adapter trains.
-      random_state: the seed of sampling and of a new adapter.
+      random_state: the seed of sampling and of an adapter from PEFT's get_peft_model.
       packing: the value of SFTConfig's packing if a script does not set it.
       config: the values of config.json as attributes. Setting one raises no error and has no effect.
     """
@@ -331,14 +331,15 @@ class FastLanguageModel:
     ) -> tuple[CompatModel, Any]:
         """Returns (model, tokenizer) of `model_name`: a model folder, a hub name, or an adapter's folder.
 
-        load_in_4bit=True, also the meaning of None, is NF4 with double quantisation; False, or full_finetuning=True
-        (all weights train), keeps the weights as stored. load_in_16bit needs load_in_4bit=False. load_in_fp8 stores the
-        layers' weights in FP8, with a scale for each row or as the files have them, and multiplies in FP8. An adapter's
-        folder that records the format and dtype of its base gets them by default. dtype None is bfloat16; torch's are
-        accepted by name. use_gradient_checkpointing=False keeps all residuals on the device. random_state: the seed of
-        sampling. packing: SFTConfig's packing if unset. num_labels=1 adds a head that scores texts. max_seq_length: the
-        most tokens of a row; None: the trainer's max_length. others: load_in_8bit=True (int8), or what has no effect,
-        which a line names. Raises ValueError for contradictions and for what is not supported."""
+        load_in_4bit=True or None is NF4 with double quantisation; False, or full_finetuning=True (all weights train),
+        keeps the weights as stored. load_in_16bit needs load_in_4bit=False. load_in_fp8 stores the layers' weights in
+        FP8, with a scale for each row or as the files have them, and multiplies in FP8. An adapter's folder that
+        records its base's format and dtype gets them by default. dtype None is bfloat16; torch's are accepted.
+        use_gradient_checkpointing=False keeps all residuals on the device. num_labels=1 adds a scoring head.
+        random_state: the seed of sampling, of that head, and of an adapter from PEFT's get_peft_model. packing:
+        SFTConfig's if unset. max_seq_length: the most tokens of a row; None: the trainer's max_length. others:
+        load_in_8bit=True (int8), or what has no effect (printed). ValueError: contradictions, or anything
+        unsupported."""
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
         flags |= {each.flag: others.pop(each.flag) for each in FORMATS.values() if each.flag in others}

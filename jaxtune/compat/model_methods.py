@@ -1,4 +1,5 @@
-"""Methods of torch's, transformers' and PEFT's models that scripts call and that have little or nothing to do here."""
+"""`ModelMethods`: methods of torch's, transformers' and PEFT's models that scripts call and that have little or nothing
+to do here. CompatModel (model.py) inherits them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""PEFT's functions and classes that scripts import beside LoraConfig, for a CompatModel in place of a torch model."""
+"""PEFT's functions and classes that scripts import beside LoraConfig, for a CompatModel in place of a torch model:
+`get_peft_model` adds an adapter, PeftModel and AutoPeftModelForCausalLM load a saved one, and
+prepare_model_for_kbit_training and TaskType have almost nothing to do. `with_adapter` is for the trainers, too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """TRL's DPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer with their configs, built on SFTTrainer's run.
-PreferenceTrainer is also the base of the trainers of distilled.py and rewarded.py."""
+PreferenceTrainer and PreferenceConfig are also the bases of those of distilled.py and rewarded.py; ReferencedTrainer is
+that of the two trainers with a reference model. PatchDPOTrainer, Unsloth's, does nothing."""
 
 from __future__ import annotations
 
@@ -149,14 +150,15 @@ class PreferenceTrainer(SFTTrainer):
 
     def _read(self, dataset: Any, formatting_func: Any) -> tuple[Any, str]:
         """Checks a script's data set, and returns (its rows, the name of their format, `form`). The constructor calls
-        it for train_dataset and eval_dataset.
+        it for train_dataset and eval_dataset, and evaluate and predict for rows that the script passes to them.
 
         Args:
           dataset: a path (str or os.PathLike), whose columns are not checked here, a data set with columns, or an
             iterable of rows, which is read into a list.
           formatting_func: must be None, because these trainers do not support one.
         Raises:
-          ValueError: the data set lacks one of the trainer's `columns`, or formatting_func is not None.
+          ValueError: the data set lacks one of the trainer's `columns`, or is a list or a stream without rows; or
+            formatting_func is not None.
         """
         name = type(self).__name__
         if formatting_func is not None:

@@ -1,5 +1,5 @@
-"""The methods log_metrics, save_metrics and save_state of transformers' Trainer, what train() returns, and the lines
-about rows that it prints first."""
+"""The methods log_metrics, save_metrics and save_state of transformers' Trainer (`Reports`), what train() returns
+(`TrainOutput`), and the lines about rows that it prints first (`rows_report`)."""
 
 from __future__ import annotations
 

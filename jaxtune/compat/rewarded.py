@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer and RLOOTrainer with their configs, built on SFTTrainer's run.
+"""TRL's GRPOTrainer and RLOOTrainer with their configs, built on SFTTrainer's run, and generate_rollout_completions.
 
 Answers are sampled from the model that trains, in the same process, and rewarded by the script's functions.
 """
@@ -329,7 +329,7 @@ class RewardedTrainer(PreferenceTrainer):
           dataset: a path, a data set with columns, or an iterable of rows, which is read into a list.
           formatting_func: must be None, because these trainers do not support one.
         Raises:
-          ValueError: the data set has no column `prompt` or is an IterableDataset, or formatting_func is not None.
+          ValueError: the data set is without rows or `prompt`, or an IterableDataset; or formatting_func is not None.
         """
         if is_stream(dataset):
             raise ValueError(
@@ -433,8 +433,8 @@ class RewardedTrainer(PreferenceTrainer):
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """A jaxtune Trainer that is made once, with a config whose number of steps may be unknown, only to count an
-        epoch's steps."""
+        """A jaxtune Trainer that is made once, at the first use, with a config whose steps may be unknown, for
+        _epoch_steps (and train_dataset); it does not train."""
         return self._run(self.config(prepared=False))
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:

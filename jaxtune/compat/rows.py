@@ -1,4 +1,6 @@
-"""Data sets as TRL accepts them: rows and their format, and tokenised rows as scripts read them."""
+"""Data sets as TRL accepts them: `rows_and_format` finds the rows and their format, `columns_of` the names of the
+columns, and `Tokenised` shows tokenised rows as scripts read them, with IGNORE as the label of tokens that are not
+trained on."""
 
 from __future__ import annotations
 

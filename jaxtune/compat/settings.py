@@ -1,5 +1,8 @@
-"""The arguments of a run: SFTConfig and TrainingArguments, and the functions by which the trainers translate them to
-the sections of a TrainConfig of jaxtune.train."""
+"""The arguments of a run: SFTConfig and TrainingArguments (transformers' defaults); `given_arguments`, which also
+accepts transformers' and TRL's own objects; and the functions by which the trainers translate them to values and
+sections of a TrainConfig of jaxtune.train: which tokens train (`trained_tokens`), how many a row has (`row_length`),
+how many steps a run has and are between two events (`max_steps`, `total_steps`, `steps_between`), the learning rate's
+schedule (`schedule_config`), the dtype of computation (`precision`) and the loggers (`metrics_config`)."""
 
 from __future__ import annotations
 

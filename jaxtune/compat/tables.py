@@ -2,7 +2,8 @@
 
 The arguments are listed in arguments.yaml, with the reason why each has no effect, or what to use instead. LOAD, SFT
 and the like are {argument: Argument} for one function or class, which `settle` applies; DTYPES, OPTIMIZERS and the like
-are the supported values, which `choose` translates.
+are the supported values, which `choose` translates. LLAMA_CPPS and PADDING_COLLATORS are names that get a treatment of
+their own.
 """
 
 from __future__ import annotations

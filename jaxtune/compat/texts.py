@@ -1,5 +1,6 @@
-"""Tokenizers and conversations of Unsloth scripts: chat templates, data sets in ShareGPT's form, and arrays that
-tokenizers return in place of torch's tensors, so that torch is not needed."""
+"""Tokenizers and conversations of Unsloth scripts: chat templates (`get_chat_template`, TRL's `setup_chat_format`),
+data sets in ShareGPT's form (`standardize_sharegpt`), and arrays that tokenizers return in place of torch's tensors, so
+that torch is not needed (`without_torch`, `NumpyTensor`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SFTTrainer and train_on_responses_only on top of jaxtune.train."""
+"""SFTTrainer and train_on_responses_only on top of jaxtune.train; `loaded` loads a trainer's model by its name."""
 
 from __future__ import annotations
 
@@ -386,8 +386,8 @@ class SFTTrainer(Evaluations):
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
         """Trains the model and returns the run's TrainOutput. When it returns, the model has the trained weights (the
-        best ones with load_best_model_at_end), and output_dir/checkpoint-N has them on disk. If the run fails or is
-        stopped, the model keeps the weights that it had.
+        best ones with load_best_model_at_end), and output_dir/checkpoint-N has them on disk. If an exception ends the
+        run, the model keeps the weights that it had.
 
         Args:
           resume_from_checkpoint: None or False starts a new run. True continues from the last checkpoint in output_dir.

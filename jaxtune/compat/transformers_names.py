@@ -1,4 +1,6 @@
-"""AutoModelForCausalLM, AutoTokenizer and BitsAndBytesConfig of transformers, for scripts that import them."""
+"""AutoModelForCausalLM, AutoTokenizer and BitsAndBytesConfig of transformers, for scripts that import them; and
+`load_plain`, which loads a model as transformers' from_pretrained does, also for trainers that get a name, with
+`quantised`, which reads its quantization_config."""
 
 from __future__ import annotations
 

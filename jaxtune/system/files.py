@@ -2,7 +2,8 @@
 (`atomic_write`), and removal of what a killed process left. A lock (`hold`) tells that from what a living process
 writes.
 
-There are also flushing to the disk (`sync`), errors of writing that name the file (`writing`), checksums of files
+`temporary_path` makes such names, and `remove_temporary` (`remove_left` for one path) removes what was left. There are
+also flushing to the disk (`sync`), errors of writing that name the file (`writing`), checksums of files
 (`fingerprints`), reading of regular files alone, where others may have put a pipe or a device in their place
 (`read_plain`), and the check that a run can write its folder (`require_makeable`). The module imports nothing of
 jaxtune, so every package may use it.

@@ -1,4 +1,5 @@
-"""Makes sure that Ctrl-C always ends a command, also where Python would drop the KeyboardInterrupt."""
+"""Makes sure that Ctrl-C always ends a command, also where Python would drop the KeyboardInterrupt
+(`raise_dropped_interrupts`)."""
 
 from __future__ import annotations
 

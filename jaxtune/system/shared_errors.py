@@ -13,8 +13,8 @@ def described(error: Exception) -> list:
     """Returns what another process needs to raise an exception like `error` (`made`), as JSON values: [name of its
     class, list of the arguments of that class]. The class is the first one in _KINDS, Python's own base classes such as
     ValueError, that it is an instance of, and RuntimeError if there is none. The arguments are its message, or for an
-    OSError with a number that number, its text and, if it names one, the file, by which messages tell it from
-    others."""
+    OSError with a number that number, its text and, if it names one, the file: the command line shows an OSError that
+    names a file as a plain message, and most others with a traceback (cli.py)."""
     if isinstance(error, OSError) and error.errno is not None:
         file = [] if error.filename is None else [os.fsdecode(error.filename)]
         return [OSError.__name__, [error.errno, error.strerror or "", *file]]
