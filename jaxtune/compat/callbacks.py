@@ -100,15 +100,16 @@ class TrainerCallback:
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after the last step of an epoch, and after the last step of the run. `args` is the SFTConfig, `state`
         the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it): its
-        requests to log, evaluate, save or stop take effect at the same step. `kwargs` has `model`, `processing_class`
-        (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
+        requests to log, evaluate, save or stop take effect at the same step, and should_epoch_stop raises ValueError.
+        `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such
+        as `optimizer`."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before an optimizer step. `args` is the SFTConfig, `state` the TrainerState. It may change `control`,
         the TrainerControl, or return another one (None keeps it), but only should_training_stop has an effect from
-        here, after this step, and should_epoch_stop raises ValueError: the run sets the requests to log, evaluate and
-        save anew before on_step_end. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for
-        transformers' other objects, such as `optimizer`."""
+        here, after this step: the run sets the requests to log, evaluate and save anew before on_step_end, and
+        should_epoch_stop raises ValueError. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None
+        for transformers' other objects, such as `optimizer`."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an optimizer step was dispatched; its numbers may not have arrived. `args` is the SFTConfig,

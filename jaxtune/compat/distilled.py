@@ -287,8 +287,8 @@ class GKDTrainer(DistilledTrainer):
           dataset: the data set, with a column `messages`, or with `prompt` and `completion`.
           formatting_func: must be None, because this trainer does not support one.
         Raises:
-          ValueError: formatting_func is not None, or the rows are plain texts, which have no answer that is separate
-            from the prompt.
+          ValueError: formatting_func is not None; the columns are of no known format, or there are no rows; or the rows
+            are plain texts, which have no answer that is separate from the prompt.
         """
         if formatting_func is not None:
             raise ValueError(f"{type(self).__name__}: it has no formatting_func; give a column `messages`")

@@ -44,13 +44,13 @@ class Evaluations(Reports):
     _formatting: Callable[..., object] | None  # the script's formatting_func
     _prepared: Trainer  # a Trainer with the tokenised rows
     # Methods of SFTTrainer and its subclasses, which explain them.
-    config: Callable[..., TrainConfig]
-    _read: Callable[..., tuple[object, str]]
-    _packing: Callable[[], bool]
-    _rows_for: Callable[[TokenDataset], TokenDataset]
-    _to_train: Callable[[], Decoder]
-    _trainer: Callable[[], Trainer]
-    _events: Callable[[], Events]
+    config: Callable[..., TrainConfig]  # makes the run's TrainConfig
+    _read: Callable[..., tuple[object, str]]  # the rows of a script's data set, and the name of their format
+    _packing: Callable[[], bool]  # whether several documents share a row
+    _rows_for: Callable[[TokenDataset], TokenDataset]  # tokenised rows in the form that the run needs
+    _to_train: Callable[[], Decoder]  # the module that is trained and evaluated
+    _trainer: Callable[[], Trainer]  # a jaxtune Trainer of the current model on the script's rows
+    _events: Callable[[], Events]  # what passes events to the script's callbacks
 
     def evaluate(
         self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"

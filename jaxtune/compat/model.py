@@ -333,13 +333,12 @@ class FastLanguageModel:
 
         load_in_4bit=True or None is NF4 with double quantisation; False, or full_finetuning=True (all weights train),
         keeps the weights as stored. load_in_16bit needs load_in_4bit=False. load_in_fp8 stores the layers' weights in
-        FP8, with a scale for each row or as the files have them, and multiplies in FP8. An adapter's folder that
-        records its base's format and dtype gets them by default. dtype None is bfloat16; torch's are accepted.
+        FP8 (scales for each row, or the files') and multiplies in it. An adapter's folder that records its base's
+        format and dtype gets them by default. dtype None is bfloat16; torch's are accepted.
         use_gradient_checkpointing=False keeps all residuals on the device. num_labels=1 adds a scoring head.
         random_state: the seed of sampling, of that head, and of an adapter from PEFT's get_peft_model. packing:
-        SFTConfig's if unset. max_seq_length: the most tokens of a row; None: the trainer's max_length. others:
-        load_in_8bit=True (int8), or what has no effect (printed). ValueError: contradictions, or anything
-        unsupported."""
+        SFTConfig's packing if unset. max_seq_length: the most tokens of a row; None: the trainer's max_length. others:
+        load_in_8bit=True (int8), or what has no effect. ValueError: contradictions, or what is unsupported."""
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
         flags |= {each.flag: others.pop(each.flag) for each in FORMATS.values() if each.flag in others}

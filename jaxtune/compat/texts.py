@@ -161,10 +161,10 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
 def setup_chat_format[Model](
     model: Model, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
 ) -> tuple[Model, Any]:
-    """TRL's function: gives the tokenizer ChatML as its chat template, in place, with ChatML's marks as first, last and
-    padding token, and returns (model, tokenizer). The model is not changed: no embeddings are added, so
-    resize_to_multiple_of has no effect. A line is printed if the tokenizer had another template. format: must be
-    "chatml".
+    """TRL's function: gives the tokenizer ChatML as its chat template, in place, with ChatML's marks as its first token
+    (<|im_start|>) and its last and padding token (<|im_end|>), and returns (model, tokenizer). The model is not
+    changed: no embeddings are added, so resize_to_multiple_of has no effect. A line is printed if the tokenizer had
+    another template. format: must be "chatml".
 
     Raises:
       ValueError: another format, or the tokenizer has no tokens for ChatML's marks, whose embeddings would be new.

@@ -69,7 +69,8 @@ def quantised(config: object) -> dict[str, Any]:
     """For load_plain, translates what transformers calls quantization_config to arguments of
     FastLanguageModel.from_pretrained: returns {"load_in_4bit": True, "dtype": the compute dtype or None} for four bits,
     {"load_in_4bit": False, "load_in_8bit": True} for eight, and {"load_in_4bit": False} for 16. config: a
-    BitsAndBytesConfig, this module's or transformers', a dict of its arguments, or None, which means 16 bits.
+    BitsAndBytesConfig, this module's or transformers', a dict of its arguments, or None, which means 16 bits. Of the
+    second and the third only the named arguments of this module's class are read.
 
     Raises:
       ValueError: `config` is another object, or has a setting that is not supported.

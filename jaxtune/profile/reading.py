@@ -112,9 +112,9 @@ def _bytes(file: Path) -> bytes:
 
 
 def _add_record(trace: Trace, file: Path) -> None:
-    """Adds to a trace, in place, what `capture` recorded about it: meta (with the programs' memory analyses under
-    "memory"), versions, device and peak memory. The device is taken only if the trace names none or the CPU, the peak
-    memory only if the trace has none.
+    """Adds to a trace, in place, what `capture` recorded about it: meta, in place of the trace's own (with the
+    programs' memory analyses under "memory"), versions, device and peak memory. The device is taken only if the trace
+    names none or the CPU, the peak memory only if the trace has none.
 
     `file` is the record, profile.json in the folder of the trace's file. If there is no such file, as with traces that
     another profiler wrote, the trace stays as it is.
