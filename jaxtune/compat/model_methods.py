@@ -29,8 +29,8 @@ class ModelMethods:
 
     @property
     def device(self) -> object:
-        """The jax.Device of the weights; of several, the one with the lowest id. Scripts use it in
-        `tensor.to(model.device)`, which leaves arrays unchanged."""
+        """The jax.Device of the first trained array (nnx.Param); of several, the one with the lowest id. Scripts use it
+        in `tensor.to(model.device)`, which leaves arrays unchanged."""
         leaf = jax.tree.leaves(nnx.state(self.module, nnx.Param))[0]
         return min(leaf.devices(), key=lambda device: device.id)
 

@@ -92,9 +92,9 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
 
 def _streamed(dataset: Any, text_field: str, formatting_func: Callable[..., Any] | None) -> tuple[Any, str]:
     """Does what rows_and_format does, for an IterableDataset, `dataset`: returns (its rows, the name of their format).
-    text_field: the name of the column of texts. formatting_func: maps a row to a text; None: there is none. Raises
-    ValueError for columns of no known format. It reads at most the first row; the other rows are converted while the
-    run reads them."""
+    text_field: the name of the column of texts. formatting_func: as in rows_and_format, but it gets one row at a time;
+    None: there is none. Raises ValueError for columns of no known format. It reads at most the first row; the other
+    rows are converted while the run reads them."""
     columns = columns_of(dataset, "SFTTrainer")
     if formatting_func is not None:
         function = formatting_func

@@ -285,10 +285,10 @@ def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -
 
 def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
     """For SFTTrainer.config: returns the section `metrics` of a run's config: which loggers are used, by report_to of
-    `args`, the script's config ("none", "tensorboard", "wandb", "trackio" or a list), and `log_every`, the number of
-    steps between two logged lines. The projects of wandb and trackio are those of the environment variables
-    WANDB_PROJECT and TRACKIO_PROJECT, if they are set, and else wandb's "huggingface" and the field `project` of
-    `args`. Raises ValueError for a logger that is not supported."""
+    `args`, the script's config ("none" or None, "tensorboard", "wandb", "trackio", or a list of them), and `log_every`,
+    the number of steps between two logged lines. The projects of wandb and trackio are those of the environment
+    variables WANDB_PROJECT and TRACKIO_PROJECT, if they are set, and else wandb's "huggingface" and the field `project`
+    of `args`. Raises ValueError for a logger that is not supported."""
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
         choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))

@@ -489,7 +489,7 @@ def _add_work(event: Event, operators: list[_Call]) -> None:
 
 
 def _peak_memory(rows: list[dict]) -> int:
-    """The largest number of bytes that were allocated on the device, from the allocator's events among all the trace's
+    """The largest number of bytes that were allocated on a GPU, from the allocator's events among all the trace's
     events `rows`. They exist in a profile taken with profile_memory=True; without them the result is 0."""
     peak = 0
     for row in rows:

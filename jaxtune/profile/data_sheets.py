@@ -1,5 +1,5 @@
 """Vendors' figures of devices: `data_sheet` finds the DataSheet of a device by its name, `known_devices` lists the
-names, and `refusal` says which devices jaxtune refuses. The planner, reports and `jaxtune doctor` use them.
+names, and `refusal` says which devices jaxtune refuses. The planner, `known_ceilings` and `jaxtune doctor` use them.
 
 Sources are NVIDIA's data sheets of the data-centre and RTX professional cards, and its architecture papers (GA102,
 AD102, GB202, GA100, GH100) for the GeForce cards, whose 16-bit products with fp32 sums run at twice their fp32 rate.

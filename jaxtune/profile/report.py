@@ -153,8 +153,8 @@ def _categories(events, num_steps: int, step_ms: float, idle: list[float]) -> li
 
 
 def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
-    """Makes a Share for each scope and phase that occurs, of the time that is booked on its events (self_ns), the
-    largest first; and a last one for idle time, also if that is 0. The scope "" is named "(no scope)".
+    """Makes a Share for each scope and phase that occurs, of the time that is booked on its events (self_ns), those
+    with the most ms first; and a last one for idle time, also if that is 0. The scope "" is named "(no scope)".
 
     Args:
       events: the Events inside the steps, with `self_ns` set; none may have step -1.
@@ -262,7 +262,8 @@ def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle
 
 def _wait_words(idle: Idle) -> str:
     """Words on the longest wait in `idle`, such as " (longest: 1.20 ms, before fusion.3)", which begin with a space
-    because `losses` appends them to a word of its sentence on idle time; "" if it is shorter than 0.05 ms."""
+    because `losses` appends them to a word of its sentence on idle time; "" if there is none or it is shorter than 0.05
+    ms."""
     if not idle.longest or idle.longest[0]["ms"] < 0.05:
         return ""
     wait = idle.longest[0]

@@ -144,8 +144,8 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
     """The category of an event, one of CATEGORIES, such as "GEMM", "attention" or "loss".
 
     The first that fits is taken: copies over the host link and collectives, attention, dequantising, experts, products,
-    the loss, the optimizer, copies within the device; the rest is "elementwise and norms". So a product is "GEMM" in
-    the loss as in a layer, and frameworks that divide their work differently can be compared.
+    the loss, the optimizer, copies within the device and memsets; all others are "elementwise and norms". So a product
+    is "GEMM" in the loss as in a layer, and frameworks that divide their work differently can be compared.
 
     Args:
       kind: the event's kind, one of those in trace.py, such as "kernel" or "to_host".

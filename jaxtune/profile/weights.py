@@ -39,8 +39,9 @@ _DEPTH = 5
 
 def linear_of(product: Instruction) -> str:
     """The name of the linear layer whose weight a matrix product multiplies by: "up_proj", or "q_proj+k_proj" for a
-    product with several, of which at most three are named; "" where no operand is known to be a weight. If several
-    operands are weights, the largest counts. The name is added to the scope of the product's kernel."""
+    product with several, of which three are named, followed by "+..." if there are more; "" where no operand is known
+    to be a weight. If several operands are weights, the largest counts. The name is added to the scope of the product's
+    kernel."""
     computation = product.computation
     if computation is None:
         return ""
