@@ -329,7 +329,8 @@ class RewardedTrainer(PreferenceTrainer):
           dataset: a path, a data set with columns, or an iterable of rows, which is read into a list.
           formatting_func: must be None, because these trainers do not support one.
         Raises:
-          ValueError: the data set is without rows or `prompt`, or an IterableDataset; or formatting_func is not None.
+          ValueError: there are no rows or no column `prompt`, or it is an IterableDataset; or formatting_func is not
+            None.
         """
         if is_stream(dataset):
             raise ValueError(

@@ -380,7 +380,7 @@ class SFTTrainer(Evaluations):
     @property
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
         """The tokenised rows, each {"input_ids": token ids, "labels": the same, -100 where a token is not trained on}.
-        Rows of an IterableDataset are returned as the script gave them."""
+        Rows of an IterableDataset, and prompts to which answers are sampled, are as the script gave them."""
         data = self._prepared.train_data
         return self._rows["train"] if data is None else Tokenised(data.documents)
 
