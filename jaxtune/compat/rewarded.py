@@ -329,8 +329,7 @@ class RewardedTrainer(PreferenceTrainer):
           dataset: a path, a data set with columns, or an iterable of rows, which is read into a list.
           formatting_func: must be None, because these trainers do not support one.
         Raises:
-          ValueError: there are no rows or no column `prompt`, or it is an IterableDataset; or formatting_func is not
-            None.
+          ValueError: no rows or no column `prompt`; an IterableDataset; or formatting_func is not None.
         """
         if is_stream(dataset):
             raise ValueError(
