@@ -90,12 +90,15 @@ def load(options: argparse.Namespace):
     Args:
       options: parsed options. `model`, `dtype` and `load_in` are read; the last two are the options --dtype and
         --load-in. If `dtype` is None, the dtype is the one that jaxtune recorded in the folder when it trained the
-        adapter or the model, else bfloat16; the dtype in a checkpoint's config.json is not used.
+        adapter or the model, else bfloat16; the dtype in a checkpoint's config.json is not used. If `load_in` is None,
+        an adapter's base is loaded as in its training, and any other model as its files store it.
 
     Returns:
       (the model, a Decoder; its tokenizer, one of transformers), where the tokenizer is None if the folder has none.
         For an adapter, the tokenizer's EOS and the token that ends a turn in its chat template are added to the model's
-        own end tokens; for any other model a command that generates does so itself (with_end_tokens).
+        own end tokens, so that an export names them too; nothing is added without a tokenizer, or to a model that
+        scores texts (with_end_tokens). Any other model keeps its own: a whole model that a run wrote names these
+        tokens, and commands that generate add them.
 
     Raises:
       ValueError: there is no such model, or it cannot be loaded so (jaxtune.from_pretrained).

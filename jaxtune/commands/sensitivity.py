@@ -16,14 +16,16 @@ _SHOWN = 12  # matrices that are listed
 
 
 # arguments: the words after `jaxtune sensitivity`: a recipe, overrides (key=value), and options such as --format. For
-# users who choose a precision map: without --memory-gb only the figures are printed. ValueError: the config has faults.
+# users who choose a precision map: without --memory-gb only the figures are printed. ValueError: the config has faults,
+# another objective than sft, or a precision map already; its rows are streamed or mixed without data.eval; the model
+# has quantised weights, or nothing to measure; or all matrices quantised take more than --memory-gb.
 def run(arguments: Sequence[str]) -> None:
     """Measure which matrices a format harms; print a precision map.
 
     Each matrix alone is quantised, and the divergence of the answers' next-token distributions from the unquantised
-    model's is measured, on the held-out rows if the recipe has some. What is printed is YAML: the figures as comments,
-    and with --memory-gb the keys of a recipe that keeps those matrices in 16 bits which lose most for each byte. The
-    model must fit on the device in 16 bits.
+    model's is measured, on the held-out rows if the recipe has some, otherwise on those that it trains on. What is
+    printed is YAML: the figures as comments, and with --memory-gb the keys of a recipe that keeps those matrices in 16
+    bits which lose most for each byte. The model must fit on the device in 16 bits.
     """
     parser = common.parser("sensitivity", run.__doc__)
     parser.add_argument("recipe", help="a recipe, whose model and rows are used")

@@ -1,5 +1,7 @@
-"""The command `jaxtune train`, which is also `python -m jaxtune.train`: its options and its help (train/app.py does the
-work). `run` takes the words of the command line after `train`."""
+"""The command `jaxtune train`, which is also `python -m jaxtune.train`. `run` takes the words of the command line after
+`train`. It reads the options, loads the config, sets the share of device memory and the pinned memory that JAX may use,
+joins the processes of a run of several, and refuses unreadable rows; then train/app.py does the work. `_print_help`
+prints the help."""
 
 from __future__ import annotations
 

@@ -151,8 +151,9 @@ class DistilledTrainer(PreferenceTrainer):
 
     @property
     def _samples(self) -> bool:
-        """Whether the run samples answers from the student (True), or trains on the rows' answers alone (False);
-        `config` packs rows if it is True. It is True, except in a GKDTrainer with an lmbda of 0."""
+        """Whether the run samples answers from the student (True, except in a GKDTrainer with an lmbda of 0), or trains
+        on the rows' answers alone. If it is True, `config` sets data.packing to True, because rows are packed with
+        their sampled answers; if not, the script's packing stays. GKDTrainer._drawing reads it too."""
         return True
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
@@ -261,8 +262,8 @@ class GKDTrainer(DistilledTrainer):
 
     @property
     def _samples(self) -> bool:
-        """Whether the run samples answers from the student, which is so if lmbda is above 0; `config` packs rows
-        then."""
+        """Whether the run samples answers from the student, which is so if lmbda is above 0. `config` then sets
+        data.packing to True, and `_drawing` returns the options of sampling."""
         return self.args.lmbda > 0
 
     def _drawing(self) -> dict[str, float | int]:

@@ -42,8 +42,7 @@ def is_bfloat16_supported() -> bool:
 
 
 class ModelSettings(SimpleNamespace):
-    """The values of the model's config.json as attributes, for scripts that read model.config; setting one does
-    nothing."""
+    """The values of config.json as attributes, for scripts that read model.config; setting one does nothing."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the values as a new dict, by their names in config.json."""
@@ -110,9 +109,10 @@ class CompatModel(ModelMethods):
         return has_adapter(self.module)
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
-        """PEFT's method: returns a new model with the adapter merged into its weights, all of which train. If they were
-        quantised, those of the new model are in the compute dtype. It needs memory for both. Arguments are ignored.
-        Raises ValueError without an adapter, and ArithmeticError if the check of the result fails."""
+        """PEFT's method: returns a new model with the adapter merged into its weights, all of which train. Weights keep
+        the base's dtype; quantised ones are decoded to the compute dtype. It needs memory for both models. Arguments
+        are ignored. Raises ValueError without an adapter, and ArithmeticError if a merged weight is not finite or does
+        not multiply as its adapter does, or if the logits of a small random batch differ (jaxtune.merge_adapter)."""
         return CompatModel(
             jaxtune.merge_adapter(self.module),
             self.tokenizer,

@@ -123,10 +123,11 @@ def _known_form(columns: Sequence[str], text_field: str) -> str:
 
 
 def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the texts that a script's formatting_func makes of the rows of `dataset`, one for each row. The function
-    takes one row and returns its text, or (as Unsloth's do) takes {column: values} and returns a list of texts; a call
-    with the first row shows which. A mapping with such a list under "text" is accepted as well. No rows give []. Raises
-    ValueError if the result is anything else."""
+    """Returns the texts that a script's formatting_func makes of the rows of `dataset`, one for each row; [] without
+    rows. A first call with the first row shows what the function takes. If it returns a text, or a list of one text,
+    the function is called with each row. If it raises any exception or returns another list, the function (as Unsloth's
+    do) takes {column: values} and returns a list of texts, or a mapping with such a list under "text". Raises
+    ValueError if a result is anything else, such as a mapping for the first row."""
     if not dataset:
         return []
     try:

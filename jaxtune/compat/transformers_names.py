@@ -133,8 +133,8 @@ def load_plain(
 
 class AutoModelForCausalLM:
     """transformers' class, of which scripts use one function: from_pretrained loads a model, here as a CompatModel. The
-    most tokens of its rows are the trainer's max_length. All weights train, unless they are quantised (nothing trains
-    then before an adapter is added) or it has an adapter."""
+    most tokens of its rows are the trainer's max_length. All weights train; of a model with quantised weights none does
+    before an adapter is added, and if the name is the local folder of an adapter, the adapter alone trains."""
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> CompatModel:

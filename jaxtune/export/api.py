@@ -1,6 +1,11 @@
 """Export of a model, or of its adapter alone, into a folder that another program loads: `export_model`, and FORMATS,
 which has a function for each format. `require_format` checks the arguments before a model is loaded, and Exported is
-the result. The folder is complete and verified before it gets its name."""
+the result. The folder is complete and verified before it gets its name.
+
+Each entry of FORMATS is called with (model, `_Job`: the other arguments of export_model). `_folder` makes the entries
+for Hugging Face folders, those of some quantised formats through `_stored`; the others are `_gguf` and `_gguf_adapter`,
+which write by `_write_gguf`. `_whole` gives the weights to write, each merged with its adapter when it is made.
+"""
 
 from __future__ import annotations
 

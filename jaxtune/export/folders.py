@@ -126,10 +126,11 @@ def write_mxfp4(
     weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, activations: bool = False
 ) -> list[str]:
     """Writes a model as a Hugging Face folder in MXFP4: linears and experts as compressed-tensors stores them, or, of
-    gpt-oss, the experts as it is published. Returns notes for the user, as write_stored does; of gpt-oss [].
+    gpt-oss, the experts as it is published. Returns notes for the user, as write_stored does: how many matrices stay
+    unquantised; of gpt-oss [].
 
     Args:
-      weights: the model's weights.
+      weights: the model's weights; those that are not in MXFP4 yet are encoded here.
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.

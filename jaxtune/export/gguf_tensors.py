@@ -1,6 +1,9 @@
-"""The tensors of a model (`of_model`) or an adapter (`of_adapter`) under llama.cpp's names and in its order of rows, as
-Sources from which gguf_file.py makes and writes one tensor at a time. A Source makes one value of the model and
-describes the Tensors that are computed from it; `all_tensors` lists those of several Sources."""
+"""The tensors of a model (`of_model`) or an adapter (`of_adapter`, which also returns its alpha) under llama.cpp's
+names and in its order of rows (`interleaved` makes that of q and k), as Sources from which gguf_file.py makes and
+writes one tensor at a time. A Source makes one value of the model and describes the Tensors that are computed from it;
+`all_tensors` lists those of several Sources. A Tensor names the dtype to which quantisation-aware training rounded it
+(`_rounded`), so that it is stored exactly. `_dense` makes the value of a weight; `_dense_tensor`, `_expert_tensors` and
+`_lora_tensors` describe the tensors of weights, experts and adapters."""
 
 from __future__ import annotations
 

@@ -79,13 +79,15 @@ def notes_on_adapter(model: Decoder) -> tuple[str, ...]:
 
 
 def _served(grid: FakeQuant) -> str:
-    """The values of --to that store the weights of a grid exactly, as text for a note: "w4a16 or merged"."""
+    """The exports of `_storing`, and merged, which all store the weights of a grid exactly, as text that follows --to
+    in a note: "w4a16 or merged"."""
     return " or ".join((*_storing(grid), "merged"))
 
 
 def _storing(grid: FakeQuant) -> tuple[str, ...]:
-    """The exports that have the grid of quantisation-aware training, as words for messages: values of --to, and for
-    GGUF also of --outtype; () if there are none."""
+    """The quantised exports that store the codes and scales of a grid of quantisation-aware training as they are, in
+    words for messages, such as "w4a16" or "gguf --outtype q4_0". () if only other exports have its weights exactly:
+    merged, and gguf in bf16 or f32, which the callers name."""
     return (*grid.exports, *([f"gguf --outtype {grid.outtype}"] if grid.outtype else []))
 
 
@@ -160,7 +162,9 @@ def _fitting(stored: Stored, middle: np.ndarray, wanted: np.ndarray) -> np.ndarr
     rounded to the middle between two numbers of 16 bits; then only very few scales give all its numbers.
 
     stored: the weight. middle: float64, in the shape of its scales (1 along `scale_axes`), in which the factors are
-    returned too. wanted: the numbers."""
+    returned too: those in the middle of the interval that the numbers of each scale allow (`_exactly` computes it).
+    wanted: the weight's numbers [..., out, in], in the dtype of the training, 16 or 32 bits. Numbers that stay wrong
+    are found by `_exactly`, which raises."""
 
     def wrong(factors: np.ndarray) -> np.ndarray:
         decoded = partition.on_host(stored.rescaled(factors).decode(wanted.dtype))

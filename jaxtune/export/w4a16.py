@@ -94,9 +94,10 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, 
 
 
 def quantization_config(group: int, ignored: list[str], activations: bool) -> dict[str, Any]:
-    """The quantization_config of config.json, by which readers know the format. `group` is how many numbers of a row
-    share a scale, `ignored` are the names of the modules that stay in 16 bits, and `activations` says whether servers
-    round activations to int8 by token."""
+    """The quantization_config of config.json in compressed-tensors' form, by which readers such as vLLM know the
+    format: "pack-quantized", or with `activations` (w4a8) "int-quantized". `group` is how many numbers of a row share a
+    scale, `ignored` are the names of the modules that stay in 16 bits, and `activations` says whether servers round
+    activations to int8 by token."""
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     weights = {
         "num_bits": 4,
@@ -209,8 +210,9 @@ def _pack(codes: np.ndarray) -> np.ndarray:
 
 def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndarray:
     """Decodes the weight of a linear, float32[out, in], from the three tensors that a w4a16 file has for it, as its
-    readers do; the export compares the result with the weight. packed: int32[out, in / 8], eight codes in each number.
-    scales: [out, in / group]. shape: int64[2], which is (out, in)."""
+    readers do. The export compares the result with the weight (`_check`): exactly after QAT, else within half a step
+    and the scale's rounding. packed: int32[out, in / 8]; each number has eight codes plus 8, four bits each, the first
+    in the lowest bits (`_pack`). scales: [out, in / group]. shape: int64[2], which is (out, in)."""
     codes = (packed.view(np.uint32)[..., None] >> (4 * np.arange(_PACKED, dtype=np.uint32))) & 15
     codes = codes.reshape(len(packed), -1)[:, : int(shape[1])].astype(np.float32) - 8
     return codes * np.repeat(scales.astype(np.float32), codes.shape[1] // scales.shape[1], axis=1)

@@ -44,7 +44,7 @@ def q8_0_codes(blocks: jax.Array, dtype: str = "float32") -> tuple[jax.Array, ja
 
     Returns:
       (scales float32[..., 1], which files round to float16; codes float32[..., 32], whole numbers from -127 to 127). A
-      number is scale * code.
+      number is scale * code. Codes are computed with these scales, before files round them.
     """
     largest = jnp.abs(blocks).max(-1, keepdims=True)
     scales = divide(largest, jnp.full_like(largest, 127))
@@ -64,12 +64,13 @@ def signed_codes(blocks: jax.Array, middle: int, dtype: str = "float32") -> tupl
     Args:
       blocks: the numbers.
       middle: the code of zero, 8 for Q4_0 and 16 for Q5_0.
-      dtype: in which the products of scales and codes of Q4_0 must be exact. In float32 all are; in 16 bits a scale is
-        rounded to five significant bits.
+      dtype: in which the products of scales and codes must be exact. In float32 all are. In 16 bits a scale is rounded
+        to five significant bits, enough for Q4_0. Products of Q5_0 would not be exact in bfloat16, so its dtype must be
+        "float32".
 
     Returns:
       (scales float32[..., 1], which files round to float16; codes float32[..., 32], whole numbers from 0 to 2 * middle
-      - 1). A number is scale * (code - middle).
+      - 1). A number is scale * (code - middle). Codes are computed with these scales, before files round them.
     """
     at = jnp.abs(blocks).argmax(-1, keepdims=True)
     places = lax.broadcasted_iota(at.dtype, blocks.shape, blocks.ndim - 1)

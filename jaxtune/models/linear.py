@@ -352,8 +352,12 @@ def _bias_follows(linear: Linear) -> bool:
 
 def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Array) -> jax.Array:
     """Finishes the output of a linear whose merged weight was rounded. Returns `out`, whose value only dropout's noise
-    changes, plus the bias if `_bias_follows`. In the backward, the adapter gets its gradients from the result; if
-    gradients are clipped, it gets them through the rounded weight, and from the result only those of dropout's noise.
+    changes, plus the bias if `_bias_follows` (otherwise `out` has it already). The noise is the adapter's product with
+    dropout minus that without.
+
+    In the backward, the adapter, DoRA's magnitude included, gets its gradients from the result. If `fake_quant.clips`
+    (numbers outside the grid's range get no gradient), it gets them through the rounded weight, and from the result
+    only those of dropout's noise.
 
     Args:
       out: [..., out], the product of x and the rounded weight.

@@ -5,8 +5,7 @@ A kernel is joined by its correlation id to the CPU call that launched it, and s
 that call. Its scope is the path of the ranges that the program marks (torch.profiler.record_function) and of the
 modules in a profile taken with with_stack=True. A backward operator gets the scope of the forward operator with the
 same sequence number. Where a program has neither ranges nor modules, the scope is the outermost aten operator. Shapes
-are known in profiles taken with record_shapes=True only. In a trace from a machine without a GPU, operators take the
-place of kernels.
+are known only with record_shapes=True. In a trace from a machine without a GPU, operators take the place of kernels.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ _ONLY_WRITE = ("aten::copy_", "aten::fill_", "aten::zero_")
 @dataclasses.dataclass(slots=True)
 class _Call:
     """A range of time on a CPU thread: an operator, a range that the program marked, a Python function, or a call of
-    the CUDA API. The ranges around the call that launched a kernel tell the kernel's scope and work; `up` yields the
-    call and then these ranges."""
+    the CUDA API. The ranges around the call that launched a kernel (`up`) tell the kernel's scope and work."""
 
     start: float  # microseconds, as the trace counts them
     end: float  # the same
@@ -65,10 +63,11 @@ class _Call:
 
 def read_chrome(data: bytes, path: str) -> Trace:
     """Reads `data`, the unpacked bytes of a Chrome trace file of PyTorch's profiler, and returns the Trace of the
-    device with the most kernel time. path: the file's path, for the Trace and for error messages.
+    device with the longest sum of kernels, copies and memsets. In a trace from a machine without a GPU, CPU operators
+    count as kernels (device "CPU", with a note). path: the file's path, for the Trace and for error messages.
 
     Raises:
-      TraceError: the bytes are not JSON, not a trace, a trace with damaged events, or one without work on a device.
+      TraceError: the bytes are not JSON, or no trace, or one with damaged events, or without work on its GPU (or CPU).
     """
     try:
         content = json.loads(data)
@@ -416,8 +415,8 @@ def _names_a_place(call: _Call) -> bool:
 def _path(call: _Call, inside: _Call | None = None) -> str:
     """The scope of a call: the names of the marked ranges and modules around it, joined by slashes with the outermost
     first, without ranges of profiler steps and of the optimizer; equal names in a row count once. If there are none,
-    the name of the outermost aten operator. inside: an autograd node around the call; it and the ranges around it are
-    left out, because they enclose the whole backward. None: all ranges count."""
+    what `_operator` returns. inside: an autograd node around the call; it and the ranges around it are left out,
+    because they enclose the whole backward. None: all ranges count."""
     parts: list[str] = []
     for around in call.up():
         if around is inside:
@@ -432,8 +431,9 @@ def _path(call: _Call, inside: _Call | None = None) -> str:
 
 
 def _operator(call: _Call) -> str:
-    """The outermost aten operator around a call, such as "linear"; if there is none, the outermost operator of any
-    kind, such as an autograd node; "" without one. It is the scope of kernels that no marked range or module names."""
+    """The outermost aten operator of `call` and those around it; if there is none, the outermost operator of any kind,
+    such as an autograd node; "" without one. "aten::" and "autograd::engine::evaluate_function: " are cut off its name.
+    It is the scope of kernels that no range or module names, or whose forward operator is unknown (`_scope`)."""
     names = [c.name for c in call.up() if c.category == "cpu_op" and c.name.startswith("aten::")]
     if names:
         return names[-1].removeprefix("aten::")

@@ -355,10 +355,11 @@ class _Stream(Response):
             await _unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        """Sends all events and then [DONE], each by the ASGI function `send`. If the deadline passes or an error is
-        raised, the last event is that error; only an OSError, with which the client is gone, ends it without one. The
-        event has one second to be sent: if the client does not read, the body stays incomplete, and the server closes
-        the connection."""
+        """Sends all events and then [DONE], each by the ASGI function `send`. If the deadline passes, the last event is
+        the error `too_late`. If an ApiError is raised, it is the last event; any other exception is printed on stderr
+        and sent as error 500. None of these is raised again. Without such an event the stream ends at an OSError, with
+        which the client is gone, and at a cancellation (`_unless_gone`). The error event has one second to be sent: if
+        the client does not read, the body stays incomplete, and the server closes the connection."""
 
         async def say_event(data: bytes) -> None:
             """Sends `data`, a JSON text in UTF-8 or [DONE], as one server-sent event."""

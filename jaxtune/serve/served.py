@@ -40,7 +40,8 @@ class Served:
     name: str  # the `model` of a request's body
     model: Decoder  # the base model, or the base model with an adapter
     tokenizer: Tokenizer  # encodes prompts
-    base: str | None = None  # for a model with an adapter, the name of its base model; None: it is the base model
+    # for a model with an adapter, the name of its base model, which /v1/models shows as `parent`; None: it is the base
+    base: str | None = None
     # a copy of the tokenizer that decodes answers: one object cannot encode in one thread and decode in another at once
     decoder: Tokenizer = dataclasses.field(init=False)
 

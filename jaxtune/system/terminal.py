@@ -40,7 +40,7 @@ def printable(text: object) -> str:
 
 class _Stream:
     """A text stream that may lose its reader: a pipe whose other end died, a closed terminal, a log file on a full
-    disk, a closed stream. Text that can no longer be written is dropped, so that a run does not end with its terminal.
+    disk, a closed stream. Text that can no longer be written is dropped, so that printing does not end a run.
     Attributes that are not defined here are those of the wrapped stream.
 
     Args:
@@ -99,9 +99,10 @@ class _Stream:
 
 
 def outlive(raises: bool = False) -> None:
-    """From now on this process continues when the reader of its stdout or stderr is gone, such as `head`, or a terminal
-    that was closed; what can no longer be written is dropped. If one of the file descriptors 0 to 2 is closed, the null
-    device takes its place.
+    """From now on, writes to stdout or stderr do not end this process when the reader is gone, such as `head` or a
+    terminal that was closed: what can no longer be written is dropped. SIGHUP, which a closing terminal sends, is not
+    handled here: train/signals.py stops a run after a save at it, under nohup it is ignored, and any other process
+    ends. If one of the file descriptors 0 to 2 is closed, the null device takes its place.
 
     Args:
       raises: True: the first write to stdout that fails raises an OSError (for a pipe, a BrokenPipeError), for commands
@@ -131,8 +132,10 @@ def outliving() -> Iterator[None]:
 
 
 def _outliving(stream: Any, name: str = "") -> Any:
-    """A stream wrapped as a _Stream with this name; one that is wrapped already is returned unchanged. For None, a
-    stream that was closed when Python started, the null device is wrapped."""
+    """A stream wrapped as a _Stream. name: "": all text that cannot be written is dropped; otherwise, such as
+    "<stdout>", the first OSError is raised with this name (see _Stream and `outlive`). A stream that is wrapped already
+    is returned unchanged, with its own name. For None, a stream that was closed when Python started, the null device is
+    wrapped."""
     if stream is None:  # the stream was closed when Python started
         stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     return stream if isinstance(stream, _Stream) else _Stream(stream, name)

@@ -1,7 +1,10 @@
 """Matches the tensors of a checkpoint's files with the tensors that a model needs, by name and shape, and refuses files
-that lack one or have ones that the model does not need (`match`). The other functions serve the loader (models/hf.py):
-`dtype_name` checks the dtype that a user asks for, `weight_name` gives the name of a matrix's tensor, `is_kept_packed`
-says whether a tensor stays quantised in the model, and `listed` joins names for errors."""
+that lack one, have one that the model does not need or one of another shape, or store one in another dtype than 16- or
+32-bit floats or a known quantised format (`match`). Passthrough tensors, such as a vision tower's, were taken out
+before (passthrough.divide), and a separate head that equals a tied embedding is accepted (`_same_content`). The other
+functions serve the loader (models/hf.py): `dtype_name` checks the dtype that a user asks for, `weight_name` gives the
+name of a matrix's tensor, `is_kept_packed` says whether a tensor stays quantised in the model, and `listed` joins names
+for errors."""
 
 from __future__ import annotations
 

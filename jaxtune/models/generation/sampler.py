@@ -195,8 +195,7 @@ class Sampler:
         scaled_logprobs: bool = False,
         top_logprobs: int = 0,
     ) -> int:
-        """Appends a prompt to the queue, also while other rows decode. Consecutive requests with the same prompt are
-        prefilled once.
+        """Appends a prompt to the queue, also while other rows decode. Consecutive equal prompts are prefilled once.
 
         Args:
           prompt: token ids, at least one.
@@ -341,12 +340,13 @@ class Sampler:
         (self._waiting.appendleft if first else self._waiting.append)(request)
 
     def _fill(self) -> None:
-        """Gives free slots to waiting requests, and prefills their prompts: at most about prefill_tokens tokens a call,
-        or, while more than half of the slots are free, without a limit. `step` calls it."""
+        """Prefills the prompts of waiting requests, and gives them free slots as soon as their prompts are ready;
+        `step` calls it. While at least half of the slots are taken, a call dispatches programs until they have
+        prefill_tokens tokens, padding included: the last program may exceed it, and a long prompt, prefilled in chunks,
+        may take several calls."""
         free = [slot for slot, request in enumerate(self._slots) if request is None]
         if not free or not self._waiting:
             return
-        # Decoding rows wait only for a bounded part of a prefill, unless most slots are empty.
         left = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
         self._reserve(self._nearest(len(free)))
         while free and self._waiting:

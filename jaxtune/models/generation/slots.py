@@ -314,13 +314,14 @@ def mark_seen(seen, slot, tokens, length) -> jax.Array:
 def _decode(
     structure: Structure, kind: Kind, steps: int, leaves, states, live: Live, seen, changed, given: Live, rows: Rows
 ) -> tuple[States, Live, jax.Array | None, Emitted]:
-    """Makes `steps` more tokens in each active slot, or fewer where a row ends or pauses.
+    """Makes `steps` more tokens in each active slot, or fewer where a row ends (an end token, or Rows.limit) or pauses
+    (Rows.pause: the states of a longrope model must be computed anew).
 
     Args:
       structure, leaves: the model without its arrays, and its arrays.
       kind: which sampling operations the program contains.
-      states, live: of the N slots, as the last call returned them.
-      seen: bool[N, V], whether each row contains a token; None if no row has a repetition penalty.
+      states, live: of the N slots, as the last call returned them; donated.
+      seen: bool[N, V], whether each row contains a token; None if no row has a repetition penalty; donated.
       changed: bool[N], the slots in which the host has started or ended a row since the last call.
       given: the values that replace those of `live` in the `changed` slots.
       rows: what does not change while rows decode.

@@ -102,10 +102,10 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
 
 
 def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks) -> None:
-    """For `_checked`: checks the numbers of heads and the options, which are the same in all functions here: scale must
-    be a number, window None or a whole number from 1 on, soft_cap None or above 0, and sinks None or float[heads].
-    query [B, T, heads, D] and key [B, T, kv_heads, D] are checked already, except their numbers of heads; check is the
-    checker that knows their sizes and the name of the call.
+    """The part of `_checked` after the arrays: checks the ratio of heads and the options. scale must be a number,
+    window None or a whole number from 1 on, soft_cap None or above 0, and sinks None or float[heads]. query [B, T,
+    heads, D] and key [B, T, kv_heads, D] are checked already, except their numbers of heads; check is the checker that
+    knows their sizes and the name of the call.
 
     Raises:
       TypeError, ValueError: heads are no multiple of key/value heads, or an option is not as described above.

@@ -1,4 +1,8 @@
-"""Products of few tokens with the matrices of their experts as a Triton kernel, for Hopper GPUs.
+"""Products of few tokens with the matrices of their experts as a Triton kernel, for Hopper GPUs: `experts_gated` by
+gate and up, with the activation, and `experts_down` by down. `gated_refusal` and `down_refusal` return the reason why a
+call is not supported, or None. Both products choose how many tokens a program multiplies at once (`slots`) and a tile
+(`down_tile`; `_with` for adapters), and call `multiplied`, which runs the kernel, also with other tiles for
+measurements.
 
 A step of some dozen tokens reads nearly every expert's matrices, and each is multiplied by a handful of tokens. The
 kernel's programs find these tokens in `choice` themselves, so no sort precedes it, no buffer has padded rows, and each

@@ -217,8 +217,8 @@ class NVFP4(Stored):
     def piece(self, index: int, start: int, rows: int) -> Self:
         """Cuts the rows from `start` to before `start + rows` out of the matrix number `index` of this tensor of
         experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself. It
-        gets the tensor scale of its first row, [1, 1], because the rows that are written as one matrix were also
-        quantised with one tensor scale."""
+        gets the tensor scale of its first row, [1, 1], and likewise the input scale if there is one, because the rows
+        that are written as one matrix were also quantised with one tensor scale."""
         part = super().piece(index, start, rows)
         whole = None if part.input_scale is None else part.input_scale[:1]
         return dataclasses.replace(part, tensor_scale=part.tensor_scale[:1], input_scale=whole)

@@ -1,5 +1,6 @@
-"""The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, which overwrites its inputs:
-`gated_backward`. `refusal` says which calls it cannot compute on this GPU, `unsupported` which on any.
+"""The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, `gated_backward`: from gate, up and the
+gradient of activation(gate) * up it computes activation(gate) * up and the gradients of gate and up, and writes these
+over its three inputs. `refusal` says which calls it cannot compute on this GPU, `unsupported` which on any.
 
 Its time is that of reading and writing memory. A lane reads 16 bytes of each array and writes 16 bytes of each result
 to the same address. As a lane needs few registers, many warps run on each multiprocessor and keep the memory busy.

@@ -129,9 +129,9 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
 
 
 def barriers(slots: int):
-    """The scratch type, for a kernel's scratch_types, of an array in shared memory with a hardware barrier for each of
-    `slots` buffers into which rows are copied; `begin`, `tell` and `wait` take the array. A barrier has 64 bits, two
-    int32. The kernels that gather rows allocate them so."""
+    """The scratch type, for a kernel's scratch_types, of an array int32[2 * slots] in shared memory with a hardware
+    barrier of 64 bits for each of `slots` buffers into which rows are copied; `begin`, `tell` and `wait` take the
+    array. The copies (cp.async) arrive at these barriers by PTX, for which Pallas' own barriers have no operation."""
     return plgpu.SMEM((2 * slots,), jnp.int32)
 
 

@@ -54,8 +54,9 @@ class Blocks:
 
 def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
     """Chooses the sizes for a product of [rows, in_size] and [out_size, in_size]: the widest tile of 256, 192, 128 or
-    64 columns (256 or 128 with `in_blocks`) whose columns divide out_size, with as many steps loaded ahead as shared
-    memory has room for, at most 6 of 128 codes or 12 of 64. `refusal` must have accepted the sizes.
+    64 columns (256 or 128 with `in_blocks`) whose columns divide out_size, with 128 rows. A step has 128 codes along K,
+    or 64 if 128 does not divide in_size. As many steps are loaded ahead as shared memory has room for, at most 6 of 128
+    codes or 12 of 64. `band` keeps its default. `refusal` must have accepted the sizes.
 
     Args:
       in_size: K, the size of the axis that is summed over.

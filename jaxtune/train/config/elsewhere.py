@@ -238,8 +238,7 @@ def _packing(made: Translation, packs: bool) -> None:
 def _columns(made: Translation, columns: Mapping[str, str], of: str) -> None:
     """Sets data.columns of the recipe `made` to `columns` without the names that are the same in both; nothing if none
     is left. A recipe has one such map for all rows, so if it has a different one already, `columns` is reported as
-    lacking instead. columns: {name of a column in a format of jaxtune: its name in these rows}. of: the name of the
-    rows, for that report."""
+    lacking instead. columns: {name of a column in a format of jaxtune: its name in these rows}. of: the rows' name."""
     columns = {ours: source for ours, source in columns.items() if ours != source}
     known = made.values.get("data", {}).get("columns")
     if columns and known not in (None, columns):
@@ -249,8 +248,9 @@ def _columns(made: Translation, columns: Mapping[str, str], of: str) -> None:
 
 
 def _rows(made: Translation, key: str, names: list[str]) -> None:
-    """Sets `key`, data.train or data.eval, of the recipe `made` to the rows `names`: one name, a list of several, or
-    nothing if there is none. data.eval takes only the first; the others are reported as lacking."""
+    """Sets `key`, data.train or data.eval, of the recipe `made` to `names`, files or data sets as data.train takes
+    them: one name, a list of several, or nothing if there is none. data.eval gets only the first; the others are added
+    to made.lacking."""
     if names:
         made.set(key, names[0] if len(names) == 1 else names)
     if key == "data.eval" and len(names) > 1:

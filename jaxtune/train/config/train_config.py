@@ -226,8 +226,10 @@ class TrainConfig:
                 )
 
     def require_whole_weights(self, mesh: MeshConfig) -> None:
-        """Raises `ConfigError` if `mesh`, the run's, divides weights over devices, from which nothing is sampled. It is
-        for runs that train on answers which the model samples."""
+        """Raises `ConfigError` if mesh.fsdp is not 1, because nothing is sampled from weights that are divided over
+        devices. It is for runs that train on answers which the model samples. mesh: the one that the run chose
+        (setup.require_sampling), because self.mesh may be None or leave a size open; the config's own checks give
+        self.mesh."""
         require(
             mesh.fsdp == 1,
             "mesh.fsdp",

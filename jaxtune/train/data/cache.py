@@ -236,9 +236,10 @@ class _Store:
 
 
 def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
-    """The documents of a cache: `fields` has the flat arrays {"tokens", "mask", "lengths", "trained", "origins"}, as in
-    `Documents`, and `files` the names of the files that rows came from, into which "origins" has indices. The arrays of
-    tokens and mask may be memory-mapped and are not copied."""
+    """The documents of a cache folder, or of rows in memory (`_Store.documents`). fields: the flat arrays "tokens",
+    "mask", "lengths", "trained" and "origins" of `Documents`; origins may also be flat, as a file has it: pairs of
+    (index into `files`, number of the row). files: the names of the files that rows came from. tokens and mask may be
+    memory-mapped and are not copied; the others are copied into memory."""
     lengths = np.array(fields["lengths"])
     return Documents(
         tokens=fields["tokens"],

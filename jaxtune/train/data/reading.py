@@ -91,14 +91,16 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
         source: a file (.jsonl, .json, .parquet, .csv), a folder of such files, a folder written by
             `datasets.save_to_disk`, the name of a data set (`name`, `name:config` or `name:config:split`; the split is
             `train` if it is not given), any of these with `[:N]` behind it, for its first N rows, a list of such paths
-            and names, a `datasets.Dataset` or IterableDataset, a list (or other iterable) of dicts, or a Window.
+            and names, a `datasets.Dataset` or IterableDataset, a list (or other iterable) of dicts, or a Window (rows
+            of a stream that were read already).
         streaming: whether a data set given by name is read over the network during the run instead of being downloaded.
             A data set that streams gives one source for each of its shards.
         columns: {name of a format's column: its name in these rows}; other columns keep their names.
 
     Raises:
-        ValueError: there is no such file or data set, its kind is not known, a folder has files of several splits, or
-            [:N] is after a stream or a folder of several files.
+        ValueError: there is no such file or data set, or its kind is not known; a folder has no data file, a compressed
+            one, or files of several splits; a saved data set has splits, but no `train`; or [:N] is after a folder of
+            several files, or after any name with `streaming` set.
     """
     if columns:
         return [_renamed(one, columns) for one in open_sources(source, streaming)]

@@ -1,9 +1,14 @@
-"""Readers of rows: one for each kind of file, one for `datasets` and one for lists. `reading.open_sources` chooses
-them. `is_array` says whether a .json file is one array or has an object a line.
+"""Readers of rows: one for each kind of file (`read_jsonl`, `read_json`, `read_csv`, `read_parquet`), one for
+`datasets` (`read_dataset`) and one for lists (`read_list`). `reading.open_sources` chooses them. `is_array` says
+whether a .json file is one array or has an object a line.
 
 Each reader yields in order the rows whose number is above `after` and skips the others as cheaply as the file format
-allows; a .json file with an array is always read from its beginning. A row that cannot be read, a bad row, is yielded
-as a `Row` with the reason instead of its columns.
+allows. Numbers count from 1, so 0 yields all. Of an array in a .json file all rows are yielded, whatever `after` is.
+
+A row that cannot be read, that has more than MAX_ROW_SIZE bytes or characters, or that is nested deeper than MAX_DEPTH
+(`_measure`, `_too_long`), is a bad row: it is yielded as a `Row` with the reason instead of its columns. Readers raise
+ValueError where nothing can be read after an error: read_dataset for a row that cannot be decoded, read_csv for a wrong
+header, and read_parquet for a damaged file or one that expands too much (MAX_EXPANSION).
 """
 
 from __future__ import annotations

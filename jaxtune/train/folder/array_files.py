@@ -15,7 +15,7 @@ _SAVE_TIMEOUT_SECONDS = 4 * 3600
 # Host memory for arrays that are read and not yet on their device. By default Orbax reads all of them at once: resuming
 # full fine-tuning of a 1B model, with 15 GB of weights and moments, took 47 GB of host memory.
 _READ_AT_ONCE_GB = 2
-_operations = itertools.count()  # numbers the saves; all processes count the same
+_operations = itertools.count()  # numbers saves and restores; all processes count the same
 
 
 def saver() -> Any:
@@ -68,10 +68,13 @@ def _handler(options, read_at_once_gb: int | None = None):
 
 def _processes():
     """Orbax's MultiprocessingOptions: in a run of several processes they name all of them, so that the processes wait
-    for each other through JAX's coordination service.
+    for each other through JAX's coordination service. With one process they are Orbax's defaults.
 
     Without the names Orbax would wait by a collective operation on the devices. That needs idle devices, and the
     saver's thread would start it while the devices train.
+
+    Each call takes the next number of `_operations` into the name of its barrier. All processes must therefore call it
+    equally often and in the same order, for saves and restores alike.
     """
     import orbax.checkpoint as ocp
 

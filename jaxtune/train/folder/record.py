@@ -174,7 +174,9 @@ def _of_any_length(record: dict[str, Any]) -> bool:
 def same_run(record: dict[str, Any]) -> dict[str, Any]:
     """The values of a record by which a run's results are recognised as its own, {dotted key: value}, such as its seed,
     its optimizer and the digest of the base; everything else, such as how often it saves, may change within a run, and
-    so may steps and epochs if its learning rate is constant (`_of_any_length`)."""
+    so may steps and epochs if its learning rate is constant (`_of_any_length`). A folder of results stores them
+    (results.py; require_own compares them and names those that differ), and results.json their `digest`, so that a run
+    that is started again, or an evaluation, recognises them. Checkpoints are compared by require_same_run."""
     keys = {
         key: value
         for key, value in flat_keys(json.loads(json.dumps(record))).items()

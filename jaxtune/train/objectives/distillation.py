@@ -175,8 +175,9 @@ class Distill(SFT):
 
     @property
     def offline(self) -> bool:
-        """Whether the teacher's log-probabilities are stored before the run (stored_teachers.py); False: the teacher
-        runs in each step."""
+        """Whether the teacher's log-probabilities are there before the first step: the run computes them at its start
+        (teacher_top_k), or they are read from another program's file (teacher_logprobs); stored_teachers.py does both.
+        False: the teacher runs in each step. `loss`, `check` and `reference_runs` depend on it."""
         return self.teacher_top_k is not None or self.teacher_logprobs is not None
 
     @property

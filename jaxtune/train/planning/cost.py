@@ -393,8 +393,9 @@ def _adapter_bytes(layer: Block, dtype) -> float:
 
 
 def _masked_sizes(model: Decoder) -> list[int]:
-    """The number of input features of each adapter of `model` that has dropout; [] without dropout. Masks take memory,
-    and the planner reserves it by the largest of these sizes."""
+    """The number of input features of each adapter in the layers of `model` that has dropout; [] without dropout. By
+    the largest of these the planner reserves one adapter's masked input and its mask (StepCost.dropout_bytes), because
+    only one of each is there at a time."""
     matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())
     return [matrix.sizes[1] for matrix in matrices if matrix.lora is not None and matrix.lora.rate]
 

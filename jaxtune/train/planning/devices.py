@@ -145,8 +145,9 @@ def _pinnable_bytes(on_host: int, in_process: int) -> float:
 
 
 def devices_here(count: int) -> tuple[int, int]:
-    """(devices on this host, devices of this process) among JAX's first `count` devices, which the run uses. They share
-    the host's memory.
+    """(devices on this host, devices of this process) among JAX's first `count` devices, which the run uses. The
+    devices of a host share its memory, and those of a process share what XLA lets the process pin (`_pinnable_bytes`
+    divides by both numbers). A host is known by its host name.
 
     A collective call: all processes of the run must make it.
     """

@@ -1,7 +1,6 @@
-"""Forecasts: the bytes and seconds of a step under a plan, by which plans are compared before one is compiled.
-`forecast` makes the `Forecast` of a step, from a `LayerForecast` for each layer (`layer_forecast`; `layer_forecasts`
-for many plans at once), from `head_forecast`, `gathered_bytes` and `state_seconds`, and from fitted numbers
-(`product_time`, `bytes_with_gaps`).
+"""Forecasts: the bytes and seconds of a step under a plan, by which plans are compared. `forecast` makes the `Forecast`
+of a step, from a `LayerForecast` for each layer plan (`layer_forecast`; `layer_forecasts` for many), `head_forecast`,
+`gathered_bytes`, `state_seconds`, and fitted numbers (`product_time`, `bytes_with_gaps`).
 
 Bytes of residuals (what the parts of a layer return and a plan keeps, recomputes or offloads) are exact, from shapes.
 What the compiler adds around them, and the rates, are fitted (models/fitted.py). `_remade` is about recomputed
@@ -123,9 +122,9 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
 def layer_forecast(
     parts: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
-    """The forecast of one layer of a step (costs `parts`) under `plan` for the `tokens` tokens of a micro-batch on one
-    device: bytes and seconds as floats, most of them means over the layers (see LayerForecast). `forecast` makes one
-    for each different layer plan. tile_tokens: of a tile in which its MLP runs; None: it runs whole."""
+    """The forecast of the mean layer of a step (costs `parts`) under `plan`, as floats: `layer_forecasts` of this plan
+    alone. `forecast` makes one for each different layer plan. tokens: of a micro-batch on `device`. tile_tokens: of a
+    tile in which MLPs run if `plan` recomputes all of parts.tiled; otherwise, and with None, they run whole."""
     placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in parts.known]])
     return LayerForecast(*map(float, vars(layer_forecasts(parts, placed, tokens, device, tile_tokens).at(0)).values()))
 
@@ -133,9 +132,11 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """The forecasts of one layer of a step under many plans at once: a LayerForecast of arrays with a value for each
-    plan. parts: the step's costs. placed: int[plans, parts.known], the placement of each residual, as an index into
-    PLACEMENTS. tokens: of a micro-batch on `device`. tile_tokens: of a tile in which MLPs run; None: they run whole."""
+    """The forecasts of the mean layer under many plans at once: a LayerForecast of arrays [plans], in whose
+    `work_forward` and `work` the largest kind of layer decides. parts: the step's costs. placed: int[plans,
+    len(parts.known)], the placement of each of parts.known, an index into PLACEMENTS. tokens: of a micro-batch.
+    tile_tokens: of an MLP's tile under plans that recompute all of parts.tiled; otherwise, and with None, MLPs run
+    whole."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens

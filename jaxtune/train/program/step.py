@@ -62,13 +62,15 @@ class Sums:
     """Sums over the micro-batches of a step.
 
     On a mesh of several devices each array has a leading axis of devices: every device sums its own rows, and the
-    devices' sums are added once, by the update. A step of a single micro-batch adds them in that micro-batch instead,
-    so that gradients are not stored twice; a quantised sync leaves them to the update. Gradients of divided tensors are
-    summed over the devices that divide them in each micro-batch.
+    update adds the devices' sums. A step of a single micro-batch adds them in that micro-batch instead, so that
+    gradients are not stored twice; a quantised sync leaves them to the update. Gradients of a tensor that is divided
+    over n devices are summed over these in each micro-batch; their leading axis is n times shorter.
     """
 
-    gradients: Any  # of the (scaled) loss sum: float32, or in the weights' dtypes if a step has one micro-batch
-    loss: jax.Array  # float32 sum of weighted losses
+    # of the loss sum plus the layers' own losses, times TrainState.loss_scale: float32, or in the weights' dtypes if a
+    # step has one micro-batch
+    gradients: Any
+    loss: jax.Array  # float32 sum of weighted losses, neither scaled nor with the layers' own losses
     count: jax.Array  # float32: the objective's count, such as the number of targets
     aux: jax.Array | None = None  # float32[n]: the layers' own losses times the count; None without them
     own: dict[str, jax.Array] = dataclasses.field(default_factory=dict)  # the objective's own sums, by name
@@ -76,9 +78,8 @@ class Sums:
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """The functions that a run jits (accumulate, update, evaluate and others), with everything in a run that is static,
-    so that a program is compiled for one StepProgram. Functions take and return whole arrays, placed as `shardings` and
-    `sums_shardings` say."""
+    """The functions that a run jits (accumulate, update, evaluate, ...), with all its static values, so that a program
+    is compiled for one StepProgram. They take and return whole arrays, placed by `shardings` and `sums_shardings`."""
 
     graph: nnx.GraphDef  # graph definition of the model
     optimizer: optax.GradientTransformation  # an optax transformation or an optim.StepOptimizer, over float32 tensors
@@ -475,8 +476,7 @@ class StepProgram:
         needs no optimizer. frozen: the weights that do not train."""
 
         def local(trainable, frozen, batch):
-            """The sums of the loss for a device's rows (`batch`) and shards (trainable, frozen), added over all
-            devices."""
+            """The sums of the loss for a device's rows (`batch`) and shards (trainable, frozen), over all devices."""
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
             return partition.total(self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward))
 

@@ -271,8 +271,9 @@ class TrainedModel:
         return state, engine.first_sums(state), frozen
 
     def free_given(self) -> None:
-        """Frees the memory of the given model's trained tensors (`release`), once the run has copied them or before a
-        checkpoint's take their place, unless the caller keeps them."""
+        """Replaces the given model's trained tensors by their shapes (`release`), once the run has copied them or
+        before a checkpoint's take their place, so that their memory is freed if nobody else refers to the arrays. It
+        does nothing with keeps_model, when the caller still uses the model."""
         if not self.keeps_model:
             self.release()
 
@@ -284,8 +285,9 @@ class TrainedModel:
         return None if teacher is None else teacher.base_digest
 
     def release(self) -> None:
-        """Replaces the given model's trained tensors by their shapes, which frees their memory for the state that
-        trains in their place; first_state cannot be called after it. Frozen weights stay."""
+        """Replaces the given model's trained tensors by their shapes. Their memory is freed, if nobody else refers to
+        the arrays, for the state that trains in their place; first_state cannot be called after it. Frozen weights
+        stay."""
         graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
         self.trainable = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), trainable)
         self.given = nnx.merge(graph, self.trainable, frozen)
