@@ -132,11 +132,10 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """The forecasts of the mean layer under many plans at once: a LayerForecast of arrays [plans], in whose
-    `work_forward` and `work` the largest kind of layer decides. parts: the step's costs. placed: int[plans,
-    len(parts.known)], the placement of each of parts.known, an index into PLACEMENTS. tokens: of a micro-batch.
-    tile_tokens: of an MLP's tile under plans that recompute all of parts.tiled; otherwise, and with None, MLPs run
-    whole."""
+    """The forecasts of the mean layer under many plans: a LayerForecast of arrays [plans], in whose `work_forward` and
+    `work` the largest kind of layer decides. parts: the step's costs. placed: int[plans, len(parts.known)], the
+    placement of each of parts.known, an index into PLACEMENTS. tokens: of a micro-batch. tile_tokens: of an MLP's tile
+    under plans that recompute all of parts.tiled; otherwise MLPs run whole, as with None."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
