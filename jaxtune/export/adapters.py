@@ -1,8 +1,8 @@
 """Export of an adapter in PEFT's format (`write`), and notes for the user on which servers can load it (`servers`).
 
 The files are read back (`verify`). Their tensors must equal the written ones bit for bit, and the product B A of each
-adapted matrix, computed from the files in PEFT's layout, must be close to the model's (np.allclose). The base's
-weights, the factor alpha / r and DoRA's magnitudes are not part of this second check.
+adapted matrix, computed from the files as PEFT does it (`_peft_product`), must be close to the model's (np.allclose).
+The base's weights, the factor alpha / r and DoRA's magnitudes are not part of this second check.
 
 PEFT 0.21 stores an adapter of experts (`target_parameters`) as one pair of matrices for all experts of a parameter,
 such as a layer's down_proj. Servers of 2026 that expect the older layout, one linear per expert, load such files and
@@ -36,8 +36,8 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
     Returns:
       notes for the user, at least one: which programs can load this adapter (`servers`).
     Raises:
-      ValueError: the model has no adapter, or one that PEFT's files cannot express; a value is not finite; the disk has
-        no room.
+      ValueError: the model has no adapter, or one that PEFT's files cannot express; other weights are trainable too; a
+        value is not finite; the disk has no room.
       ArithmeticError: the tensors that were read back differ from those written, or the product B A of an adapted
         matrix, as PEFT computes it from the files, is not the model's.
     """
@@ -52,7 +52,8 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
 def servers(model: Decoder) -> list[str]:
     """Returns notes for the user of an exported adapter, at least one, of one or more sentences each: which programs
     (of PEFT, vLLM, SGLang, TGI and llama.cpp) can load it beside its base model or cannot, in their releases of 2026,
-    and where the merged model must be served instead. model: the model with the adapter."""
+    and where the merged model must be served instead. If the base has a vision tower, the first note says with which of
+    transformers' classes the names of the adapter's modules fit. model: the model with the adapter."""
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
     in_parameters = bool(config_of(model)["target_parameters"])
@@ -127,7 +128,9 @@ def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, 
 
 
 def _peft_product(name: str, tensors: Mapping[str, np.ndarray], count: int) -> np.ndarray:
-    """The product B A of an adapter as PEFT computes it from its files, without the factor alpha / r.
+    """The product B A of an adapter as PEFT computes it from its files, without the factor alpha / r, for `verify`. If
+    both matrices of a layer's experts are adapted, PEFT wraps the module twice, gate_up_proj first, whose tensors then
+    have base_layer in their names.
 
     Args:
       name: PEFT's name of the adapted module, or of the experts' parameter.

@@ -133,8 +133,9 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     not changed. llama.cpp treats a tokenizer as Phi-3's if the model's name has phi-3 in it: such a name is changed
     where the tokenizer is of another kind, and " (Phi-3)" is added where it is of that kind and the name does not say
     so; a note tells the user. job: the folder and the options of the export. The file's name is model-OUTTYPE.gguf.
-    Another note says how many tensors have a type other than the outtype because of their rows' length, and one names
-    the matrices that are rounded here although quantisation-aware training rounded only the others to the type.
+    Another note says how many tensors have a type other than the outtype because of their rows' length, one names the
+    matrices that are rounded here although quantisation-aware training rounded only the others to the type, and those
+    of `hyperparameters` say where llama.cpp computes the model differently.
 
     Raises:
       ValueError: llama.cpp would compute another model or does not support this kind of tokenizer; there is no
@@ -181,7 +182,7 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
     """Writes a model's LoRA adapter as a GGUF file in float32 for llama.cpp's --lora, and verifies it by reading it
     back; the entry "gguf-adapter" of FORMATS. job: the folder and the options of the export. The file's name is
-    adapter-f32.gguf.
+    adapter-f32.gguf, and the result has no notes.
 
     Raises:
       ValueError: the model has no adapter, or one that llama.cpp cannot apply; llama.cpp would compute another base;

@@ -1,11 +1,13 @@
-"""Families that llama.cpp knows: its name for each (ARCHITECTURES), whether it computes what a model does
-(`architecture`), the metadata that it needs (`hyperparameters`), and the factors of rotary frequencies that it reads as
-tensors (`rope_factors`). Exports to GGUF files use it.
+"""Families that llama.cpp knows: what it has for each (ARCHITECTURES, a table of Architecture), whether it computes
+what a model does (`architecture`; `_problems` and `_layer_problems` find what it does not), the metadata that it needs
+(`hyperparameters`, with `_rope_keys`), and the factors of rotary frequencies that it reads as tensors (`rope_factors`).
+Exports to GGUF files use it.
 
 llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute
 differently is refused here, with the reason. A model that it computes correctly in a shorter context only is written
-with that context, or with a note. A note also names yarn without truncation, whose logits differ slightly. The rules
-are those of the oldest llama.cpp that reads the architecture, so that every later one reads it too.
+with a note, and, if a sliding window is the reason, with that context. A note also names yarn without truncation, whose
+logits differ slightly. The rules are those of the oldest llama.cpp that reads the architecture, so that every later one
+reads it too.
 """
 
 from __future__ import annotations
@@ -177,7 +179,8 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
     """Returns clauses for an error message that say where the model's layers differ from the pattern that llama.cpp
     hard-codes for the architecture `arch`: which have a sliding window, of one length, which have which position
-    encoding, and in Gemma 3 the base of the local one. [] if nothing differs. config: the model's."""
+    encoding, and in Gemma 3 the base of the local one. Windows are compared only if arch.period is set, and of the
+    position encodings only the first layer that differs is named. [] if nothing differs. config: the model's."""
     found = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}
@@ -216,7 +219,8 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
     Returns:
       ({key: value}, notes for the user, a sentence each, where llama.cpp computes the model only within a shorter
         context or slightly differently). In the file a key begins with the architecture's name and a dot, which these
-        keys do not have; ints are stored as uint32, floats as float32. A list (Gemma 4) has a value for each layer.
+        keys do not have; ints are stored as uint32, floats as float32, and texts as such. A list (Gemma 4) has a value
+        for each layer.
     """
     notes = []
     context = config.context_length
@@ -307,9 +311,10 @@ def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dic
 
 def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray]:
     """The factors by which llama.cpp divides the rotary frequencies, which it reads as tensors of the file: {tensor's
-    name in the file: float32[rotary dims / 2]}. They are one tensor for rotary embeddings of kind llama3, two for
-    longrope (for long and for short contexts), and one for the proportional kind of Gemma 4's global layers; {} for
-    other kinds. config: the model's, whose first rotary embedding is read."""
+    name in the file: float32[rotary dims / 2], or, for the proportional kind, float32[head size / 2]}. They are one
+    tensor for rotary embeddings of kind llama3, two for longrope (for long and for short contexts), and one for the
+    proportional kind of Gemma 4's global layers; {} for other kinds. config: the model's, whose first rotary embedding
+    is read."""
     rope = config.rotary[0]
     if rope.kind == "proportional":
         return {"rope_freqs.weight": gemma4.frequency_factors(rope, config.head_dim)}

@@ -2,10 +2,10 @@
 
 `write_merged` decodes quantised weights and writes the model in its own dtype; `write_stored` writes linears and
 experts in a quantised format such as NF4 or FP8, and quantises those that are not in it yet; `write_nvfp4_activations`
-does so in NVFP4 with scales of activations, and `write_mxfp4` in MXFP4, with gpt-oss as it is published. All end in
-`write_planned`, which writes the files and calls `verify`: it reads the folder back and compares every byte by
-checksum. Their caller (api.py) passes Weights (models/files/weights.py), which makes one tensor at a time and merges
-the model's adapter, if it has one, on the way.
+does so in NVFP4 with scales of activations, and `write_mxfp4` in MXFP4, with gpt-oss as it is published (`_in_mxfp4`
+encodes its experts). All end in `write_planned`, which writes the files and calls `verify`: it reads the folder back
+and compares every byte by checksum. Their caller (api.py) passes Weights (models/files/weights.py), which makes one
+tensor at a time and merges the model's adapter, if it has one, on the way.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def write_stored(
       input_scales: {name of a linear: the scale of activations that is stored beside its weight}, of NVFP4.
     Raises:
       ValueError: the model has experts, and the format's readers do not support them; no matrix has rows of whole
-        blocks; weights that the model says QAT rounded to the format were changed since; the disk has no room.
+        blocks; weights that the model says QAT rounded to the format were changed since; the other errors of
+        write_planned.
       ArithmeticError: what was read back differs from what was written.
     """
     assert to.export is not None
@@ -190,7 +191,7 @@ def write_planned(
       max_shard_bytes: weights above this size are divided into several files.
       planned: the tensors of the files and how they are made, {name of a tensor of the model: Group}; None: the model's
         weights as they are.
-      extra: entries that are added to config.json; None: none.
+      extra: entries of config.json that are added to those of the model, or replace them; None: none.
       loads: True: jaxtune can load such a folder itself, and the check of the written files includes that. False: it
         cannot, and only config.json and the bytes are compared.
     Returns:

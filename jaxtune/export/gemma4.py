@@ -1,6 +1,7 @@
-"""What a GGUF file says of a model of Gemma 4 (`hyperparameters`, `frequency_factors`), and what llama.cpp would
-compute differently in one (`problems`). The layers of these models differ in their windows, their heads and the width
-of their MLPs.
+"""What a GGUF file says of a model of Gemma 4 (`hyperparameters`, `frequency_factors`), the special tokens that
+llama.cpp is to write into answers (SHOWN), and what llama.cpp would compute differently in one (`problems`). The layers
+of these models differ in their windows, their heads and the width of their MLPs, which `_slides`, `_attention` and
+`_mlp_size` read of a layer.
 
 llama.cpp reads these for each layer, in place of a pattern that it hard-codes. The keys are those of its architecture
 "gemma4", which the families gemma4_text and gemma4_unified_text have.

@@ -1,7 +1,8 @@
 """Encodes tensors in the number types of GGUF files (`encode`), for gguf_file.py, which writes the bytes. It cuts a
 tensor into runs (`_parts`, `_runs`, `_cut`). Each run is encoded on the tensor's device (`_encoded`, or `_exactly`
-after quantisation-aware training), where it is also decoded and compared (`_checked`). `_fetched` copies its bytes to
-the host, after the gguf package has decoded a sample of it (`_sampled`, `_reader_agrees`).
+after quantisation-aware training), where it is also decoded and compared (`_checked`, within the error that `_allowed`
+gives). `_fetched` copies its bytes to the host, after the gguf package has decoded a sample of it (`_sampled`,
+`_reader_agrees`).
 
 F32, F16 and BF16 are plain numbers. The quantised types, which BLOCK_TYPES lists as BlockTypes, code the numbers of a
 row in blocks of `block_size`.
@@ -278,8 +279,8 @@ def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str, exact: bool) 
 def _allowed(wide: Floats, kind: str, numpy: ModuleType, exact: bool) -> Floats:
     """The largest error of values `wide`, float32[rows, block], that rounding to the GGUF type `kind` explains. It is
     [rows, 1] for a quantised type, which has one bound for each block, and [rows, block] for a plain one. numpy: the
-    module that computes it, numpy or jax.numpy. exact: whether QAT rounded the values to the type, so that the bound is
-    zero."""
+    module that computes it, numpy or jax.numpy. exact: whether QAT rounded the values to the type; the bound is then
+    zero, [rows, block] for every type."""
     if exact:
         return numpy.zeros_like(wide)
     if kind in BLOCK_TYPES:

@@ -1,5 +1,6 @@
-"""Encoders and decoders of GGUF's types with blocks of 32 numbers: Q8_0, Q4_0, Q5_0 and Q5_1. `allowed` computes the
-largest error that rounding to one of them can cause; a check of encoded blocks compares their errors with it.
+"""Encoders and decoders of GGUF's types with blocks of 32 numbers, Q8_0, Q4_0, Q5_0 and Q5_1: an `encode_` and a
+`decode_` function for each, of a block a row. `allowed` computes the largest error that rounding to one of them can
+cause; a check of encoded blocks compares their errors with it.
 
 A block holds 32 neighbouring numbers of a row. They share a scale d in f16, and in Q5_1 also a smallest value m in f16:
 
@@ -11,8 +12,8 @@ A block holds 32 neighbouring numbers of a row. They share a scale d in f16, and
 | Q5_1 | 24 | d * code + m, code of 5 bits |
 
 The bytes equal those of the gguf package's quantize, which computes the same in numpy. The exceptions are weights that
-quantisation-aware training in 16 bits rounded to Q8_0 or Q4_0 (`dtype`): their scales are those of the training, which
-have fewer bits (models/gguf_grids.py).
+quantisation-aware training in 16 bits rounded to Q8_0 or Q4_0 (the argument `dtype` of the encoders): their scales are
+those of the training, which have fewer bits (models/gguf_grids.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Writer of GGUF files, one tensor at a time (`write`, which returns what it wrote as Stored), and the check that reads
 them back (`verify`). Exports of models and of adapters call both. Before, `require_gguf` refuses an export without the
-gguf package, and `size_bytes` says how much room the disk must have."""
+gguf package, and `size_bytes` says how much room the disk must have. `write` begins with the bytes of `_header`, checks
+each tensor's shape (`_planned`) and pads to the next tensor (`_fill`). `verify` compares keys (`_same`), descriptions
+(`_is_described`) and bytes (`_has_bytes`)."""
 
 from __future__ import annotations
 

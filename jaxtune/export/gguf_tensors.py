@@ -3,7 +3,9 @@ names and in its order of rows (`interleaved` makes that of q and k), as Sources
 writes one tensor at a time. A Source makes one value of the model and describes the Tensors that are computed from it;
 `all_tensors` lists those of several Sources. A Tensor names the dtype to which quantisation-aware training rounded it
 (`_rounded`), so that it is stored exactly. `_dense` makes the value of a weight; `_dense_tensor`, `_expert_tensors` and
-`_lora_tensors` describe the tensors of weights, experts and adapters."""
+`_lora_tensors` describe the tensors of weights, experts and adapters. `_Names` maps Hugging Face's names to
+llama.cpp's, `_heads` says which rows are reordered, and `_gate_and_up` where the two halves of a fused gate_up_proj
+are."""
 
 from __future__ import annotations
 
@@ -184,6 +186,7 @@ def _dense_tensor(
     """Describes the GGUF tensor for a weight [out, in] or a vector of the model: every tensor but those of experts,
     which `_expert_tensors` describes. Nothing is computed yet. A norm's weight gets the model's offset added (1 in
     Gemma), and the rows of q and k are reordered for llama.cpp's rotary embedding if the architecture needs that.
+    Vectors and the matrices of _PLAIN stay in float32 (Tensor.plain).
 
     Args:
       name: Hugging Face's name of the tensor.
@@ -208,7 +211,7 @@ def _expert_tensors(
 ) -> list[Tensor]:
     """Describes the GGUF tensors for a matrix or bias of all experts of a layer: one, or two for gate_up_proj, because
     llama.cpp stores gate and up separately in all architectures but Gemma 4's. Nothing is computed yet. Matrices are
-    stored as [E, out, in].
+    stored as [E, out, in], and biases, [E, out], in float32 (Tensor.plain).
 
     Args:
       name: Hugging Face's name of the matrix or bias.
@@ -260,10 +263,12 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
       model: the model with the adapter.
       arch: the model's architecture in llama.cpp.
     Returns:
-      (a Source of lora_a and lora_b for every adapted tensor, alpha), where alpha is scale * rank of the first one.
+      (a Source of lora_a and lora_b for every adapted tensor, or two for an experts' gate_up_proj that llama.cpp stores
+        as gate and up; alpha, which is scale * rank of the first one).
     Raises:
       ValueError: there is no adapter; or it has DoRA, a trained embedding or head, or matrices for the projection to
-        the embeddings of each layer (Gemma 4), which llama.cpp's adapters do not have or do not use.
+        the embeddings of each layer (Gemma 4), which llama.cpp's adapters do not have or do not use; or llama.cpp has
+        no name for a tensor.
     """
     config, names = model.config, _Names(arch, model.config.num_layers)
     adapted = [(name, linear, linear.lora) for name, linear in (*linears(model), *experts(model)) if linear.lora]

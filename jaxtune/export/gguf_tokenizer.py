@@ -1,10 +1,11 @@
 """A Hugging Face tokenizer as GGUF metadata.
 
 `tokenizer_fields` makes it, for exports of models as GGUF files, and `strips_as_phi3` says whether the model's name
-must have phi-3 in it, from which llama.cpp knows how whitespace is dropped. llama.cpp implements tokenizers itself:
-"gpt2", which merges bytes within words, and "llama", which merges characters by scores as SentencePiece does. For
-"gpt2" it knows a fixed set of word patterns, by name. A tokenizer is written if its pattern is one of them, and refused
-otherwise: with another pattern a model would read other tokens.
+must have phi-3 in it, from which llama.cpp knows how whitespace is dropped. `_tokens`, `_words`, `_space_prefix`,
+`_scores` and `_templates` make parts of the metadata from the content of tokenizer.json, whose steps `_sequence` lists.
+llama.cpp implements tokenizers itself: "gpt2", which merges bytes within words, and "llama", which merges characters by
+scores as SentencePiece does. For "gpt2" it knows a fixed set of word patterns, by name. A tokenizer is written if its
+pattern is one of them, and refused otherwise: with another pattern a model would read other tokens.
 """
 
 from __future__ import annotations
@@ -104,8 +105,9 @@ def tokenizer_fields(
 
 
 def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """(the text of each token, its type as llama.cpp numbers it), two lists of `vocab_size` entries. The types are 1
-    normal, 2 unknown, 3 control (not written into answers), 4 defined by the user, 5 unused and 6 a byte.
+    """(the text of each token, its type as llama.cpp numbers it), two lists of `vocab_size` entries; unused tokens have
+    texts such as [PAD7]. The types are 1 normal, 2 unknown, 3 control (not written into answers), 4 defined by the
+    user, 5 unused and 6 a byte.
 
     Args:
       parts: the content of tokenizer.json.

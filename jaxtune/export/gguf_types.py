@@ -1,6 +1,7 @@
 """The type in which each tensor of a GGUF file is stored: OUTTYPES, from which the user chooses one for a file, and
-`stored_types`, which gives each tensor its type by the rules of llama.cpp. `is_short` and `not_trained` find tensors
-about which the user gets a note."""
+`stored_types`, which gives each tensor its type by the rules of llama.cpp (`_k_type` for q4_k_m and q6_k), or one of
+smaller blocks that fit its rows (`_of_rows`). `is_short` and `not_trained` find tensors about which the user gets a
+note."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Keeps exports from losing quantisation-aware training (QAT), which rounded the model's weights to a grid.
 `grid_of_export` finds the grid to which QAT rounded the weights that an export of the model writes.
 `require_representable` refuses a format that would round them again, and `quantized` stores them exactly in a format
-that has this grid. `notes_on_adapter` warns that other programs do not round a merged adapter as training did."""
+that has this grid (`_exactly` encodes one weight, with scales that `_fitting` finds). `notes_on_adapter` warns that
+other programs do not round a merged adapter as training did."""
 
 from __future__ import annotations
 
@@ -93,10 +94,11 @@ def _storing(grid: FakeQuant) -> tuple[str, ...]:
 
 def quantized(weights: Weights, format: str) -> Weights:
     """Returns the weights with the linears and experts of the layers in a format of quantised weights (a key of
-    FORMATS), each encoded when it is needed; those in another such format are decoded first. Embeddings, the head,
-    norms, routers, and matrices whose rows are not whole blocks of the format (`not_whole`) stay as they are. If the
-    model was trained with quantisation-aware training (it has `qat`), its matrices are encoded exactly; others are
-    rounded here. The new Weights' model has no `qat`, because the format itself says what its numbers are.
+    FORMATS), each encoded when it is needed; those in another such format are decoded first, and a model without QAT
+    that is stored in this format already is returned unchanged. Embeddings, the head, norms, routers, and matrices
+    whose rows are not whole blocks of the format (`not_whole`) stay as they are. If the model was trained with
+    quantisation-aware training (it has `qat`), its matrices are encoded exactly; others are rounded here. The new
+    Weights' model has no `qat`, because the format itself says what its numbers are.
 
     Args:
       weights: the model's weights.
@@ -124,9 +126,10 @@ def _exactly(name: str, format: str, weight: jax.Array) -> Stored:
     dtype.
 
     Codes are those that the format's encoder finds, because rounding the products of codes and scales to 16 bits moves
-    them far less than the distance of two codes. Its float32 scale may differ, because it follows from the rounded
-    largest number. Every number allows an interval of scales, those with which its product is rounded to it; the
-    scale is set to the middle of what all numbers that share it allow, or to a neighbour (`_fitting`).
+    them far less than the distance of two codes. Its float32 scale, in formats with `scale_axes`, may differ, because
+    it follows from the rounded largest number. Every number allows an interval of scales, those with which its product
+    is rounded to it; the scale is set to the middle of what all numbers that share it allow, or to a neighbour
+    (`_fitting`).
 
     Args:
       name: the matrix's name, for the message.

@@ -1,4 +1,4 @@
-"""Upload of an exported folder to a model repository of the Hugging Face hub."""
+"""Upload of an exported folder to a model repository of the Hugging Face hub (`push`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 
 def push(folder: Path, repository: str, *, private: bool = False, api: Any = None) -> str:
-    """Uploads a folder as a model repository, which is created if it does not exist. `jaxtune export --push` calls it.
+    """Uploads a folder as a model repository, which is created if it does not exist. Files that the repository has
+    under other names stay in it. `jaxtune export --push` calls it.
 
     Args:
       folder: the folder.
@@ -17,7 +18,8 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
     Returns:
       the repository's address.
     Raises:
-      ValueError: nobody is logged in, `repository` is no valid name, or the hub refuses or cannot be reached.
+      ValueError: nobody is logged in, `repository` is no valid name, or the hub refuses or cannot be reached; any other
+        OSError, such as for a file that cannot be read, is reported as the latter.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError

@@ -3,8 +3,9 @@ decodes a linear for the check): compressed-tensors' `pack-quantized` format wit
 its `int-quantized` format with activations that servers round to int8 by token (w4a8).
 
 The numbers of a group within a row are codes of -8..7 times the group's scale, as quantisation-aware training rounds
-them (fake_quant.int4). Weights that were trained so are stored exactly. The format has three tensors for a linear X:
-`X.weight_packed` int32[out, in / 8], each of which contains eight codes plus 8, the first in its lowest bits;
+them (fake_quant.int4). Weights that were trained so are stored exactly. `_piece` describes the tensors of a linear,
+which `_encode` quantises, `_pack` packs and `_check` compares with the weight. The format has three tensors for a
+linear X: `X.weight_packed` int32[out, in / 8], each of which contains eight codes plus 8, the first in its lowest bits;
 `X.weight_scale` [out, in / group]; and `X.weight_shape` int64[2]. With w4a8 it has two: the codes `X.weight` int8[out,
 in], and `X.weight_scale`.
 """
