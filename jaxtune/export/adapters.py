@@ -50,10 +50,11 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
 
 
 def servers(model: Decoder) -> list[str]:
-    """Returns notes for the user of an exported adapter, at least one, of one or more sentences each: which programs
-    (of PEFT, vLLM, SGLang, TGI and llama.cpp) can load it beside its base model or cannot, in their releases of 2026,
-    and where the merged model must be served instead. If the base has a vision tower, the first note says with which of
-    transformers' classes the names of the adapter's modules fit. model: the model with the adapter."""
+    """Returns notes for the user of an exported adapter, at least one, of one or more sentences each. There is one for
+    each property that restricts which programs (PEFT, vLLM, SGLang, TGI and llama.cpp, in their releases of 2026) can
+    load it beside its base model, such as adapters of experts, DoRA or a base with a vision tower; it says where the
+    merged model must be served instead. If nothing restricts them, one note says so. model: the model with the
+    adapter."""
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
     in_parameters = bool(config_of(model)["target_parameters"])

@@ -1,11 +1,11 @@
-"""The ASGI application of the server (`make_app`). `_Guard` checks who may ask (API key, Host and Origin). There is a
-handler for each route, such as /v1/chat/completions; handlers limit the size of a request and the time of an answer. An
-answer is made by `_whole` as one JSON object, or by `_events` and sent by `_Stream`. The functions from `_refuse` to
-`_fault` turn errors into responses.
+"""The ASGI application of the server (`make_app`). `_Guard` checks who may ask (API key, Host and Origin). `_Api` has a
+handler for each route, such as /v1/chat/completions, and limits the time of an answer; `_body` reads a request and
+limits its size. An answer is made by `_whole` as one JSON object, or by `_events` and sent by `_Stream`. The functions
+from `_refuse` to `_fault` turn errors into responses.
 
-If a client closes its connection, the answers that are generated for it (rows of the batch) are cancelled, and their
-slots become free. A client that reads slowly delays nobody: generation does not wait for it, and what it has not read
-waits in memory until the time limit, when the connection is closed.
+If a client closes its connection (`_unless_gone`), the answers that are generated for it (rows of the batch) are
+cancelled, and their slots become free. A client that reads slowly delays nobody: generation does not wait for it, and
+what it has not read waits in memory until the time limit, when the connection is closed.
 """
 
 from __future__ import annotations
@@ -206,13 +206,15 @@ class _Api:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions: answers a conversation (messages), whole or as a stream, as the body asks. Returns
         a JSON response, or a stream of events; an empty response (499) if the client left before. Raises ApiError for a
-        wrong body, rows that the engine refuses, an engine that fails, or an answer that takes too long."""
+        wrong body, rows that the engine refuses, an engine that fails, or an answer that takes too long; in a stream
+        that is being sent, the latter two are its last event."""
         return await self._answer(request, read_chat)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions: continues a prompt, or several, whole or as a stream, as the body asks. Returns a JSON
         response, or a stream of events; an empty response (499) if the client left before. Raises ApiError for a wrong
-        body, rows that the engine refuses, an engine that fails, or an answer that takes too long."""
+        body, rows that the engine refuses, an engine that fails, or an answer that takes too long; in a stream that is
+        being sent, the latter two are its last event."""
         return await self._answer(request, read_completion)
 
     async def _answer(self, request: Request, read: Reader) -> Response:
@@ -227,6 +229,7 @@ class _Api:
         Raises:
           ApiError: the body is wrong; the engine refuses the rows; the engine fails, or (504) the time is over, before
             a whole answer is made or the rows of a stream are submitted.
+          ClientDisconnect: the client left before its body had arrived; `_left` answers it.
         """
         body = await _body(request)
         deadline = asyncio.get_running_loop().time() + self._seconds

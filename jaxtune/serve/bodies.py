@@ -3,8 +3,9 @@ of which model.
 
 Names and defaults are OpenAI's. `top_k`, `min_p` and `repetition_penalty` are accepted beside them, as other servers do
 (`extra_body` of the openai package). What changes nothing here is ignored, what cannot be followed is refused. pydantic
-checks the keys that the classes _Chat and _Completion list. `_conversation` makes the prompt of a chat with the model's
-template, from messages that `_turn` and `_call` convert for it.
+checks the keys that the classes _Chat and _Completion list (`_checked`, with errors from `_refused`). `_conversation`
+makes the prompt of a chat with the model's template, from messages that `_turn` and `_call` convert for it, and
+`_tokens` that of a completion. `_asked` makes the Asked.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, object]] | None = None
-    tool_calls: list[dict[str, object]] | None = None
+    tool_calls: list[dict[str, object]] | None = None  # in OpenAI's form, with arguments as JSON text
 
 
 class _Chat(_Body):
@@ -116,13 +117,13 @@ class _Chat(_Body):
     not given. `max_completion_tokens` is the newer name of `max_tokens`, and is used if both are given. `tools` are
     descriptions of tools for the prompt, which `tool_choice` "none" leaves out."""
 
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    max_completion_tokens: Positive | None = None
+    messages: Annotated[list[_Message], Field(min_length=1)]  # the conversation that the answer continues
+    max_completion_tokens: Positive | None = None  # the most tokens of the answer
     logprobs: bool | None = None  # True: the log-probability of each token of the answer is returned
     # how many of the most likely tokens at the position of each one are returned too; needs logprobs
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
-    tools: list[dict[str, object]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tools: list[dict[str, object]] | None = None  # in OpenAI's form, as the chat template takes them
+    tool_choice: Literal["auto", "none"] | None = None  # "auto", as None: the model may call tools
 
 
 class _Completion(_Body):

@@ -1,5 +1,5 @@
-"""Answers as OpenAI's JSON: `Answer` makes it from the tokens of a request's rows, whole or as the chunks of a
-stream."""
+"""Answers as OpenAI's JSON: `Answer` makes it from the tokens of a request's rows, whole or as the chunks of a stream.
+`_Choice` collects the text, tool calls and log-probabilities of one row."""
 
 from __future__ import annotations
 
@@ -187,7 +187,8 @@ class Answer:
     def chunks(self, index: int, piece: Piece) -> list[dict[str, object]]:
         """The JSON objects that a stream sends for `piece`, the new tokens of the row with this index in the request:
         up to three chunks, one each for the text that later tokens cannot change, the tool calls, and the reason why
-        the row ended. The list is empty if there is none of these."""
+        the row ended. The list is empty if there is none of these. The first chunk has the log-probabilities, if they
+        are asked for, of all tokens since the last chunk of this row."""
         choice = self._choices[index]
         text, found = choice.add(piece, stream=True), []
 

@@ -38,7 +38,8 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
         failure may leave an incomplete file; this is for files that are verified when they are read, and for files of a
         folder that is flushed as a whole later (new_folder).
     Raises:
-      OSError: the disk is full or the folder cannot be written; the old content is untouched.
+      OSError: the disk is full or the folder cannot be written; the old content is untouched (except where only the
+        last step of `durable`, the flush of the folder, fails).
     """
     path = Path(path)
     data = data.encode() if isinstance(data, str) else data
@@ -194,7 +195,8 @@ def require_makeable(key: str, value: str) -> None:
       key: the name of the setting that has this value, for the message.
       value: the folder.
     Raises:
-      ValueError: a file is in the way, or the folder or the parent that it would be created in cannot be written to.
+      ValueError: a file is in the way, or the folder, or the nearest existing one above it, in which it would be
+        created, cannot be written to.
     """
     wanted = Path(value).absolute()
     there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())

@@ -32,10 +32,10 @@ def spelled(command: str) -> str:
 
 
 def prefix_of(original: list[str]) -> str:
-    """Returns the words with which the user starts jaxtune, before the name of a command: "jaxtune"; the path of that
-    script; "PYTHON -m jaxtune", where PYTHON is the interpreter; or "PYTHON -m jaxtune.train", if that started the
-    process. In a user's own script it is the script `jaxtune` of this environment, or else the interpreter with the
-    module. Messages that propose a command begin with them.
+    """Returns the words with which the user starts jaxtune, before the name of a command: "jaxtune", if the shell finds
+    the script under this name; else the path of that script; "PYTHON -m jaxtune", where PYTHON is the interpreter; or
+    "PYTHON -m jaxtune.train", if that started the process. In a user's own script it is the script `jaxtune` of this
+    environment, or else the interpreter with the module. Messages that propose a command begin with them.
 
     Args:
       original: `sys.orig_argv`: the process's arguments, with those that the interpreter consumed.

@@ -5,9 +5,9 @@ Such text may contain rich's markup ("OUT[/b]"), escape sequences that move the 
 that reverse the order of a line, and lone surrogates that no encoding accepts. Therefore jaxtune prints only through
 `say`, through a console that `console` made, or through logging with `PrintableFormatter`; a test checks this rule. The
 reader of a terminal or a pipe may disappear at any time, and a run must not end with it (`outlive`, `outliving`).
-`fitted` breaks lines to a terminal's width, `plain` makes text for rich's tables, `progress` and `counted` show
-progress bars, and `be_silent` stops what a process of a larger run shows. The module imports nothing of jaxtune, so
-every package may use it.
+`printable` escapes characters, `fitted` breaks lines to a terminal's width, `plain` makes text for rich's tables,
+`progress` and `counted` show progress bars, and `be_silent` stops what a process of a larger run shows. The module
+imports nothing of jaxtune, so every package may use it.
 """
 
 from __future__ import annotations
