@@ -50,9 +50,9 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
 
 
 def servers(model: Decoder) -> list[str]:
-    """Returns notes for the user of an exported adapter, at least one, of one or more sentences each. There is one for
-    each property that restricts which programs (PEFT, vLLM, SGLang, TGI and llama.cpp, in their releases of 2026) can
-    load it beside its base model, such as adapters of experts, DoRA or a base with a vision tower; it says where the
+    """Returns notes for the user of an exported adapter, at least one, of one or more sentences each. They name the
+    properties that restrict which programs (PEFT, vLLM, SGLang, TGI and llama.cpp, in their releases of 2026) or which
+    of transformers' classes can load it, such as adapters of experts, DoRA or a base with a vision tower, and where the
     merged model must be served instead. If nothing restricts them, one note says so. model: the model with the
     adapter."""
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]

@@ -123,7 +123,9 @@ class _Job:
 
 def _whole(model: Decoder) -> Weights:
     """The weights of a model for an export: if it has an adapter, the adapter is merged into them, else they are
-    unchanged. Each weight is made only when it is written, so that the merged model is never in memory as a whole."""
+    unchanged. Each weight is made only when it is written, so that the merged model is never in memory as a whole.
+    Raises ArithmeticError if the merged logits, which are verified here, are not those of the model with its adapter;
+    each matrix is verified when it is made."""
     return merged_weights(model) if has_adapter(model) else Weights(model)
 
 

@@ -217,10 +217,11 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
       config: the model's.
       arch: its architecture, as `architecture` returns it.
     Returns:
-      ({key: value}, notes for the user, a sentence each, where llama.cpp computes the model only within a shorter
-        context or slightly differently). In the file a key begins with the architecture's name and a dot, which these
-        keys do not have; ints are stored as uint32, floats as float32, and texts as such. A list (Gemma 4) has a value
-        for each layer.
+      ({key: value}, notes for the user: one if the model has sliding windows and llama.cpp's architecture none, so that
+        a window is written as the context; one for longrope, whose factors llama.cpp chooses by the size of its
+        context; and one for yarn without truncation, whose logits differ slightly). In the file a key begins with the
+        architecture's name and a dot, which these keys do not have; ints are stored as uint32, floats as float32, and
+        texts as such. A list (Gemma 4) has a value for each layer.
     """
     notes = []
     context = config.context_length

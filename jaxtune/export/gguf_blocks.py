@@ -4,8 +4,8 @@ after quantisation-aware training), where it is also decoded and compared (`_che
 gives). `_fetched` copies its bytes to the host, after the gguf package has decoded a sample of it (`_sampled`,
 `_reader_agrees`).
 
-F32, F16 and BF16 are plain numbers. The quantised types, which BLOCK_TYPES lists as BlockTypes, code the numbers of a
-row in blocks of `block_size`.
+F32, F16 and BF16 are plain numbers. The quantised types, which BLOCK_TYPES lists as BlockTypes (made by `_of_32` and
+`_of_256`), code the numbers of a row in blocks of `block_size`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Encoders and decoders of GGUF's types with blocks of 32 numbers, Q8_0, Q4_0, Q5_0 and Q5_1: an `encode_` and a
 `decode_` function for each, on arrays with a block in each row. `allowed` computes the largest error that rounding to
-one of them can cause; a check of encoded blocks compares their errors with it.
+one of them can cause; a check of encoded blocks compares their errors with it. The other functions pack and unpack
+scales and codes.
 
 A block holds 32 neighbouring numbers of a row. They share a scale d in f16, and in Q5_1 also a smallest value m in f16:
 

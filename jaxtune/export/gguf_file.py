@@ -66,8 +66,8 @@ def _tensor_bytes(tensor: Tensor, kind: str) -> int:
 def write(
     file: Path, architecture: str, fields: Mapping[str, Any], sources: Sequence[Source], outtype: str
 ) -> dict[str, Stored]:
-    """Writes a GGUF file, whose bytes `verify` then compares with what is returned. Only what one Source makes is on
-    the device at a time, and only bytes that wait to be written are in host memory.
+    """Writes a GGUF file, whose bytes `verify` then compares with what is returned. The device has what one Source
+    makes and a few encoded runs of at most 2^24 numbers at a time, and host memory only bytes that wait to be written.
 
     Args:
       file: its path.

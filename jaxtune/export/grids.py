@@ -1,8 +1,9 @@
 """Keeps exports from losing quantisation-aware training (QAT), which rounded the model's weights to a grid.
 `grid_of_export` finds the grid to which QAT rounded the weights that an export of the model writes.
 `require_representable` refuses a format that would round them again, and `quantized` stores them exactly in a format
-that has this grid (`_exactly` encodes one weight, with scales that `_fitting` finds). `notes_on_adapter` warns that
-other programs do not round a merged adapter as training did."""
+that has this grid (`_exactly` encodes one weight, with scales that `_fitting` finds between the bounds of `_between`).
+`notes_on_adapter` warns that other programs do not round a merged adapter as training did (`_served` and `_storing`
+name the formats to take instead)."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ class Answers:
     """The queue through which the engine's thread hands the tokens of one request's rows (answers that are being
     generated) to the request's handler.
 
-    `Engine.submit` makes it. The engine's thread calls `put` with new tokens of a row, or with an error that ends it.
-    The request's handler awaits `next` in the event loop's thread until no rows are left, and must call `close`
-    whatever happens, so that no slot decodes for a client that is gone.
+    `Engine.submit` makes it, in the event loop that awaits it. The engine's thread calls `put` with new tokens of a
+    row, or with an error that ends it. The request's handler awaits `next` in the event loop's thread until no rows are
+    left, and must call `close` whatever happens, so that no slot decodes for a client that is gone.
 
     Args:
       engine: the engine that makes the rows.
@@ -110,7 +110,7 @@ class Answers:
 
 
 class Engine:
-    """The samplers of several models, and the thread that drives them.
+    """The samplers of several models, and the thread that drives them, which begins when the Engine is made.
 
     Samplers are used in that thread alone. The event loop's thread sends it functions to call (`_commands`), and gets
     the results through each request's `Answers`. It calls `submit` to start a request's rows, `forget` to cancel them,
@@ -144,7 +144,7 @@ class Engine:
 
     async def submit(self, model: str, rows: Sequence[Row]) -> Answers:
         """Puts rows at the end of the queue of the model with this name, all of them or none, and returns the Answers
-        from which their tokens are read.
+        from which their tokens are read. If this is cancelled, the rows are too.
 
         Raises:
           ApiError: 400 for a prompt or a setting that the sampler refuses; 429 if more than 1,024 rows would wait or be

@@ -1,5 +1,5 @@
 """Errors of the server in the form in which OpenAI's API reports them (`ApiError`), and the JSON of its responses
-(`encoded`)."""
+(`encoded`, which has `_finite` replace numbers that JSON lacks)."""
 
 from __future__ import annotations
 

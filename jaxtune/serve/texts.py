@@ -50,7 +50,8 @@ class Text:
 
     def add(self, ids: Sequence[int]) -> str:
         """Adds the next token ids of a streamed answer, and returns the text that is certain and was not returned yet,
-        which may be "". Text in which a stop string or a call of a tool may begin is not certain."""
+        which may be "". An incomplete character at the end is not certain, nor is text in which a stop string or, with
+        `tools`, a call of a tool may begin."""
         self._ids += ids
         before = self._decode(self._ids[self._begin : self._known])
         now = self._decode(self._ids[self._begin :])

@@ -1,16 +1,19 @@
-"""Runs of several processes: how the processes find each other, agree on what each of them sees alone, and end at
-the same time.
+"""Runs of several processes: how the processes find each other (`join`), agree on what each of them sees alone, and end
+at the same time (`last_words`, `leave`).
 
-Every process runs the same program. What all of them compute from the same numbers needs no communication. What a
-process sees alone (a signal, a clock, a folder, free memory) they agree on here, through the coordination service of
-`jax.distributed`, which runs in the first process. None of this touches a device, so no step waits for it.
+`count`, `index` and `first` say how many there are and which one this is. `all_of` gives all of them the values of
+each, `of_first` what the first one computes, `smallest` the least number, `hosts` the number of machines.
+`require_same` refuses values that differ, and `agree` decides between two steps on signals and saves. `one_a_host` and
+`written_by_first` are contexts for files that one process fills or writes for others.
+
+What all of them compute from the same numbers needs no communication. What a process sees alone (a signal, a clock, a
+folder, free memory) they exchange through the coordination service of `jax.distributed`, which runs in the first
+process. None of this touches a device, so no step waits for it. In a run of one process nothing is exchanged, and each
+function returns at once, with what this process gives.
 
 A process that fails reports it to the service. The others, which may be waiting for it in a collective that never ends,
-print its message and end with its exit code. A process that is killed reports nothing; the service notices after
-HEARTBEAT_SECONDS, and JAX ends the others. If the first process dies, the others end at once.
-
-Every package may use this module; of jaxtune it imports only its own package. In a run of one process nothing is
-exchanged, and each function returns at once, with what this process gives.
+print its message and end with its exit code (`_watch`). A process that is killed reports nothing; the service notices
+after HEARTBEAT_SECONDS, and JAX ends the others. If the first process dies, the others end at once.
 """
 
 from __future__ import annotations
@@ -56,9 +59,9 @@ class _Run:
 
 def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
     """Makes this process one of several, if the arguments or the environment say so, else does nothing; must be called
-    before JAX starts its devices. All but the first process print only on stderr from then on (be_silent), stdout is
-    flushed after each line, XLA times algorithms in each process alone, and a thread ends this process if another one
-    fails (`_watch`).
+    before JAX starts its devices. All but the first process are silent from then on (be_silent), stdout is flushed
+    after each line, JAX does not handle SIGTERM, XLA times algorithms in each process alone, and a thread (`_watch`)
+    ends this process if another one fails.
 
     With a loopback address, as `jaxtune launch` gives it, or where SLURM or Open MPI started all processes on one host,
     the first process listens on that address only. Otherwise anybody who reaches its port can take part in the run, and
@@ -139,9 +142,9 @@ def _is_loopback(coordinator: str) -> bool:
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
     """Returns the Place of this process, from the arguments of `join` or else from the environment variables of SLURM
     or Open MPI; None if neither speaks of several processes. The arguments are those of `join`; `processes` = 1 gives a
-    Place with count 1. From the environment, if all are on one host, a loopback address is taken unless `coordinator`
-    is given. A process uses one GPU, by its index on its host, unless it is alone there or the scheduler has given it
-    one.
+    Place with count 1. From the environment, a loopback address is taken if all are on one host and no `coordinator` is
+    given, and a process gets one GPU, by its index on its host, unless it is alone there or the scheduler gave it one;
+    otherwise it uses all that it sees.
 
     Raises:
       ValueError: the arguments contradict each other, or the first process's address is unknown.
@@ -182,9 +185,7 @@ def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
     """(processes, index, index on this host, processes on this host) from `environment`, a mapping of environment
     variables, as srun or mpirun sets them; None for one process.
 
-    SLURM's variables of the step are used. Those of the job, in a batch script or a shell opened by salloc, would count
-    processes that were not started.
-    """
+    SLURM's variables of the step are used. Those of the job would also count processes that were not started."""
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         tasks = []  # the number on each host, from "4(x2),3"
         for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
@@ -452,8 +453,8 @@ def leave(code: int) -> None:
 
 
 def _heard(client: Any) -> None:
-    """Tells the coordination service that this process knows of the failure. If the first process, in which the service
-    runs, has failed, it waits for that before it exits. client: the service's client, which `_client` returns."""
+    """Tells the coordination service that this process knows of a failure, for which a failing first process waits
+    before it exits, because the service ends with it. client: the service's client, which `_client` returns."""
     client.key_value_set(f"{_HEARD}{index()}", "", allow_overwrite=True)
 
 

@@ -2,7 +2,8 @@
 `require_shared` refuses the second case, `writes` says which processes write files for all, and `seen` waits for what
 another process writes.
 
-The first process creates a file in a folder, and the others look for it. With one process nothing is created."""
+The first process creates a file in a folder (`_marked`), and all look for it (`_see_first`). With one process nothing
+is created."""
 
 from __future__ import annotations
 
@@ -51,9 +52,10 @@ def seen(look: Callable[[], bool]) -> bool:
 
 
 def _see_first(folder: Path) -> list[bool]:
-    """Returns a list with an entry for each process, by its index: whether it sees what the first process creates in
-    the path `folder`. [True] in a run of one process, in which nothing is created; elsewhere the file that is created
-    is removed at the end. Collective, as require_shared, which calls it, as `writes` does."""
+    """Returns a list with an entry for each process, by its index: whether it sees, within half a minute, the file that
+    the first process creates in the path `folder`. [True] in a run of one process, in which nothing is created;
+    elsewhere the file that is created is removed at the end. Collective, as require_shared, which calls it, as `writes`
+    does."""
     if processes.count() == 1:
         return [True]
     name = processes.of_first(lambda: _marked(folder))
@@ -64,8 +66,8 @@ def _see_first(folder: Path) -> list[bool]:
 
 
 def _marked(folder: Path) -> str:
-    """Creates an empty file with a unique hidden name in `folder`, for which the other processes look, and returns the
-    name, without the folder."""
+    """Creates an empty file with a unique hidden name in `folder`, for which all processes look, and returns the name,
+    without the folder."""
     name = f".shared_{os.getpid()}_{time.time_ns()}.tmp"
     with open(os.path.join(folder, name), "xb"):
         return name
