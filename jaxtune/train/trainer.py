@@ -399,7 +399,7 @@ class Trainer:
     def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
         """The metrics of the held-out rows under a program, {} if there are only questions. trainable, frozen: the
         weights that train and the others, on the devices. A forward pass that does not fit is compiled again under a
-        smaller plan. Raises ValueError without held-out rows."""
+        smaller plan. What the rows lack of a teacher or reference is filled in. ValueError: there are no such rows."""
         if (batches := self.eval_batches) is None:
             if self.answers is not None:
                 return {}

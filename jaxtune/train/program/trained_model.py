@@ -50,7 +50,7 @@ class TrainedModel:
       graph: graph definition of `prepared`.
       plain_graph: the same without QAT.
       qat: how linears are rounded, or None without QAT.
-      trainable, frozen: nnx.States of the weights that train and of the others.
+      trainable, frozen: nnx.States of the weights that train (shapes after `release`) and of the others.
       scales: nnx.State of the scales under which QAT rounds activations, if its format observes them; else empty. NaN
         until they are observed, by `placed_frozen` of a new run, or come from a checkpoint (`resume`).
       fresh: whether this process started a new run, with an adapter that does not change the model's outputs yet; set
@@ -125,7 +125,8 @@ class TrainedModel:
     def _observe(self, engine: Engine) -> None:
         """Observes the scales under which QAT rounds the inputs of linears, by a forward pass of the model as it was
         given over the rows of the run's first step (from `engine`), and sets them (`scales`). Nothing is rounded in
-        that pass. `placed_frozen` calls it if the scales are not known yet."""
+        that pass. `placed_frozen` calls it if the scales are not known yet. Raises ValueError if the weights are
+        divided, and FloatingPointError if an input is not finite."""
         model = nnx.merge(self.plain_graph, self.trainable, self.frozen, self.scales)
         rows = engine.batches.batch_at(0)
         assert self.qat is not None
@@ -185,8 +186,9 @@ class TrainedModel:
         divided already. The table of per-layer embeddings is moved to where the plan has it, and `engine.table` set.
 
         If weights are divided and the caller does not keep the model, each array is freed before the next one is moved,
-        so that a device never has all whole arrays beside its shares of them. All processes start this at the same time, because gathering is
-        collective and must not wait for a process that is still loading."""
+        so that a device never has all whole arrays beside its shares of them; `given` and `frozen` then have the shares.
+        All processes start this at the same time, because gathering is collective and must not wait for a process that
+        is still loading."""
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
         self._move_table(engine)
         if self._unobserved:
@@ -303,8 +305,8 @@ class TrainedModel:
 
         Its arrays are on the mesh's devices; in a run of several processes, each process that has all of it gets it on
         one device. After QAT, a model with adapters still rounds its weights whenever it computes, and merge_adapter
-        converts it; a model without adapters is converted here: its weights have the rounded values. One without adapters
-        has no base_digest and base_fingerprint (None), because its weights changed."""
+        converts it; a model without adapters is converted here: its weights have the rounded values. base_digest and
+        base_fingerprint of a model without adapters are None, because its weights changed."""
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
         trained, frozen = partition.colocated(trainable, frozen)
         model = nnx.merge(self._graph_alone, trained, frozen, self.scales)
