@@ -390,7 +390,7 @@ class Trainer:
         """Evaluates this run's checkpoint of `step`, or its last intact one (None): returns (metrics of the held-out
         rows, {} if they have only questions; the model with the checkpoint's weights). Gives up the given model's
         trained tensors unless `keeps_model`. folder: has the checkpoints, such as `checkpoints` in the run's folder; it
-        is locked meanwhile. Raises ValueError if a run uses it, there is no intact one, or it is of another run."""
+        is locked meanwhile. Raises ValueError if a run uses it, it has no intact one, or that is of another run."""
         with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
             trainable = self._restore(checkpointer, lambda changes: None, True, step)[1]["trainable"]
         frozen = self.model.placed_frozen(self.engine)

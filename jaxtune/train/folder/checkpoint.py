@@ -57,8 +57,8 @@ def saved_steps(folder: Path) -> list[int]:
 
 class Checkpointer:
     """Writes (`save`) and reads (`restore`) the checkpoints of one run, as a context. It has the folder's lock until
-    `close`; when it is made, it removes incomplete saves of a dead process. A checkpoint is proven if it
-    was saved so, or once `confirm` says that its state is good; `reject` removes a bad one.
+    `close`; when it is made, it removes incomplete saves of a dead process. A checkpoint is proven if it was saved so,
+    or once `confirm` says that its state is good; `reject` removes a bad one.
 
     Args:
       folder: the folder of the checkpoints, which is created if it is missing.

@@ -186,9 +186,9 @@ class TrainedModel:
         divided already. The table of per-layer embeddings is moved to where the plan has it, and `engine.table` set.
 
         If weights are divided and the caller does not keep the model, each array is freed before the next one is moved,
-        so that a device never has all whole arrays beside its shares of them; `given` and `frozen` then have the shares.
-        All processes start this at the same time, because gathering is collective and must not wait for a process that
-        is still loading."""
+        so that a device never has all whole arrays beside its shares of them; `given` and `frozen` then have these. All
+        processes start this at the same time, because gathering is collective and must not wait for a process that is
+        still loading."""
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
         self._move_table(engine)
         if self._unobserved:
