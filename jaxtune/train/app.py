@@ -82,7 +82,7 @@ def answered(config: TrainConfig, limit: int) -> tuple[list[Example], int]:
 
 def sampled_by(trainer: Trainer) -> Sampled:
     """Plans how a run or an evaluation answers the held-out questions of exact match, without sampling: a Sampled, with
-    the questions that are answered in one batch (32, or as many as fit in memory) and the tokens of the longest prompt
+    the questions that are answered in one batch (32, or fewer if memory is short) and the tokens of the longest prompt
     and answer, rounded up to powers of two. It is called before training, so that rows that cannot be asked are
     reported then: ValueError if no row ends with an answer, or a prompt is too long for the model. trainer: the run's.
     """
@@ -150,7 +150,8 @@ def _show_answers(found: dict[str, Any], console: Console, when: str, left_out: 
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
     """Runs the train command for a config: trains, exports the model and evaluates it as the config asks, and writes
-    all results to the folder config.output. With `check` or `plan` it only prints, and writes nothing to that folder.
+    all results to the folder config.output. With `check` or `plan` it only prints, and writes nothing to that folder
+    (but the caches of tokens and of compiled programs, which are elsewhere, may get entries).
 
     Args:
       config: the config of the run.

@@ -173,7 +173,8 @@ def evaluate(
     config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: float = 0, load_in: str | None = None
 ) -> dict[str, Any]:
     """The evaluate command: scores the weights that `weights_to_score` finds on the held-out rows, and prints the
-    results on stderr. It writes no file of the run.
+    results on stderr. It writes no results to the run's folder. If it scores a checkpoint, the folder of checkpoints is
+    locked meanwhile, and incomplete saves of a dead run in it are removed (Checkpointer).
 
     Args:
       config: the config of the recipe, overrides applied.
@@ -190,7 +191,8 @@ def evaluate(
         that is NaN) with "eval_samples", some of its answers, where the config asks for them. If the held-out rows have
         only questions, it has no loss.
     Raises:
-      ValueError: there are no such weights, no held-out rows, or these are not those that the run left out.
+      ValueError: there are no such weights, no held-out rows, or these are not those that the run left out; or the run
+        whose checkpoint is scored is still running.
       CheckpointError: the run has no intact checkpoint, or it does not fit the config.
     """
     use_program_cache()

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-# The exit code of a run that was stopped and saved: EX_TEMPFAIL of sysexits.h. A scheduler may start the same command
-# again.
+# The exit code of a run that a signal stopped, and that was saved if there was anything to save: EX_TEMPFAIL of
+# sysexits.h. A scheduler may start the same command again.
 EXIT_SAVED = 75
 _AGAIN_SECONDS = 0.05  # the delay before a signal whose exception Python dropped is sent again
 

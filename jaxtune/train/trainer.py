@@ -84,8 +84,8 @@ class Trainer:
         during the run.
       profile: the folder for a profile of config.profile.steps steps, or of 3 steps if config asks for none. None is
         `profile` in the output folder, and then a profile is made only if config asks for one.
-      keeps_model: whether the caller keeps `model`. If not, its trained tensors are freed once the run has copied them,
-        and the planner does not count them.
+      keeps_model: whether the caller keeps `model`. If not, its trained tensors are given up once the run has copied
+        them, and freed if nobody else refers to them; the planner does not count them.
       weights: a future of the model with its arrays, if `model` has only shapes. The trainer waits for it after it has
         compiled the step. None: `model` has its arrays.
       objective: replaces config.objective; None: that one is taken, as with optimizer and schedule.
@@ -388,9 +388,9 @@ class Trainer:
 
     def evaluate_checkpoint(self, folder: Path, step: int | None = None) -> tuple[dict[str, Any], Decoder]:
         """Evaluates this run's checkpoint of `step`, or its last intact one (None): returns (metrics of the held-out
-        rows, {} if they have only questions; the model with the checkpoint's weights). Frees the given model's trained
-        tensors unless `keeps_model`. folder: has the checkpoints, such as `checkpoints` in the run's folder. Raises
-        CheckpointError if there is no intact one, or it does not fit this run."""
+        rows, {} if they have only questions; the model with the checkpoint's weights). Gives up the given model's
+        trained tensors unless `keeps_model`. folder: has the checkpoints, such as `checkpoints` in the run's folder; it
+        is locked meanwhile. Raises ValueError if a run uses it, it has no intact one, or that is of another run."""
         with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
             trainable = self._restore(checkpointer, lambda changes: None, True, step)[1]["trainable"]
         frozen = self.model.placed_frozen(self.engine)
@@ -399,7 +399,7 @@ class Trainer:
     def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
         """The metrics of the held-out rows under a program, {} if there are only questions. trainable, frozen: the
         weights that train and the others, on the devices. A forward pass that does not fit is compiled again under a
-        smaller plan. Raises ValueError without held-out rows."""
+        smaller plan. What the rows lack of a teacher or reference is filled in. ValueError: there are no such rows."""
         if (batches := self.eval_batches) is None:
             if self.answers is not None:
                 return {}

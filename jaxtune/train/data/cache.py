@@ -1,7 +1,7 @@
 """The token cache: tokenised documents as flat, memory-mapped files, written once for each input. `open_or_build` opens
 the folder of a set of rows, or builds it first. `cache_folder` is the folder of all caches, and `cache_key` the name of
 the set's folder in it. `collect` keeps rows that have no key, such as a list of dicts, in memory. A `Summary` counts
-the rows.
+the rows. `tokenizer_fingerprint` stands for the tokenizer in the key.
 
 A folder of the cache is named by a hash of everything that decides its content: the rows, the tokenizer, the options
 and the source of this code. It is written under a temporary name and then renamed, so a folder under its final name is
@@ -269,6 +269,7 @@ def open_or_build(
 ) -> CachedDocuments:
     """Opens the documents of a cache folder (this user's, `_own_name`, if there is one), after building the folder if
     it does not exist or is damaged. If `build` makes no document, no folder is left, and the result has no documents.
+    Before it builds, it deletes what killed runs left beside the folder (`_remove_abandoned`).
 
     Args:
         folder: the folder of these documents; its name is their `cache_key`.
@@ -277,8 +278,7 @@ def open_or_build(
             built anew.
 
     Raises:
-        ValueError: the cache folder cannot be written. What `build` raises passes through. A partial folder is
-            removed.
+        ValueError: the cache folder cannot be written. What `build` raises passes through. Nothing partial is left.
     """
     for place in (_own_name(folder), folder):
         if os.path.isdir(place):

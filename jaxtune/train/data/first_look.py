@@ -18,9 +18,10 @@ _MOST_FILES = 32  # the most files of a folder that are opened
 
 def require_readable(config: TrainConfig) -> None:
     """Opens the rows that a config names (data.train and data.eval), and reads the first row of each file (of a folder
-    32 files at most, of a stream the first shard). For sft the row is also converted, which checks its columns; the
-    columns of other objectives are checked later. If the model is a local folder and model.tokenizer is not set, the
-    folder must have a tokenizer.
+    32 files at most, of a stream the first shard). A data set that is given by name is downloaded for it, unless it is
+    streamed. For sft the row is also converted, which checks its columns, unless data.on_bad_row is "skip"; the columns
+    of other objectives are checked later. If the model is a local folder and model.tokenizer is not set, the folder
+    must have a tokenizer.
 
     Raises:
       ConfigError: a file or data set is not there or has no rows (one file of several may be empty), or its first row

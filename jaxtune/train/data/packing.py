@@ -3,8 +3,10 @@
 First, a `Plan` assigns each document (or each piece of a document that is split) to a row. `plan_rows` makes it from
 lengths alone, so it costs little even for millions of documents. `PackedRows` then builds rows from the plan on demand,
 from arrays in memory or from the memory-mapped token cache; its `PackingReport` counts what was packed and cut. `pack`
-makes one batch of all rows, for scripts and tests. A document never continues in another row. The documents of a row do
-not attend to each other, because `Batch.segment_ids` separates them.
+makes one batch of all rows, for scripts and tests. `NothingUsable` is the error of rows without a trained token.
+
+A document never continues in another row. The documents of a row do not attend to each other, because
+`Batch.segment_ids` separates them.
 """
 
 from __future__ import annotations

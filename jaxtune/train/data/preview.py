@@ -1,4 +1,5 @@
-"""Shows a packed row as coloured text: which tokens are trained on, which are only context, and which are padding."""
+"""`preview` shows a packed row as coloured text: which tokens are trained on, which are only context, and which are
+padding."""
 
 from __future__ import annotations
 

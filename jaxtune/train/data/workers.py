@@ -405,8 +405,8 @@ class _Process:
         self.setup: bytes | None = setup
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """Sends rows to the process and waits for their chunk. Raises what the process raised, or ValueError if it was
-        killed."""
+        """Sends rows to the process and waits for their chunk. Raises ValueError, with the error's text, if tokenising
+        raised an error there, or if the process was killed."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         try:

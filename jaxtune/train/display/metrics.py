@@ -34,8 +34,8 @@ class MetricsLogger:
 
     The file is the primary record: one JSON object per line, written at each call. NaN and infinities are written as
     the strings "nan", "inf" and "-inf", so that every line is valid JSON. A logger that fails during training (network,
-    disk) is reported once, and training continues without it; the file is tried again at each line. In a run of several
-    processes only the first one records; in the others all methods do nothing. As a context it closes them at its end.
+    disk) is reported once, and training continues without it; the file, once it is open, is tried again at each line.
+    Only the first process of a run records; in the others nothing is recorded. As a context it closes them at its end.
 
     Args:
       folder: the run's folder.

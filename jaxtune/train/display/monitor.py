@@ -124,10 +124,12 @@ class Monitor:
     Attributes:
       waiting: steps that were dispatched and not processed: (step, its metrics on the device, its counts, seconds that
         the host waited for its rows, the future of the time at which the device has finished it).
-      bad: (step, loss, gradient norm) of the latest steps in a row that were not finite; empty after a finite one.
-      applied: the number of steps done when the latest update was made.
+      bad: (step, loss, gradient norm) of the latest steps in a row that were not finite, without overflows of the
+        scaled loss of fp16; empty after a finite one.
+      applied: the number of steps done when the latest update was made; before the first update of this process 0, or
+        what the Trainer sets, the steps done by earlier processes.
       skipped_in_row: the number of updates that were skipped since then.
-      seconds: the duration of each step, in seconds.
+      seconds: the duration of each step of this process, in seconds.
     """
 
     def __init__(

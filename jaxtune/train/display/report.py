@@ -1,9 +1,9 @@
 """Texts and tables for the screen. A run prints before it starts: its trainable tensors (`trained_table`), its data
 (`data_summary`), its numeric settings (`precision_notes`), its plan (`plan_lines`), the time and price that it will
 take (`finish_line`), if it was resumed with more steps the learning rate from there on (`new_rates`), and on a CPU a
-warning (`cpu_note`). `measured_lines` compares the plan with what the first steps took. `held_out_warnings` is also for
-`jaxtune evaluate`. `check` is the report of --check; `memory_plan` and `plan_elsewhere` are those of --plan, for this
-machine's device and another one."""
+warning (`cpu_note`). `measured_lines` compares the plan with what the first steps took. `parameter_counts` counts a
+model's parameters, for jaxtune.compat too. `held_out_warnings` is also for `jaxtune evaluate`. `check` is the report of
+--check; `memory_plan` and `plan_elsewhere` are those of --plan, for this machine's device and another one."""
 
 from __future__ import annotations
 

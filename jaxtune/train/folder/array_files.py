@@ -22,8 +22,8 @@ def saver() -> Any:
     """An Orbax checkpointer for writing: it copies arrays to the host and then writes them in a thread of its own, so
     that training continues meanwhile. The caller waits for that (wait_until_finished) and closes it.
 
-    In a run of several processes it must be made anew for each save, because the processes wait for each other at a
-    barrier whose name can be used once.
+    In a run of several processes all of them make it anew for each save, because they wait for each other at a barrier
+    whose name can be used once.
     """
     import orbax.checkpoint as ocp
 
@@ -33,7 +33,7 @@ def saver() -> Any:
 
 def reader(largest_bytes: int) -> Any:
     """A context with an Orbax checkpointer for one restore. It limits the arrays that are in host memory at a time,
-    because Orbax would otherwise read all of them at once.
+    because Orbax would otherwise read all of them at once. All processes of a run must call it (`_processes`).
 
     Args:
       largest_bytes: the bytes of the largest array, for which there must be room.

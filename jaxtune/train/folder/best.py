@@ -37,9 +37,9 @@ class BestEvaluation(TypedDict):
 
 def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
     """The best evaluation of the run in the folder `output` by checkpoint.best (of `wanted`, the section `checkpoint`)
-    among those whose checkpoint exists, on the held-out rows of its last evaluation; NaN is never the best. None if no
-    metric is named, or no such evaluation has it. The files are only read, so a run that writes them meanwhile is not
-    disturbed. `jaxtune evaluate` chooses the checkpoint by it."""
+    among those whose checkpoint exists, on the held-out rows of its last evaluation (or on rows that the file does not
+    name); NaN is never the best. None if no metric is named, or no such evaluation has it. The files are only read, so
+    a run that writes them meanwhile is not disturbed. `jaxtune evaluate` chooses the checkpoint by it."""
     name, path = wanted.best, output / JSONL
     if name is None or not path.exists():
         return None

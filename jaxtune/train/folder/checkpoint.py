@@ -57,8 +57,8 @@ def saved_steps(folder: Path) -> list[int]:
 
 class Checkpointer:
     """Writes (`save`) and reads (`restore`) the checkpoints of one run, as a context. It has the folder's lock until
-    `close`; when it is made, it removes incomplete saves of a dead process. A checkpoint is proven when a later step
-    has shown, by `confirm`, that its state is good; `reject` removes a bad one.
+    `close`; when it is made, it removes incomplete saves of a dead process. A checkpoint is proven if it was saved so,
+    or once `confirm` says that its state is good; `reject` removes a bad one.
 
     Args:
       folder: the folder of the checkpoints, which is created if it is missing.
@@ -104,7 +104,8 @@ class Checkpointer:
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any], proven: bool = True) -> None:
         """Starts a save, of which a thread writes the files, and returns once the device arrays are copied to the host;
-        the caller may donate them then. It first waits for the previous save, and raises its error if that failed.
+        the caller may donate them then. It first waits for the previous save, and raises its error if that failed. When
+        the files are complete, checkpoints of later steps and those that `keep` does not cover are removed.
 
         Args:
           step: optimizer steps done.
@@ -464,8 +465,7 @@ def _empty(description: dict[str, Any], leaf: Any) -> np.ndarray | jax.Array:
 
 
 def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """The sharding in which `leaf`, a leaf of restore's `like`, wants its array; None if it has none or is an
-    uncommitted array."""
+    """The sharding that `leaf`, a leaf of restore's `like`, asks for; None if it has none or is uncommitted."""
     if isinstance(leaf, jax.Array):
         return leaf.sharding if leaf.committed else None
     return getattr(leaf, "sharding", None)

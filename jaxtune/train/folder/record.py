@@ -3,8 +3,9 @@
 `record_of` makes the record, `require_same_run` compares it with that of a checkpoint (`is_longer`: whether the run got
 more steps), and `same_run` and `digest` make of it what results store (`is_digest_of` recognises it).
 `require_same_settings` and `require_same_rows` compare the processes of a run, and `in_first_words` gives them one
-config. `require_compatible` and `compare_meta` list the differences of two records (each a `Difference`).
-`recorded_config`, `write_config` and `require_same_config` are about config.yaml."""
+config. `compare_meta` lists the differences of two records (each a `Difference`), `require_compatible` raises if one of
+them forbids a resume, and `by_what_it_holds` leaves out keys that an older version did not record. `recorded_config`
+makes the config that config.yaml has, `write_config` writes it, and `require_same_config` compares it."""
 
 from __future__ import annotations
 
@@ -341,7 +342,8 @@ def require_compatible(
     Args:
       saved, current: the record of the checkpoint, and that of this run.
       incompatible: dotted keys whose difference forbids a resume, with those below them.
-      hints: {dotted key: what else can be done}; printed if no other keys forbid a resume.
+      hints: {dotted key: what else can be done}; if only such keys forbid a resume, the error's message ends with the
+        hint of the first of them.
     Raises:
       CheckpointError: some differences are not harmless; the message lists them.
     """

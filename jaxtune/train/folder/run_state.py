@@ -85,8 +85,8 @@ class _Writer:
 
 def read_state(folder: Path) -> RunState:
     """The state of the run in `folder`, from its state.json. It is "killed" if the file says that it is running, and
-    its process is gone by the file of the run's lock (a process of another machine cannot be asked, and is taken to
-    live); "unknown" if state.json is missing, cannot be read, or names another state."""
+    its process is gone by the file of the run's lock, or that file is missing (a process of another machine cannot be
+    asked, and is taken to live); "unknown" if state.json is missing, cannot be read, or names another state."""
     try:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
         name, why, total = found["state"], str(found["why"]), found["total_steps"]

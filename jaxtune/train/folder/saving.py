@@ -194,8 +194,8 @@ class Saver:
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """A context around the steps. If a guard ends the run in it (TrainingStopped), and all updates since the last
-        checkpoint were skipped, its state is taken to be bad: the checkpoint is removed, so that the one before it is
-        the newest. The exception passes on."""
+        checkpoint were skipped, its state is taken to be bad: the checkpoint is removed if there is an older one
+        (Checkpointer.reject), which is then the newest. The exception passes on."""
         try:
             yield
         except TrainingStopped:

@@ -253,13 +253,12 @@ def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> boo
 
 
 class _Relatives:
-    """A test of which pairs of layer plans resemble plans that failed and have the same micro-batches and tile, by
-    which `_best_pair` leaves such pairs out. A layer plan places the residuals of a layer; a pair is one for the first
-    layers and one for the rest.
+    """A test of which pairs of layer plans resemble plans that failed, by which `_best_pair` leaves such pairs out. A
+    layer plan places the residuals of a layer; a pair is one for the first layers and one for the rest.
 
     Args:
       parts: the step's costs.
-      others: the plans that failed.
+      others: the plans that failed, of which the caller gives those that `_run_alike` says run alike.
       table: the layer plans that are paired.
     """
 

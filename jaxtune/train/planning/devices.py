@@ -133,8 +133,8 @@ def allow_pinned_memory() -> None:
 
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
-    """Bytes of host memory that one device may pin: the smaller of its share of what the machine allows (70 % of its
-    memory), and its share of what XLA lets this process pin (see allow_pinned_memory).
+    """Bytes of host memory that one device may pin: the smaller of its share of 70 % of the memory that this
+    process may use, and its share of what XLA lets this process pin (see allow_pinned_memory).
 
     Args:
       on_host: number of the run's devices on this host.
@@ -180,7 +180,7 @@ def find_device(
     data sheet. A GPU of this machine that has neither gets the rates of an RTX 3060, which only rank plans.
 
     Args:
-      name: jax.Device.device_kind, a card's name, or "cpu".
+      name: jax.Device.device_kind, a card's name, or "cpu", whose rates are made up, and which has no host link.
       memory_bytes: the bytes that the allocator of this machine's device may give out; None: the device is one of
         another machine, with the memory that its data sheet leaves after the CUDA context (for "cpu": no limit).
       host_gb: host memory for each device, in GB, for a device of another machine; None: what such machines usually

@@ -38,7 +38,8 @@ class Work:
     the planner predicts the seconds of its forward and its backward; per token unless a field says otherwise. Fields
     that do not say "backward" or "gradients" count the forward; the backward is predicted from them, too."""
 
-    flops: float = 0.0  # of products; one in FP8 counts the FLOPs that a 16-bit product does in the same time
+    # Of products; one that is slower or faster than in 16 bits counts the FLOPs that a 16-bit product does in its time.
+    flops: float = 0.0
     # Of attention scores and weighted sums, times Segment.attention_slower[0], which is above 1 for slow head dims.
     attention_flops: float = 0.0
     # The same FLOPs of the forward, times Segment.attention_slower[1], the factor of the backward. The planner

@@ -90,8 +90,8 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
     whole= and resident= with a number (see ResidualPlan). Layers are counted from 0, and a range includes its last one.
 
     Raises:
-      ValueError: an unknown word, residual or placement; a layer that is named twice, not at all, or does not exist;
-        `whole` or `resident` larger than the number of layers.
+      ValueError: an unknown word, residual or placement; a placement that a residual cannot have; a layer that is
+        named twice, not at all, or does not exist; `whole` or `resident` larger than the number of layers.
     """
     layers: list[LayerPlan | None] = [None] * num_layers
     first_part, *parts = text.split(";")

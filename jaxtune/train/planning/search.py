@@ -89,7 +89,7 @@ def next_plan(
     parts: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = (), resident: int = 0
 ) -> tuple[Forecast, bool]:
     """The plan to compile next for a step of which the plans `failed` were too large: after fewer than three failures
-    the fastest one within `goal`, if there is one, else the smallest.
+    the fastest one within `goal` that resembles none of them, if there is one, else the smallest.
 
     Args:
       parts: the step's costs.

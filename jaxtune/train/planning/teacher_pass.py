@@ -78,7 +78,8 @@ class TeacherPass:
     @functools.cached_property
     def phase(self) -> Phase:
         """The memory of the pass, its weights, the student's and loading included, as a Phase named "teacher". Its
-        remedy names what would make a teacher fit that does not."""
+        remedy names changes by which the teacher would fit (`_changes`; not checked if it fits already), and a file of
+        its log-probabilities."""
         teacher = self.teacher()
         planner = self.planner(teacher)
         need, host = self._need(teacher, planner)

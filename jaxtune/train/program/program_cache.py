@@ -72,7 +72,8 @@ class ProgramCache(CacheInterface):
     """A cache of compiled programs in a folder, with the interface that JAX expects: `get` and `put` of bytes by key.
 
     Args:
-      folder: the folder; it is created, for its owner alone, if it is missing.
+      folder: the folder; it is created, for its owner alone, if it is missing. Temporary files in it that killed
+        processes left more than a day ago are deleted.
       max_bytes: the most bytes of all entries; the least recently used ones are removed to make room. -1: no limit.
     """
 

@@ -40,7 +40,7 @@ class TrainedModel:
       model: what the caller gave; its arrays are shapes if `weights` is given.
       config: the run's.
       keeps_model: True: the caller still uses the model, so its arrays must not be freed. False: its trained tensors
-        are freed as soon as the run has copied them.
+        are replaced by shapes as soon as the run has copied them, and freed if nobody else refers to them.
       weights: the model with its weights, while they are being loaded in a thread; None: `model` has them.
 
     Attributes:
@@ -50,10 +50,11 @@ class TrainedModel:
       graph: graph definition of `prepared`.
       plain_graph: the same without QAT.
       qat: how linears are rounded, or None without QAT.
-      trainable, frozen: nnx.States of the weights that train and of the others.
+      trainable, frozen: nnx.States of the weights that train (shapes after `release`) and of the others.
       scales: nnx.State of the scales under which QAT rounds activations, if its format observes them; else empty. NaN
         until they are observed, by `placed_frozen` of a new run, or come from a checkpoint (`resume`).
-      fresh: whether the run started with an adapter that does not change the model's outputs yet.
+      fresh: whether this process started a new run, with an adapter that does not change the model's outputs yet; set
+        by `begin`, and False before it and in a resumed run.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, keeps_model: bool, weights: Future[Decoder] | None):
@@ -124,7 +125,8 @@ class TrainedModel:
     def _observe(self, engine: Engine) -> None:
         """Observes the scales under which QAT rounds the inputs of linears, by a forward pass of the model as it was
         given over the rows of the run's first step (from `engine`), and sets them (`scales`). Nothing is rounded in
-        that pass. `placed_frozen` calls it if the scales are not known yet."""
+        that pass. `placed_frozen` calls it if the scales are not known yet. Raises ValueError if the weights are
+        divided, and FloatingPointError if an input is not finite."""
         model = nnx.merge(self.plain_graph, self.trainable, self.frozen, self.scales)
         rows = engine.batches.batch_at(0)
         assert self.qat is not None
@@ -181,11 +183,12 @@ class TrainedModel:
         """The frozen weights, whole or divided over devices as the plan in force says, and the scales of activations,
         if QAT observes any, on the mesh of `engine`. If the scales are not known yet, they are observed here. Raises
         ValueError if processes have loaded different base models, or if scales are to be observed and the weights are
-        divided already.
+        divided already. The table of per-layer embeddings is moved to where the plan has it, and `engine.table` set.
 
-        If the caller does not keep the model, each array is freed before the next one is moved, so that a device never
-        has all whole arrays beside its shares of them. All processes start this at the same time, because gathering is
-        collective and must not wait for a process that is still loading."""
+        If weights are divided and the caller does not keep the model, each array is freed before the next one is moved,
+        so that a device never has all whole arrays beside its shares of them; `given` and `frozen` then have these. All
+        processes start this at the same time, because gathering is collective and must not wait for a process that is
+        still loading."""
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
         self._move_table(engine)
         if self._unobserved:
@@ -240,7 +243,8 @@ class TrainedModel:
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """The shapes, with their shardings under the plan of `engine`, of what `begin` returns for a new run: (state,
-        sums, frozen). A run's programs are compiled from them while the weights are still being loaded."""
+        sums, frozen). A run's programs are compiled from them while the weights are still being loaded. It also sets
+        `engine.table`, as `_declared` says."""
         program, state = engine.program, self.state_shapes(engine)
         sums = jax.eval_shape(program.zero_sums, state.trainable)
         sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
@@ -258,7 +262,8 @@ class TrainedModel:
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) with which a run starts, placed on the mesh of `engine`. resumed: the state from a
         checkpoint; None: a new run, with a new state. For a new run it also sets `fresh`, whether its adapter does not
-        change the model's outputs yet, and frees the given weights if the caller does not keep them."""
+        change the model's outputs yet, and frees the given trained tensors (`free_given`); it waits for weights that
+        are being loaded."""
         if resumed is not None:
             return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
         self.take_weights()
@@ -300,7 +305,8 @@ class TrainedModel:
 
         Its arrays are on the mesh's devices; in a run of several processes, each process that has all of it gets it on
         one device. After QAT, a model with adapters still rounds its weights whenever it computes, and merge_adapter
-        converts it; a model without adapters is converted here: its weights have the rounded values."""
+        converts it; a model without adapters is converted here: its weights have the rounded values. base_digest and
+        base_fingerprint of a model without adapters are None, because its weights changed."""
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
         trained, frozen = partition.colocated(trainable, frozen)
         model = nnx.merge(self._graph_alone, trained, frozen, self.scales)

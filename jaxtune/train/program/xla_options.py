@@ -13,7 +13,7 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
     Without Triton GEMMs every product is computed by cuBLASLt, which adds the adapter's product in its epilogue; that
     saves 2.3 % of an 8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made,
     and not only where a fusion ends, so that another plan of residuals gives the same bits; the number of kernels does
-    not change.
+    not change. On a GPU more copies between device and host may be on their way at a time (`IN_FLIGHT`).
 
     Args:
       platform: the device's, such as "gpu"; on others only the rounding of 16-bit values is set.
