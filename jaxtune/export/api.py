@@ -116,7 +116,9 @@ class _Job:
 
     path: Path  # the folder to write, absolute
     tokenizer: Any  # None: there is none
-    outtype: str | None  # the type of a GGUF file's weights; None: the model's own dtype
+    # the type of a GGUF file's weights, a key of OUTTYPES such as "q4_k_m"; None: the model's own dtype, of gguf-adapter
+    # float32, and for formats other than GGUF
+    outtype: str | None
     name: str  # general.name of a GGUF file
     max_shard_bytes: int  # weights above this size are divided into several safetensors files
 

@@ -63,16 +63,16 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
     after each line, JAX does not handle SIGTERM, XLA times algorithms in each process alone, and a thread (`_watch`)
     ends this process if another one fails.
 
-    With a loopback address, as `jaxtune launch` gives it, or where SLURM or Open MPI started all processes on one host,
-    the first process listens on that address only. Otherwise anybody who reaches its port can take part in the run, and
-    end it; docs/several_gpus.md says what to close off.
+    With a loopback address, as `jaxtune launch` gives it, or without `coordinator` where SLURM or Open MPI started all
+    processes on one host, the first process listens on that address only. Otherwise anybody who reaches its port can
+    take part in the run, and end it; docs/several_gpus.md says what to close off.
 
     Args:
       coordinator: "host:port" of the first process, which listens there.
       processes: their number.
-      process: the index of this one, from 0. Either all three are given or none (None); without them SLURM's or Open
-        MPI's environment is used, if it started several processes. Open MPI 5 and later do not tell the address, so
-        `coordinator` is needed in addition.
+      process: the index of this one, from 0. Either all three are given or none (None), and then SLURM's or Open MPI's
+        environment is used, if it started several processes; or `coordinator` alone is given there, which Open MPI 5
+        and later need, because they do not tell the address.
     Raises:
       ValueError: the arguments do not fit each other, the first process's address is unknown, or not all processes came
         within five minutes.
@@ -398,7 +398,7 @@ def written_by_first(path: Path) -> Iterator[Path]:
 
 def _get(client: Any, key: str) -> str:
     """Waits for a key of the coordination service and returns its value. There is no time limit: if the process that
-    should set the key ends, `_watch` ends this process, too. The wait is interrupted every second, so that Python can
+    should set the key fails, `_watch` ends this process, and JAX if it was killed. The wait is interrupted every second, so that Python can
     handle signals. client: the service's client, which `_client` returns."""
     from jax.errors import JaxRuntimeError
 
