@@ -116,8 +116,8 @@ class _Job:
 
     path: Path  # the folder to write, absolute
     tokenizer: Any  # None: there is none
-    # the type of a GGUF file's weights, a key of OUTTYPES such as "q4_k_m"; None: the model's own dtype, of gguf-adapter
-    # float32, and for formats other than GGUF
+    # the type of a GGUF file's weights, a key of OUTTYPES such as "q4_k_m"; None: the model's own dtype, float32 for
+    # gguf-adapter, and nothing for formats other than GGUF
     outtype: str | None
     name: str  # general.name of a GGUF file
     max_shard_bytes: int  # weights above this size are divided into several safetensors files

@@ -360,9 +360,10 @@ class _Stream(Response):
     async def _send(self, send: Send) -> None:
         """Sends all events and then [DONE], each by the ASGI function `send`. If the deadline passes, the last event is
         the error `too_late`. If an ApiError is raised, it is the last event; any other exception is printed on stderr
-        and sent as error 500. None of these is raised again, and [DONE] does not follow them. An OSError, with which the
-        client is gone, ends the stream without an event and is not raised; a cancellation (`_unless_gone`) is. The error event has one second to be sent: if
-        the client does not read, the body stays incomplete, and the server closes the connection."""
+        and sent as error 500. None of these is raised again, and [DONE] does not follow them. An OSError, with which
+        the client is gone, ends the stream without an event and is not raised; a cancellation (`_unless_gone`) is. The
+        error event has one second to be sent: if the client does not read, the body stays incomplete, and the server
+        closes the connection."""
 
         async def say_event(data: bytes) -> None:
             """Sends `data`, a JSON text in UTF-8 or [DONE], as one server-sent event."""

@@ -398,8 +398,8 @@ def written_by_first(path: Path) -> Iterator[Path]:
 
 def _get(client: Any, key: str) -> str:
     """Waits for a key of the coordination service and returns its value. There is no time limit: if the process that
-    should set the key fails, `_watch` ends this process, and JAX if it was killed. The wait is interrupted every second, so that Python can
-    handle signals. client: the service's client, which `_client` returns."""
+    should set the key fails, `_watch` ends this process, and JAX does if it was killed. The wait is interrupted every
+    second, so that Python can handle signals. client: the service's client, which `_client` returns."""
     from jax.errors import JaxRuntimeError
 
     while True:

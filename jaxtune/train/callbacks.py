@@ -1,5 +1,6 @@
-"""Callbacks: an object of a user's own class (`Callback`) whose methods a run calls between steps, and what they can
-ask the run to do there (`Between`): evaluate, save or stop."""
+"""Callbacks: an object of a user's own class (`Callback`) whose methods a run calls between steps, with metrics, and
+before and after evaluations and after saves. One of them, `between`, gets a `Between`, by which it can ask the run to
+evaluate, save or stop."""
 
 from __future__ import annotations
 

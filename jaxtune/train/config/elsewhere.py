@@ -399,7 +399,7 @@ def _preferences(made: Translation, loss: str) -> None:
 def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> None:
     """Translates the keys that only LLaMA-Factory has: rows, length, packing, stage and objective, trained tokens,
     quantisation, adapter. made: the recipe, which is extended, as are its notes and what is lacking. left: the config's
-    keys, of which it removes those. folder: where the config is, below which dataset_info.json is looked for."""
+    keys; those are removed but stage, packing, finetuning_type. folder: of the config, for dataset_info.json."""
     known = _dataset_info(folder, str(left.pop("dataset_dir", "data")))
     for key, name in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
         given = left.pop(name, None) or []

@@ -222,8 +222,9 @@ def _key(tokens: np.ndarray, limit: int | None) -> bytes:
 
 
 def _wanted(values: TeacherValues) -> dict[bytes, list[int]]:
-    """Returns {hash of tokens (`_key`): the indices of the documents that have these tokens}. It has every document
-    of `values` that has trained tokens. The reader of the file looks the file's rows up in it."""
+    """Returns {hash of a document's first `values.limit` tokens (`_key`): the indices of the documents that begin with
+    these}. It has every document of `values` that has trained tokens. The reader of the file looks the file's rows up
+    in it."""
     found: dict[bytes, list[int]] = {}
     for index in np.flatnonzero(values.counts).tolist():
         found.setdefault(_key(values.documents[index].tokens, values.limit), []).append(index)

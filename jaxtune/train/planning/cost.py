@@ -350,7 +350,8 @@ def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
 def _exchange(trained, frozen, shape: partition.MeshShape, sync: GradientSync | None) -> Exchange:
     """The bytes that a device receives in a step from the other devices of a mesh of this shape. trained, frozen:
     nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not. sync: how
-    gradients are exchanged; None: in float32."""
+    gradients are exchanged; None: in float32, but those of divided weights in the weights' dtype if there are only two
+    parts (gathers.scatter)."""
 
     parts = shape.parts
 

@@ -220,8 +220,9 @@ class Planner:
         raise PlanError(chosen, budget, self._fixes(goal(budget, self._failed) or budget), *tried)
 
     def _fixes(self, budget_bytes: float) -> list[str]:
-        """Changes of the config with which a plan would fit `budget_bytes` of device memory, such as
-        "data.length=4096", for the message of a PlanError."""
+        """Up to three changes of the config, each of which alone lets a plan fit `budget_bytes` of device memory, such
+        as "data.length=4096", for the message of a PlanError. If there are fewer, the last entry is the memory of a
+        device that would do, such as "a card of 24.0 GB"."""
         data = dataclasses.replace(self.config.data, length=self._cost.length)
         config = dataclasses.replace(self.config, data=data)
         return fitting_settings(self.shape, config, self.device, budget_bytes, **self._changes)
