@@ -1,7 +1,7 @@
 """The training loop: `Run` makes the steps of a run, and the evaluations, saves and calls of callbacks between them.
 `_StepRows` loads each step's rows, ahead where they are known, `_frozen_heap` spares the steps long garbage
 collections, and `Profile` says which steps are traced. `is_evaluation_due` and `rows_identity` say whether a resumed
-run lacks an evaluation, by those in metrics.jsonl (`_evaluated_steps`)."""
+run lacks an evaluation; `_evaluated_steps` reads from metrics.jsonl which ones it has."""
 
 from __future__ import annotations
 

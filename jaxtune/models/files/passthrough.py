@@ -1,6 +1,6 @@
 """Passthrough tensors: those of a checkpoint that are not the text model's, such as a vision tower's.
 
-They are not loaded, and copied from the original files when the model is saved. Quantised ones are decoded to 16 bits,
+They are not loaded; saving the model copies them from the original files. Quantised ones are decoded to 16 bits,
 and the saved config says that none of them is quantised. `divide` takes them out when a model is loaded, and
 `stored_in` names the formats of the quantised ones; `with_passthrough` and `whole_config` add them and what config.json
 says about them when the model is saved.
