@@ -18,11 +18,11 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
     Returns:
       the repository's address.
     Raises:
-      ValueError: nobody is logged in, `repository` is no valid name, or the hub refuses or cannot be reached; any other
-        OSError, such as for a file that cannot be read, is reported as the latter.
+      ValueError: nobody is logged in, `repository` is no valid name, or the hub refuses or cannot be reached.
+      OSError: a file of the folder cannot be read.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
     api = HfApi() if api is None else api
     try:
@@ -40,6 +40,6 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
         raise ValueError(
             f"push: {repository}: the hub answered {status}; check the name and that your token may write there"
         ) from None
-    except OSError as error:
-        raise ValueError(f"push: {repository}: the hub cannot be reached ({type(error).__name__}: {error})") from None
+    except (HTTPError, ConnectionError, TimeoutError) as error:  # HTTPError: of the hub's HTTP library, no OSError
+        raise ValueError(f"push: {repository}: the hub cannot be reached, or the upload broke off ({type(error).__name__}: {error})") from None
     return str(address)

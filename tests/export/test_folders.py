@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import socket
 
 import jax
 import jax.numpy as jnp
@@ -307,6 +308,19 @@ def test_push_says_what_is_missing(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"push: me/model: .*{message}"):
             push(tmp_path, "me/model", api=_Hub(error))
+    with pytest.raises(OSError, match="no such disk"):  # of the folder, not of the hub
+        push(tmp_path, "me/model", api=_Hub(OSError("no such disk")))
+
+
+def test_push_to_a_hub_that_does_not_answer(tmp_path, monkeypatch):
+    from huggingface_hub import HfApi, constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ValueError, match="push: me/model: the hub cannot be reached, or the upload broke off .Connect"):
+        push(tmp_path, "me/model", api=HfApi(f"http://127.0.0.1:{port}", token="hf_of_nobody"))
 
 
 def test_verify_names_what_is_missing(tmp_path):

@@ -239,6 +239,19 @@ def test_hub_name_offline_is_one_clear_line(cache):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("error", ["HTTPError", "XetDownloadError"])
+def test_a_download_that_breaks_off(cache, folder, monkeypatch, error):
+    import huggingface_hub
+
+    def breaks_off(name, local_files_only=False, **rest):
+        raise (huggingface_hub.errors.LocalEntryNotFoundError if local_files_only else raised)("reset by the peer")
+
+    raised = getattr(huggingface_hub.errors, error)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", breaks_off)
+    with pytest.raises(ValueError, match=f"org/model: the hub cannot be reached, or .* .{error}: reset .* try again"):
+        from_pretrained("org/model")
+
+
 def test_a_cached_model_without_a_tokenizer_gets_the_hub_s(cache, folder, test_data, monkeypatch):
     """transformers' AutoModel leaves such a snapshot behind."""
     import huggingface_hub

@@ -139,7 +139,7 @@ def resolve_folder(path: str | os.PathLike) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", name) or name.startswith("."):
         raise ValueError(f"{name}: there is no such folder (and it is not a hub name like org/model)")
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, XetDownloadError
 
     whole = None
     with contextlib.suppress(LocalEntryNotFoundError):
@@ -151,13 +151,19 @@ def resolve_folder(path: str | os.PathLike) -> Path:
         snapshot = Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
         if _complete(snapshot) or not constants.HF_HUB_OFFLINE:  # offline it returns an incomplete snapshot
             return snapshot
-    except (LocalEntryNotFoundError, ConnectionError):
+    except LocalEntryNotFoundError:
         pass
     except HfHubHTTPError as error:
         if whole is None:
             status = getattr(error.response, "status_code", "nothing")
             raise ValueError(
                 f"{name}: the hub answered {status}; check the name, and for a gated model log in (hf auth login)"
+            ) from None
+    except (HTTPError, XetDownloadError, ConnectionError, TimeoutError) as error:
+        if whole is None:
+            raise ValueError(
+                f"{name}: the hub cannot be reached, or the download broke off ({type(error).__name__}: {error}); try "
+                "again: what has arrived is kept"
             ) from None
     if whole is not None:
         return whole
