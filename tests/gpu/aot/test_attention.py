@@ -54,11 +54,11 @@ def test_the_forms_of_the_forward_that_the_tuner_tries(dim, heads, change, spill
     assert spilled_bytes() == [0]
 
 
-# (rows, length, query heads, key heads): so few tiles of keys that dk and dv divide the query heads of a key head and no
-# program has more than one item; and those of a model of 8B.
+# (rows, length, query heads, key heads). The first has so few tiles of keys that dk and dv divide the query heads of a
+# key head, and no program has more than one item; the second is that of a model of 8B.
 FEW_TILES, WHOLE_MODEL = (ROWS, LENGTH, HEADS, KV_HEADS), (8, 2048, 32, 8)
-# Bytes of registers that dq, dk or dv may spill, by shape and head dim. They are addresses and bounds, of which a program
-# with a single item has fewer.
+# Bytes of registers that dq, dk or dv may spill, by shape and head dim. They are addresses and bounds; a program with a
+# single item has fewer of them.
 SPILLED = {FEW_TILES: {256: 80, 512: 76}, WHOLE_MODEL: {256: 136, 512: 84}}
 
 
