@@ -128,6 +128,11 @@ def test_four_bits_are_the_default(folder, tmp_path, capsys):
     assert stored_in(FastLanguageModel.from_pretrained(folder, 64, full_finetuning=True)[0].module) is None
 
 
+def test_a_base_in_four_bits_is_on_a_device(folder):
+    model, _ = load(folder, peft=False, load_in_4bit=True)
+    assert model.device == jax.devices()[0]
+
+
 def test_arguments_become_a_train_config(folder, tmp_path):
     config = trainer_of(
         folder,

@@ -29,9 +29,9 @@ class ModelMethods:
 
     @property
     def device(self) -> object:
-        """The jax.Device of the first trained array (nnx.Param); of several, the one with the lowest id. Scripts use it
-        in `tensor.to(model.device)`, which leaves arrays unchanged."""
-        leaf = jax.tree.leaves(nnx.state(self.module, nnx.Param))[0]
+        """The jax.Device of the model's first array; of several, the one with the lowest id. Scripts use it in
+        `tensor.to(model.device)`, which leaves arrays unchanged."""
+        leaf = jax.tree.leaves(nnx.state(self.module))[0]
         return min(leaf.devices(), key=lambda device: device.id)
 
     @property

@@ -41,5 +41,7 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
             f"push: {repository}: the hub answered {status}; check the name and that your token may write there"
         ) from None
     except (HTTPError, ConnectionError, TimeoutError) as error:  # HTTPError: of the hub's HTTP library, no OSError
-        raise ValueError(f"push: {repository}: the hub cannot be reached, or the upload broke off ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"push: {repository}: the hub cannot be reached, or the upload broke off ({type(error).__name__}: {error})"
+        ) from None
     return str(address)

@@ -454,7 +454,7 @@ class Trainer:
         """(state, steps done) of the checkpoint that the run continues from, `from_step` or the last one (None); (None,
         0) if `checkpointer` has none. It prints which one it is and what differs. Raises ValueError for another run's
         folder, or if checkpoint.resume is never."""
-        if processes.of_first(checkpointer.latest) is None:
+        if from_step is None and processes.of_first(checkpointer.latest) is None:
             require_same_config(self.output, self.config)
             return None, 0
         if self.config.checkpoint.resume == "never":

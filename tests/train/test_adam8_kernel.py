@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,6 +166,22 @@ def test_over_a_mesh_each_device_runs_the_kernel():
         assert dispatch.record["adamw_8bit"] == ("mosaic", {})
     for got in found:
         assert bits(got) == bits(want)
+
+
+@pytest.mark.parametrize("rows", [16, 48])  # halves of 16 rows are too small for the kernel
+def test_parts_of_a_tensor_give_what_the_whole_does(rows):
+    mesh = jax.make_mesh((2,), ("tensors",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    gradient = jax.random.normal(jax.random.key(0), (rows, 128))
+    m = jnp.zeros((rows // 2, BLOCK), jnp.uint8), jnp.zeros(rows // 2)
+    update = functools.partial(kernel.adam_update, betas=(0.9, 0.95), eps=1e-8)
+    numbers = 0.1, 0.05, 1.0, True
+    with gpu_kernel.interpreted():
+        want = jax.jit(update)(gradient, *m, *m, *numbers)
+        with jax.set_mesh(mesh):
+            given = jax.device_put((gradient, *m, *m), NamedSharding(mesh, PartitionSpec("tensors")))
+            got = jax.jit(functools.partial(update, divided="tensors"))(*given, *numbers)
+    for ours, whole in zip(got, want, strict=True):  # codes exactly; XLA rounds a product or two otherwise
+        np.testing.assert_allclose(ours, whole, rtol=1e-6 if ours.dtype == jnp.float32 else 0)
 
 
 @pytest.mark.gpu

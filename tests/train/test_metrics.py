@@ -102,6 +102,21 @@ def test_a_full_disk_does_not_stop_training_and_the_file_goes_on(tmp_path, caplo
     assert "metrics.jsonl failed; training continues without it: OSError" in caplog.text
 
 
+def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path, caplog, monkeypatch):
+    def no_handles(self):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics._JsonlSink, "_opened", no_handles)
+        log = MetricsLogger(tmp_path)
+        log.log(1, {"loss": 1.0})
+    for step in (2, 3):
+        log.log(step, {"loss": 1.0})
+    log.close()
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [2, 3]
+    assert caplog.text.count("metrics.jsonl failed; training continues without it: OSError") == 1
+
+
 # ---- other loggers
 
 

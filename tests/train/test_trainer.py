@@ -226,6 +226,13 @@ def test_a_finished_run_is_complete(run, capsys):
     assert [line["step"] for line in lines if "loss" in line] == list(range(3, STEPS + 1, 3))
 
 
+def test_a_step_that_has_no_checkpoint_is_refused(run, tmp_path):
+    with pytest.raises(ValueError, match="step_00000005"):
+        again(run).train(from_step=5)
+    with pytest.raises(ValueError, match="step_00000005"):
+        Trainer(run.given, None, whole_run_config(tmp_path), dataset(TRAIN), dataset(HELD_OUT)).train(from_step=5)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

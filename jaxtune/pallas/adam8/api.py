@@ -323,8 +323,8 @@ def adam_update(
       eps: Adam's eps.
       divided: the name of the mesh axis along which each device has a part of the gradient's leading axis and of its
         moments; None: they are whole. A whole tensor is updated by each device in full, because updating parts and
-        exchanging them takes longer and more memory. So is a gradient of one axis, and one that has no equal parts of
-        whole blocks.
+        exchanging them takes longer and more memory. So is a gradient of one axis, one that has no equal parts of
+        whole blocks, and one whose parts have fewer than 2,048 elements.
     Returns:
       (direction, the new m, m_absmax, v, v_absmax). direction is float32 of gradient's shape: with the new moments
         before they are rounded, (m / correction1) / (sqrt(v / correction2) + eps), without learning rate and weight
@@ -339,7 +339,7 @@ def adam_update(
     # If both are divided, at borders of blocks, each device updates its own part of the tensor.
     parts = jax.sharding.get_abstract_mesh().shape.get(divided, 1)
     even = gradient.ndim >= 2 and not any(size % parts for size in (gradient.shape[0], m.shape[0]))
-    if divided is not None and even and gradient.size % (parts * BLOCK) == 0:
+    if divided is not None and even and gradient.size % (parts * BLOCK) == 0 and gradient.size >= parts * _CHUNK:
         update = meshes.on_each_device(update, rows=5, axis=divided)
     else:
         update = meshes.on_each_device(update)

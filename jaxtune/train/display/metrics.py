@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxtune.system import processes, terminal
 from jaxtune.system.files import atomic_write
@@ -34,7 +34,7 @@ class MetricsLogger:
 
     The file is the primary record: one JSON object per line, written at each call. NaN and infinities are written as
     the strings "nan", "inf" and "-inf", so that every line is valid JSON. A logger that fails during training (network,
-    disk) is reported once, and training continues without it; the file, once it is open, is tried again at each line.
+    disk) is reported once, and training continues without it; the file alone is tried again at each line.
     Only the first process of a run records; in the others nothing is recorded. As a context it closes them at its end.
 
     Args:
@@ -136,20 +136,31 @@ class _JsonlSink(_Sink):
     """The logger that appends to the metrics.jsonl at `path`; only this one is tried again after an error."""
 
     def __init__(self, path: Path):
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._path = path
+        self._file: BinaryIO | None = None
         self._torn = False  # whether the last line may be incomplete, as after a full disk
+        with contextlib.suppress(OSError):  # the first line tries again, and its error is reported
+            self._file = self._opened()
+
+    def _opened(self) -> BinaryIO:
+        """The file, open for lines at its end. OSError if it cannot be opened."""
+        return open(self._path, "ab", buffering=0)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Appends `line` (see `_Sink.log`). OSError if only a part was written; the next call begins a new line."""
+        """Appends `line` (see `_Sink.log`). OSError if the file cannot be opened or only a part was written; the next
+        call begins a new line then."""
+        if self._file is None:
+            self._file = self._opened()
         data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
         self._torn = True
         if self._file.write(data) != len(data):
-            raise OSError(f"{self._file.name}: only a part of a line could be written")
+            raise OSError(f"{self._path}: only a part of a line could be written")
         self._torn = False
 
     def close(self) -> None:
         """Closes the file at the end of the run; lines are written without a buffer."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class _TensorBoardSink(_Sink):

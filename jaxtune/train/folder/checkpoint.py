@@ -168,12 +168,12 @@ class Checkpointer:
 
     def reject(self) -> None:
         """Removes the checkpoint that was saved or restored last, because later steps have shown its state to be bad.
-        It does nothing if that one is proven, or if there is no older intact one."""
+        It does nothing if that one is proven, or if there is no other intact one."""
         self.wait()
-        older = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
-        if self._unproven in self.steps() and older:
+        others = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
+        if self._unproven in self.steps() and others:
             path = self.folder / _name(self._unproven)
-            logger.warning("removing %s, whose steps were not finite; step %d is the newest now", path, older[-1])
+            logger.warning("removing %s, whose steps were not finite; step %d is the newest now", path, others[-1])
             self._remove(path)
             self._unproven = None
 
