@@ -40,6 +40,11 @@ class Frozen(nnx.Variable):
     weight."""
 
 
+class NeverTrained(Frozen):
+    """A tensor of the checkpoint that no training changes, full fine-tuning included, such as Gemma 4's layer_scalar.
+    Merging an adapter makes other frozen tensors trainable again, but not these."""
+
+
 class InputScale(nnx.Variable):
     """The scale float32[] under which a linear rounds its activations in quantisation-aware training, in formats that
     observe it (models/observed_inputs.py). It is never trained, and no tensor of a checkpoint: records have it as a

@@ -13,12 +13,13 @@ import pytest
 from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from llama_cpp_models import made
 from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune import get_peft_model, load_adapter, save_adapter
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.adapters.adapter_files import adapter_tensors
-from jaxtune.models.lora import copy_structure
+from jaxtune.models.lora import copy_structure, linears
 
 TOKENS = jnp.arange(24).reshape(2, 12)
 PREFIX = "base_model.model."
@@ -228,6 +229,17 @@ def test_layers_to_transform_and_exclude_modules_are_followed(tmp_path):
     changes = dict(target_modules=targets, layers_to_transform=[1], layers_pattern="layers", exclude_modules=["q_proj"])
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     np.testing.assert_array_equal(load_adapter(base, tmp_path / "a")(TOKENS), model(TOKENS))
+
+
+def test_a_linear_beside_the_layers_is_of_no_layer(tmp_path):
+    """Gemma 4's per_layer_model_projection, which PEFT leaves out where layers_to_transform is given."""
+    base = made("gemma4_shared")
+    save_adapter(adapted_model(base, r=2, target_modules=r"model\.layers\.1\.self_attn\.q_proj"), tmp_path / "a")
+    path = tmp_path / "a" / "adapter_config.json"
+    changes = dict(target_modules=["q_proj", "per_layer_model_projection"], layers_to_transform=[1])
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    adapted = [name for name, linear in linears(load_adapter(base, tmp_path / "a")) if linear.lora is not None]
+    assert adapted == ["model.layers.1.self_attn.q_proj"]
 
 
 def test_adapter_that_unties_a_tied_head_is_refused(tmp_path):

@@ -111,7 +111,7 @@ def test_what_is_written_reads_back():
         ({"num_experts": 4}, "num_experts = 4 is not supported"),
         ({"vocab_size": None}, "config.json of a 'toy' model lacks 'vocab_size'"),
         ({"layer_types": ["linear_attention"] * 2}, "layer_types 'linear_attention' is not supported"),
-        ({"sliding_window": None}, "layer_types has sliding_attention, but sliding_window is None"),
+        ({"sliding_window": None}, "layers have a window, but sliding_window is None: it must be at least 1"),
     ],
 )
 def test_refusals(change, message):

@@ -355,6 +355,36 @@ def test_old_and_new_spelling_mean_the_same(name):
     assert config_from_hf(new | {"rope_parameters": rope}) == config_from_hf(old)
 
 
+def test_parameters_for_types_of_layers_that_a_model_lacks_are_refused():
+    parameters = {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}
+    with pytest.raises(ValueError, match="rope_parameters has an object for 'full_attention'; a model with one rotary"):
+        config_from_hf({**CONFIGS["qwen2"], "rope_parameters": parameters, "rope_scaling": None})
+
+
+def test_gemma_3_s_parameters_for_no_type_of_layer_mean_nothing():
+    """As in transformers' class, which reads them within an object for a type of layer alone."""
+    given = {key: value for key, value in CONFIGS["gemma3"].items() if key != "rope_scaling"}
+    plain = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
+    assert config_from_hf({**given, "rope_parameters": plain}) == config_from_hf(given)
+
+
+def test_a_window_as_long_as_the_context_stays_where_yarn_extends_it():
+    given = {**CONFIGS["qwen2"], "use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 64}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for scaling, window, length in ((None, None, 64), (yarn, 64, 256)):
+        config = config_from_hf({**given, "sliding_window": 64, "rope_scaling": scaling})
+        assert [layer.window for layer in config.layers] == [window] * len(config.layers)
+        assert config.context_length == length
+
+
+def test_a_scale_of_queries_that_is_no_whole_number_is_written_as_it_was():
+    for scalar in (224.5, 256, 144):
+        config = config_from_hf({**CONFIGS["gemma2"], "query_pre_attn_scalar": scalar})
+        written = family(config.family).to_hf(config)
+        assert written["query_pre_attn_scalar"] == scalar and type(written["query_pre_attn_scalar"]) is type(scalar)
+        assert config_from_hf(written) == config
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "qwen3_5"])
 def test_a_share_of_rotated_dimensions_is_written_or_refused(name):
     """transformers ignores it in families whose class rotates whole heads, and a saved config.json would lack it."""

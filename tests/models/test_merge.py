@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from llama_cpp_models import made
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune import get_peft_model, merge_adapter
 from jaxtune.models.adapters import merge
+from jaxtune.models.files.quant import compute_in_fp8, computes_in_fp8, dequantize, quantize
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import linears
 
@@ -66,6 +68,25 @@ def test_the_argument_is_untouched_and_the_rest_is_shared():
     assert model.layers[0].mixer.q_proj.lora is not None and type(model.norm.weight) is Frozen
     np.testing.assert_array_equal(model(TOKENS), before)
     assert merged.layers[0].mlp.up_proj.weight.get_value() is base.layers[0].mlp.up_proj.weight.get_value()
+
+
+def test_a_merge_over_a_base_that_computes_in_fp8():
+    """Weights in FP8 that multiply as they are: the merged model has 16 bits, or 32, and multiplies in them."""
+    base = compute_in_fp8(quantize(tiny_model(), "fp8"))
+    model = adapted_model(base, r=4)
+    merged = merge_adapter(model)
+    assert not computes_in_fp8(merged) and not computes_in_fp8(dequantize(base)) and computes_in_fp8(model)
+    decoded = dequantize(model)
+    assert difference(merged(TOKENS), decoded(TOKENS)) < LOGITS["float32"]
+
+
+def test_what_no_training_changes_stays_so():
+    model = adapted_model(made("gemma4"), r=2)
+    merged = merge_adapter(model)
+    variables = [v for _, v in nnx.iter_graph(merged) if isinstance(v, nnx.Variable)]
+    scalars = [layer.layer_scalar for layer in merged.layers]
+    assert all(isinstance(scalar, Frozen) for scalar in scalars)
+    assert sum(not isinstance(v, nnx.Param) for v in variables) == len(scalars)
 
 
 def test_adapter_at_its_start_merges_to_the_base_bit_for_bit():

@@ -112,6 +112,15 @@ def test_a_merge_has_one_matrix_on_the_device(kind, tmp_path, monkeypatch):
         np.testing.assert_array_equal(variable.get_value(), expected[name], err_msg=name)
 
 
+def test_an_embedding_and_a_head_are_both_there_while_logits_are_checked(tmp_path, monkeypatch):
+    model = tiny_model("bfloat16", **WIDE | dict(vocab_size=4096))
+    model = adapted_model(model, r=2, modules_to_save=["embed_tokens", "lm_head"])
+    one = model.embedding.weight.size * 2
+    peak = Peak(monkeypatch)
+    save_weights(merged_weights(model), tmp_path / "out")
+    assert 2 * one <= peak.bytes <= merge_bytes(model)[0]
+
+
 @pytest.mark.parametrize("to", ["merged", "bnb-4bit", "fp8", "w4a16", "mxfp4", "gguf"])
 def test_an_export_has_one_matrix_on_the_device(to, tmp_path, monkeypatch):
     if to == "gguf":

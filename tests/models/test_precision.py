@@ -136,6 +136,13 @@ def test_an_adapter_is_loaded_over_the_same_map(tmp_path, base, caplog):
     assert stored(other)["lm_head"] == ("float32", "float32")
 
 
+def test_a_head_that_is_trained_whole_keeps_its_precision(base):
+    model = jaxtune.from_pretrained(base, load_in="nf4", precision={"lm_head": "fp32"})[0]
+    merged = jaxtune.merge_adapter(adapted_model(model, r=2, modules_to_save=["embed_tokens", "lm_head"]))
+    assert merged.head.weight[...].dtype == model.head.weight[...].dtype == jnp.float32
+    assert merged.embedding.weight[...].dtype == model.embedding.weight[...].dtype == jnp.bfloat16
+
+
 def test_a_checkpoint_has_one_format(tmp_path, base):
     model, _ = jaxtune.from_pretrained(base, load_in="nf4", precision=MAP)
     with pytest.raises(ValueError, match=r"the weights are stored in int8 and nf4, and config.json can say one format"):

@@ -370,11 +370,11 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
     pattern = config.get("layers_pattern") or "layers"
     if pattern not in ("layers", ["layers"]):
         raise ValueError(f"{path}: layers_pattern = {pattern!r} is not supported; layers are called 'layers' here")
-    numbers = set(layers) if isinstance(layers, list) else {layers}
-    # A linear whose whole name is in the list is adapted in any layer, as in PEFT.
+    numbers = {str(number) for number in (layers if isinstance(layers, list) else [layers])}
+    # A linear whose whole name is in the list is adapted in any layer, as in PEFT, or beside the layers.
     listed = config.get("target_modules", ())
     listed = () if isinstance(listed, str) else listed
-    return [name for name in chosen if name in listed or int(name.split(".layers.")[1].split(".")[0]) in numbers]
+    return [name for name in chosen if name in listed or name.partition(".layers.")[2].partition(".")[0] in numbers]
 
 
 def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

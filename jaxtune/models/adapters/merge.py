@@ -30,7 +30,7 @@ from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec, round_to_grid
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.layers.expert_linear import ExpertLinear
-from jaxtune.models.linear import Frozen, Linear, merged_weight, row_norm, trained
+from jaxtune.models.linear import Frozen, Linear, NeverTrained, merged_weight, row_norm, trained
 from jaxtune.models.lora import copy_structure, has_adapter, matrices, stop_rounding
 from jaxtune.models.observed_inputs import recorded
 from jaxtune.models.placement import partition
@@ -190,7 +190,8 @@ def merged_weights(model: Decoder) -> Weights:
     for exports, which write them one by one. `Weights.made` is {Hugging Face name of a changed tensor: the function
     that computes it when it is called}. Quantised weights are decoded, weights are rounded to the grid of QAT, if there
     is one, and a trained embedding or head replaces the base's. `Weights.model` is a new model without adapters, whose
-    variables are all nnx.Param and which shares unchanged arrays with `model`.
+    variables are all nnx.Param, except those that no training changes (NeverTrained), and which shares unchanged arrays
+    with `model`.
 
     The logits are verified here, each matrix when it is computed, so that whoever writes the tensors writes a verified
     merge or gets an error. The device has, beside the model, one merged matrix and what its computation and
@@ -221,14 +222,17 @@ def merged_weights(model: Decoder) -> Weights:
         form = jax.ShapeDtypeStruct(given.shape, model.dtype if isinstance(given, Stored) else given.dtype)
         linear.weight = trained(linear.weight, form)
         linear.lora = nnx.data(None)
+        linear.fp8 = False
         stop_rounding(linear)
         makers[id(linear.weight)], views[id(linear.weight)] = make, _Merged.of(own, model.dtype)
     for module in (merged.embedding, merged.head):
         if module is not None and isinstance(module.weight, nnx.Param):
             name = model.config.head.name if isinstance(module, Linear) else "embed_tokens"
             given = module.weight.get_value()
-            module.weight = trained(module.weight, jax.ShapeDtypeStruct(given.shape, dtype))
-            makers[id(module.weight)] = functools.partial(_trained_whole, name, given, dtype)
+            # The dtype of what it replaces, which a precision map may have given this module.
+            whole = dtype if module.original is None else module.original.get_value().dtype
+            module.weight = trained(module.weight, jax.ShapeDtypeStruct(given.shape, whole))
+            makers[id(module.weight)] = functools.partial(_trained_whole, name, given, whole)
             changed += 1
             if module.original is not None:
                 del module.original
@@ -236,7 +240,7 @@ def merged_weights(model: Decoder) -> Weights:
     merged.qat = None if spec is None else recorded(model, spec)
     for _, module in nnx.iter_modules(merged):
         for key, value in list(vars(module).items()):
-            if isinstance(value, Frozen):
+            if isinstance(value, Frozen) and not isinstance(value, NeverTrained):
                 setattr(module, key, trained(value, value.get_value()))
     merged.base_digest = merged.base_fingerprint = None  # it is another base now
     # Matched by the identity of the variable and not by a name, so that no other tensor can be written in its place.
@@ -279,8 +283,9 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
     """(bytes on the device, bytes in host memory) that merging needs in addition to the model, with which the planner
     leaves room for the merge at the end of a run.
 
-    Each tensor is written before the next is computed, so that each number is that of the tensor which needs most. For
-    a model without an adapter, the bytes on the device are those of decoding its quantised weights, or 0; those in host
+    Each tensor is written before the next is computed, so that each number is that of the tensor which needs most. The
+    device also has the embedding and head that are trained whole, both at once while the logits are checked. For a
+    model without an adapter, the bytes on the device are those of decoding its quantised weights, or 0; those in host
     memory are the largest tensor's all the same. Abstract arrays will do.
     """
     device = host = 0
@@ -295,9 +300,11 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
         host = max(host, size)
     for holder in (model.embedding, model.head):
         if holder is not None:
-            whole = holder.weight.get_value().size * jnp.dtype(model.dtype).itemsize
+            stored = model.dtype if holder.original is None else holder.original.get_value().dtype
+            whole = holder.weight.get_value().size * jnp.dtype(stored).itemsize
             host = max(host, whole)
-            device = max(device, whole if holder.original is not None else 0)
+            # The check of the logits has both of them while it merges the matrices.
+            device += whole if holder.original is not None else 0
     return device, host
 
 
@@ -391,7 +398,8 @@ class _Merged(Stored):
 @dispatch.unsaid()
 def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], changed: int) -> None:
     """Compares the logits of a random batch of the model with its adapter and of the merged model, computed in fp32,
-    where only the rounding of weights differs: QAT's rounding of activations is left out. Both models stay as they are.
+    where only the rounding of weights differs: activations are not rounded, neither by QAT nor for products in FP8.
+    Both models stay as they are.
 
     The merged model's matrices are merged when they multiply, so that the merged model is never in memory as a whole.
 
@@ -418,7 +426,8 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
             variable.set_value(merged.made[name]())
     plain = copy_structure(model)
     for _, matrix in matrices(plain):
-        if matrix.fake_quant is not None:  # a merged model does not round activations
+        matrix.fp8 = False  # a merged model rounds no activations
+        if matrix.fake_quant is not None:
             matrix.fake_quant = dataclasses.replace(matrix.fake_quant, inputs=False)
     expected, got = _logits(plain), _logits(walked)
     del walked

@@ -7,6 +7,8 @@ and how checkpoints name their tensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from jaxtune.models.config import PRE_AND_POST_NORM, DecoderConfig
 from jaxtune.models.families.common import Config, Family, Fields, Key, LayerType, LayerTypes, Rotary, RotaryByType
 from jaxtune.models.families.common.layers import FULL, by_pattern
@@ -25,8 +27,11 @@ class _Rotary(RotaryByType):
         """The rotary parameters of one type of layer as one flat dict, as `rope_parameters` returns it, such as
         {"rope_type": "default", "rope_theta": 1e4}. The base of sliding layers is rope_local_base_freq in older files.
         layer_type: "full_attention" or "sliding_attention". hf: the config.json."""
+        # As in transformers, parameters that are not within an object for a type of layer mean nothing.
+        by_type = {key: value for key, value in (hf["rope_parameters"] or {}).items() if isinstance(value, Mapping)}
+        hf = {**hf, "rope_parameters": by_type}
         if layer_type == SLIDING:
-            hf = {"rope_theta": hf["rope_local_base_freq"], "rope_parameters": hf["rope_parameters"]}
+            hf = {"rope_theta": hf["rope_local_base_freq"], "rope_parameters": by_type}
         return rope_parameters(hf, layer_type)
 
     def write(self, config: DecoderConfig) -> Fields:

@@ -92,6 +92,7 @@ def dequantize(model: Decoder, modules: Sequence[str] | None = None) -> Decoder:
         weight = linear.stored_weight
         if isinstance(weight, Stored) and (modules is None or any(name_matches(name, each) for each in modules)):
             linear.weight = linear.weight.replace(dense(weight, model.dtype))
+            linear.fp8 = False
     return model
 
 

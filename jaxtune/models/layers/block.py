@@ -42,7 +42,7 @@ from jaxtune.models.layers.segment import (
     matrix_of,
 )
 from jaxtune.models.layers.tiles import in_tiles
-from jaxtune.models.linear import Frozen
+from jaxtune.models.linear import NeverTrained
 from jaxtune.models.norm import norm_of
 
 LAYER_INPUT, MID, LAYER_OUTPUT = "layer_input", "mid", "layer_output"
@@ -112,7 +112,7 @@ class Block(nnx.Module):
         for stage in spec.stages:
             if stage.post_norm:
                 add_norm(f"{stage.parts[0].name}_sum_norm", True)
-        self.layer_scalar = Frozen(jnp.ones((1,), dtype)) if spec.output_scale else None
+        self.layer_scalar = NeverTrained(jnp.ones((1,), dtype)) if spec.output_scale else None
 
     @property
     def parts(self) -> dict[str, Any]:

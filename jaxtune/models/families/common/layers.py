@@ -98,15 +98,17 @@ def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: S
 def window_of(hf: Config) -> int | None:
     """The window in tokens from the key sliding_window of a config.json (`hf`), for its sliding layers (LayerTypes,
     OneWindow). None if the window is at least as long as max_position_embeddings, because full attention is then the
-    same and faster.
+    same and faster, unless the rotary base is of the kind yarn, which extends the context (context_length).
 
     Raises:
       ValueError: sliding_window is null or below 1.
     """
     window = hf["sliding_window"]
     if not isinstance(window, int) or window < 1:
-        raise ValueError(f"config.json: layer_types has {rope.SLIDING}, but sliding_window is {window!r}")
-    return None if window >= hf["max_position_embeddings"] else window
+        raise ValueError(f"config.json: layers have a window, but sliding_window is {window!r}: it must be at least 1")
+    extension = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    longer = "yarn" in (extension.get("rope_type"), extension.get("type"))  # rows may then pass max_position_embeddings
+    return None if window >= hf["max_position_embeddings"] and not longer else window
 
 
 def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None:

@@ -68,6 +68,11 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
     """
     scaling, parameters = (hf.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     both = scaling or parameters
+    if layer_type is None and (nested := [key for key, value in parameters.items() if isinstance(value, Mapping)]):
+        raise ValueError(
+            f"config.json: rope_parameters has an object for {', '.join(map(repr, nested))}; a model with one rotary "
+            "base has the parameters themselves there"
+        )
     if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
         both = {**parameters[layer_type], **(scaling if layer_type == FULL else {})}
     given = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}

@@ -93,6 +93,13 @@ GEMMA_ACTIVATION = (
     Key("hidden_act", (), values.text, None, written=lambda config: _HF_ACTIVATIONS[config.activation]),
 )
 SOFT_CAP = Key("final_logit_softcapping", "final_soft_cap", values.positive, None, null=None)
+
+
+def _whole(number: float) -> float:
+    """A number that is whole as an int, as files have it; any other one as it is."""
+    return int(number) if number == int(number) else number
+
+
 # Of Gemma 2 and 3.
 GEMMA = (
     *GEMMA_ACTIVATION,
@@ -101,7 +108,7 @@ GEMMA = (
         "attention_scale",
         values.positive,
         256,
-        conversion=Conversion(lambda scalar: scalar**-0.5, lambda scale: round(scale**-2)),
+        conversion=Conversion(lambda scalar: scalar**-0.5, lambda scale: _whole(round(scale**-2, 6))),
     ),
     SOFT_CAP,
     ATTENTION_BIAS,
