@@ -120,8 +120,8 @@ class TrainerCallback:
         `state` the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it):
         its requests to log, evaluate, save or stop take effect at the same step, and should_epoch_stop raises
         ValueError. The fields are True already for what the SFTConfig makes due, which False does not prevent
-        (should_log False only prevents on_log). `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for
-        transformers' other objects, such as `optimizer`."""
+        (should_log False only prevents on_log). `kwargs` has `model`, `processing_class` (also as `tokenizer`), and
+        None for transformers' other objects, such as `optimizer`."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
