@@ -30,7 +30,8 @@ class ModelMethods:
     @property
     def device(self) -> object:
         """The jax.Device of the first trained array (nnx.Param); of several, the one with the lowest id. Scripts use it
-        in `tensor.to(model.device)`, which leaves arrays unchanged."""
+        in `tensor.to(model.device)`, which leaves arrays unchanged. A quantised model without an adapter has no trained
+        array, and IndexError is raised."""
         leaf = jax.tree.leaves(nnx.state(self.module, nnx.Param))[0]
         return min(leaf.devices(), key=lambda device: device.id)
 
@@ -71,11 +72,12 @@ class ModelMethods:
         self.residuals = "keep"
 
     def enable_input_require_grads(self) -> None:
-        """Does nothing: gradients reach the adapters without this call, which PEFT needs."""
+        """transformers' method: does nothing, because gradients reach the adapters without this call, which PEFT
+        needs."""
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        """Returns the number of the model's parameters: all of them, or with only_trainable=True those that train. Each
-        element of a quantised matrix counts as one."""
+        """transformers' method: returns the number of the model's parameters, adapters included: all of them, or with
+        only_trainable=True those that train. Each element of a quantised matrix counts as one."""
         trainable, everything = parameter_counts(self.module)
         return trainable if only_trainable else everything
 
