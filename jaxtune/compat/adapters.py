@@ -42,7 +42,7 @@ class LoraConfig:
       modules_to_save: modules that are trained whole: "embed_tokens" and "lm_head".
       rank_pattern, alpha_pattern: {regular expression over the end of a module's name: its rank, or its alpha}.
       layers_to_transform: the index (from 0) of the layer whose linears get adapters, or several; None: all layers.
-        Then target_modules must not be a regular expression. It does not restrict target_parameters.
+        If it is set, target_modules must not be a regular expression; target_parameters are not restricted by it.
       init_lora_weights: True or "gaussian": how A, the first matrix of an adapter, is drawn. B starts at zero.
       bias: "none"; PEFT's "all" and "lora_only" are refused if they would train a bias.
       others: PEFT's other arguments, such as task_type. A printed line reports each one that has no effect here,
