@@ -120,7 +120,8 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> Any:
     """Called by Python for a name that the package does not define, as in `from jaxtune.compat import PPOTrainer`:
     raises ImportError, which says what to use instead or lists the names that exist. For a name that begins with two
-    underscores it raises AttributeError, as Python expects."""
+    underscores it raises AttributeError, as Python expects. hasattr therefore raises ImportError for another missing
+    name instead of returning False."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     hint = _ELSEWHERE.get(name, f"there are: {', '.join(__all__)}")

@@ -25,8 +25,8 @@ _PEFTS_CHOICE, _PHI3S = ("q_proj", "v_proj"), ("qkv_proj",)
 
 
 class LoraConfig:
-    """PEFT's LoraConfig with its arguments and defaults: the description of an adapter, which SFTTrainer takes as
-    peft_config. PEFT itself is not needed, and its own class is accepted too.
+    """PEFT's LoraConfig with its arguments and defaults: the description of an adapter, which trainers and PEFT's
+    get_peft_model take as peft_config. PEFT itself is not needed, and its own class is accepted too.
 
     Args:
       r: the adapters' rank.
@@ -41,10 +41,12 @@ class LoraConfig:
       use_dora: True: the norms of the weights' rows are trained as well (DoRA).
       modules_to_save: modules that are trained whole: "embed_tokens" and "lm_head".
       rank_pattern, alpha_pattern: {regular expression over the end of a module's name: its rank, or its alpha}.
-      layers_to_transform: the index (from 0) of the layer that gets adapters, or several; None: all layers.
+      layers_to_transform: the index (from 0) of the layer whose linears get adapters, or several; None: all layers.
+        If it is set, target_modules must not be a regular expression; target_parameters are not restricted by it.
       init_lora_weights: True or "gaussian": how A, the first matrix of an adapter, is drawn. B starts at zero.
       bias: "none"; PEFT's "all" and "lora_only" are refused if they would train a bias.
-      others: PEFT's other arguments, such as task_type. A printed line reports each one that has no effect here.
+      others: PEFT's other arguments, such as task_type. A printed line reports each one that has no effect here,
+        unless its value is accepted silently, such as its default.
     Attributes:
       settings: the named arguments, as keyword arguments of `adapted`.
     Raises:
@@ -139,13 +141,14 @@ def adapted(
       target_modules, target_parameters, modules_to_save, rank_pattern, alpha_pattern, layers_to_transform,
       init_lora_weights, bias: the arguments of LoraConfig with these names. embed_tokens and lm_head in target_modules
         are trained whole, and a list of the seven names in ALL_LINEAR means every linear.
-      experts_too: whether target_modules that name all linears also mean the experts' matrices if target_parameters is
-        None, as in Unsloth and not in PEFT.
+      experts_too: whether target_modules that name all linears ("all-linear" or the seven names) also mean the experts'
+        matrices, in every layer whatever layers_to_transform is, if target_parameters is None. True for Unsloth's
+        arguments, False for PEFT's.
       plain: r, lora_alpha, lora_dropout, use_rslora and use_dora, which jaxtune.get_peft_model explains.
     Returns:
-      (a new module with adapters, the section `adapter` of a config that describes them)
+      (a new module with adapters, the AdapterConfig that describes them: the section `adapter` of a run's config)
     Raises:
-      ValueError: an argument that is not supported.
+      ValueError: an argument that is not supported or matches nothing; or `module` has adapters already.
     """
     if init_lora_weights not in (True, "gaussian"):
         raise ValueError(
@@ -202,8 +205,8 @@ def _require_no_biases(where: str, bias: str, module: Decoder) -> None:
 
 
 def _in_layers(where: str, target_modules: str | Sequence[str], layers: int | Sequence[int], module: Decoder) -> str:
-    """The regular expression on full names of modules that selects `target_modules` in some layers only. jaxtune has no
-    option for layers_to_transform, but takes such an expression as target_modules.
+    """Returns the regular expression on full names of modules that selects `target_modules` in some layers only.
+    `adapted` follows layers_to_transform by it: jaxtune has no such option, but takes the expression as target_modules.
 
     Args:
       where: the called function, for messages.

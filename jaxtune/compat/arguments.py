@@ -2,8 +2,8 @@
 either has no effect here, or is refused (`settle`, by a table of `Argument`s). `tell` prints why an argument has no
 effect. `choose` translates the values of arguments that are followed.
 
-arguments.yaml has a table of these arguments for each function or class, from which the documentation's tables are
-written.
+arguments.yaml lists these arguments. tables.py reads it, and makes a table for each function or class; the tables of
+the documentation are written from it too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from jaxtune.system.terminal import say
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """What happens to an argument that a function or class of jaxtune.compat does not use: an entry of arguments.yaml,
-    which tables.py reads and `settle` applies."""
+    """What happens to an argument that a function or class of jaxtune.compat does not use, unless its value is one of
+    `free`: an entry of arguments.yaml, which tables.py reads and `settle` applies."""
 
     idle: bool  # True: it has no effect here, which is printed; False: it would change the result, and is refused
     text: str  # why it has no effect, or what to use instead
-    free: tuple  # values that are accepted without a line or an error; an error proposes the first, the default
+    # values, such as the default, that are accepted without a line or an error; an error proposes the first; () if none
+    free: tuple
 
 
 _printed: set[tuple[str, str]] = set()
@@ -34,8 +35,9 @@ def settle(
     where: str, others: Mapping[str, Any], table: Mapping[str, Argument], callee: Callable | None = None
 ) -> None:
     """Decides about the arguments that a function or class of jaxtune.compat was given and does not use; they call this
-    first. A value that changes nothing (Argument.free), such as the default, is accepted; for another value one line is
-    printed, once in a process, if the argument has no effect here; all other arguments are refused.
+    first. A value that changes nothing (equal to one of Argument.free and of its type), such as the default, is
+    accepted; for another value one line is printed, once in a process, if the argument has no effect here; all other
+    arguments are refused. The caller then ignores `others`.
 
     Args:
       where: the name of the function or class that the script called, for messages.
@@ -65,7 +67,8 @@ def settle(
 
 def tell(where: str, name: str, text: str) -> None:
     """Prints why an argument has no effect here, once in a process for each `where` (the called function or class) and
-    `name` (the argument). `text` is the reason."""
+    `name` (the argument). `text` is the reason. `settle` calls it, and so do the trainers for arguments that they know
+    and that have no effect in one case."""
     if (where, name) not in _printed:
         _printed.add((where, name))
         say(f"{where}: {name} does nothing here: {text}")
@@ -77,7 +80,7 @@ def choose(where: str, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
     Args:
       where: the called function or class, for the message.
       name: the argument, for the message.
-      value: the script's value, such as "adamw_torch".
+      value: the script's value, such as "adamw_torch"; it must be hashable (else TypeError).
       table: {each supported value: what it means here}.
     Raises:
       ValueError: the value is not in the table; the message lists those that are.

@@ -2,9 +2,10 @@
 `TrainerState`), whose events are derived from those of jaxtune.train.callbacks by `Events`.
 
 Every event gets `args`, `state` and `control`, and by name `model` (with the current weights), `processing_class`, and
-what transformers passes in addition. What a callback sets in `control` is done in the same step, as in transformers. If
-a callback `listens` to on_log, the numbers of each step that is logged are waited for. `checked` accepts a script's
-callback; `best_name`, `best_value` and `is_better` compare evaluations, and `with_trained` restores the best weights.
+what transformers passes in addition. What a callback sets in `control` after a step is done at that step, as in
+transformers. If a callback `listens` to on_log, the numbers of each step that is logged are waited for. `checked`
+accepts a script's callback or refuses it; `best_name`, `best_value` and `is_better` compare evaluations, and
+`with_trained` restores the best weights.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from jaxtune.train.display.metrics import read_metrics
 @dataclasses.dataclass
 class TrainerControl:
     """What callbacks request of the run: a callback sets a field to True, and the run does it after this step. Before
-    on_step_end the run itself sets the last three fields: True if SFTConfig makes that due after this step. A callback
-    cannot prevent what is due by setting the field to False."""
+    on_step_end the run itself sets the last three fields: True if SFTConfig makes that due after this step, else False,
+    so that earlier requests are lost. A callback cannot prevent what is due by setting the field to False; should_log
+    False only keeps on_log from being called."""
 
     should_training_stop: bool = False  # end the run
     should_epoch_stop: bool = False  # raises ValueError, because an epoch is not a loop of its own here
     should_save: bool = False  # save a checkpoint
-    should_evaluate: bool = False  # evaluate on eval_dataset
+    should_evaluate: bool = False  # evaluate on eval_dataset; ValueError without one
     should_log: bool = False  # call on_log with the step's numbers
 
 
@@ -52,9 +54,10 @@ class TrainerState:
     eval_steps: int | None = None  # always None
     save_steps: int | None = None  # always None
     train_batch_size: int | None = None  # per_device_train_batch_size; None until a trainer has set it
-    # the numbers of every step and evaluation, as in metrics.jsonl
+    # the numbers of every step and evaluation of the last call of train(), {"step": ..., name: number} each, with the
+    # names of metrics.jsonl, which lacks the steps that are not logged
     log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    # the best value of metric_for_best_model in this call of train(); None: nothing was evaluated, or none is named
+    # the best value of metric_for_best_model in this call of train(); None: no evaluation gave one, or none is named
     best_metric: float | None = None
     best_global_step: int | None = None  # the step after which it was measured; None: there is no best_metric
     # the checkpoint-N folder of that step, written at the end of train() with load_best_model_at_end
@@ -92,17 +95,18 @@ class TrainerCallback:
         `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called before the first step of an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change
-        `control`, the TrainerControl, or return another one (None keeps it), but only should_training_stop has an
-        effect from here, after that step, and should_epoch_stop raises ValueError. `kwargs` has `model`,
-        `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
+        """Called before the first step of an epoch, and before the first step of train(), even if it continues within
+        an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
+        return another one (None keeps it), but only should_training_stop has an effect from here, after that step, and
+        should_epoch_stop raises ValueError. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None
+        for transformers' other objects, such as `optimizer`."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after the last step of an epoch, and after the last step of the run. `args` is the SFTConfig, `state`
-        the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it): its
-        requests to log, evaluate, save or stop take effect at the same step, and should_epoch_stop raises ValueError.
-        `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such
-        as `optimizer`."""
+        """Called after the last step of an epoch, and after the last step of the run, but not if a callback ends the
+        run within an epoch. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the
+        TrainerControl, or return another one (None keeps it): its requests to log (unless this step was logged),
+        evaluate, save or stop take effect at the same step, and should_epoch_stop raises ValueError. `kwargs` has
+        `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called before an optimizer step. `args` is the SFTConfig, `state` the TrainerState. It may change `control`,
@@ -115,28 +119,32 @@ class TrainerCallback:
         """Called after an optimizer step was dispatched; its numbers may not have arrived. `args` is the SFTConfig,
         `state` the TrainerState. It may change `control`, the TrainerControl, or return another one (None keeps it):
         its requests to log, evaluate, save or stop take effect at the same step, and should_epoch_stop raises
-        ValueError. The fields are True already for what the SFTConfig makes due, which False does not prevent. `kwargs`
-        has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as
-        `optimizer`."""
+        ValueError. The fields are True already for what the SFTConfig makes due, which False does not prevent
+        (should_log False only prevents on_log). `kwargs` has `model`, `processing_class` (also as `tokenizer`), and
+        None for transformers' other objects, such as `optimizer`."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called with `logs` in `kwargs`, {name: number} of a step that is logged or of an evaluation; `kwargs` also
         has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other objects, such as
         `optimizer`. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
-        return another one (None keeps it): within train() a request to save or stop takes effect at the same step, and
-        so does one to evaluate if `logs` are a step's."""
+        return another one (None keeps it): after a step of train() a request to save or stop takes effect at that step,
+        and so does one to evaluate if `logs` are a step's. In the evaluation of eval_on_start only a request to stop
+        has an effect, after the first step."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called after an evaluation with `metrics` in `kwargs`, its numbers by name; `kwargs` also has `model`, with
         the weights that were evaluated, `processing_class` (also as `tokenizer`), and None for transformers' other
         objects. `args` is the SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or
-        return another one (None keeps it): within train() a request to save or stop takes effect at the same step."""
+        return another one (None keeps it): after a step of train() a request to save or stop takes effect at that step.
+        In the evaluation of eval_on_start only a request to stop has an effect, after the first step."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Called after a checkpoint was saved. `args` is the SFTConfig, `state` the TrainerState. It may change
-        `control`, the TrainerControl, or return another one (None keeps it), of which only should_training_stop has an
-        effect here, after this step, and should_epoch_stop raises ValueError. `kwargs` has `model`, `processing_class`
-        (also as `tokenizer`), and None for transformers' other objects, such as `optimizer`."""
+        """Called after a checkpoint was saved. The folder checkpoint-N has been written by then if save_strategy or a
+        callback caused the save; the save at the end of a run, or after a signal, comes without it. `args` is the
+        SFTConfig, `state` the TrainerState. It may change `control`, the TrainerControl, or return another one (None
+        keeps it), of which only should_training_stop has an effect here, after this step, and should_epoch_stop raises
+        ValueError. `kwargs` has `model`, `processing_class` (also as `tokenizer`), and None for transformers' other
+        objects, such as `optimizer`."""
 
 
 class EarlyStoppingCallback(TrainerCallback):
@@ -192,7 +200,7 @@ def best_name(args: Any) -> str:
 def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
     """Returns the number in an evaluation's `metrics` by which evaluations are compared: the one that
     metric_for_best_model of `args`, the SFTConfig, names, with "eval_" added if the name lacks it ("loss" is
-    "eval_loss"). metric_for_best_model must not be None.
+    "eval_loss"). metric_for_best_model must not be None. Events and EarlyStoppingCallback call it.
 
     Raises:
       ValueError: the evaluation has no such number.
@@ -222,8 +230,8 @@ _WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"
 
 
 def checked(callback: Any) -> Any:
-    """Returns a script's callback as an instance, which SFTTrainer adds to its list; a class is called without
-    arguments.
+    """Returns a script's callback as an instance, which SFTTrainer adds to its list; of a class an instance is made,
+    without arguments.
 
     Raises:
       ValueError: it is not a callback (it has none of on_step_end, on_log and on_train_begin), or its class defines
@@ -244,8 +252,8 @@ def checked(callback: Any) -> Any:
 
 def listens(callback: Any, event: str) -> bool:
     """Whether the class of a callback defines the method `event`, such as "on_log", instead of inheriting the empty one
-    of TrainerCallback, this module's or transformers'. If nobody listens, the run need not wait for a step's
-    numbers."""
+    of TrainerCallback, this module's or transformers'. If none listens to on_log, the run does not wait for a step's
+    numbers; `checked` refuses by it callbacks with events within a step."""
     for kind in type(callback).__mro__:
         if kind.__name__ == "TrainerCallback":
             return False
@@ -268,11 +276,11 @@ class Events(Callback):
       measure: returns the numbers of the script's compute_metrics for the current model; it is called after each
         evaluation.
       handed_back: maps a module of the run to the one that the script sees, for example with dropout turned on again.
-      leave: called after a save that save_steps made due or a callback requested, with the number of steps done: writes
-        the current model as a checkpoint-N folder.
+      leave: called after a save that save_strategy made due or a callback requested, with the number of steps done:
+        writes the current model as a checkpoint-N folder. By default nothing is written.
     Attributes:
-      best: the trained arrays of the best evaluation as numpy arrays, if load_best_model_at_end asks for them; None
-        otherwise, and before an evaluation.
+      best: the trained arrays of the best evaluation (an nnx state of numpy arrays), if load_best_model_at_end asks for
+        them; None otherwise, and before an evaluation.
     """
 
     def __init__(
@@ -391,12 +399,13 @@ class Events(Callback):
         """Logs, evaluates and saves if the control's fields request it, in the order of transformers, and then clears
         these fields; `between` has set those of what is due. The numbers of a step are waited for, and on_log is
         called, only if a callback listens to on_log. After a save that is done here `saved` writes a checkpoint-N
-        folder, unless it has written that of this step.
+        folder, unless it has written that of this step. `between` calls it after on_step_end and on_epoch_end.
 
         Args:
           moment: the run between two steps.
           due: {"log", "evaluate", "save": whether the script's config makes that due at this step}; {} after an epoch.
-            A callback that sets such a request to False changes nothing, which is printed once.
+            If a callback sets such a request to False, jaxtune's trainer logs, evaluates or saves all the same, which
+            is printed once; should_log False prevents on_log.
         Raises:
           ValueError: an evaluation is requested and there is no eval_dataset.
         """
@@ -436,7 +445,7 @@ class Events(Callback):
         compute_metrics to `metrics`, in place, and calls on_log and on_evaluate with them. If metric_for_best_model is
         set and its number is the best so far, the state records it, and with load_best_model_at_end `best` becomes a
         copy of the trained weights. step: the number of steps done. Raises ValueError if the evaluation lacks that
-        number."""
+        number, or compute_metrics returns no numbers."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
         self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too
@@ -452,9 +461,9 @@ class Events(Callback):
 
     def saved(self, step: int) -> None:
         """Called by jaxtune's trainer after each save, with the number of steps done. It writes the checkpoint-N folder
-        if save_steps made a save due or a callback requested one, at this step or at an earlier one at which updates
-        were skipped, and then calls on_save. After other saves, such as one that a signal caused, it only calls
-        on_save."""
+        if save_strategy made a save due or a callback requested one, at this step or at an earlier one at which updates
+        were skipped, and then calls on_save. After other saves, such as one that a signal caused or that of the run's
+        end, it only calls on_save."""
         if self._asked:
             self._asked, self._left = False, step
             self._leave(step)
@@ -462,8 +471,8 @@ class Events(Callback):
 
     def note_better(self, metrics: Path, done: int) -> None:
         """Called at the end of a run that was continued and has load_best_model_at_end: prints a note if an evaluation
-        of an earlier call of train() was better than that of the weights that the model now has, or these were not
-        evaluated. Those better weights were lost with the earlier process.
+        of an earlier call of train() was better than that of the weights that the model now has, or if these were not
+        evaluated and others were. Those better weights were lost with the earlier process.
 
         Args:
           metrics: the file metrics.jsonl of the run, which has all evaluations.

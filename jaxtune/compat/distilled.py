@@ -1,8 +1,8 @@
 """TRL's DistillationTrainer and GKDTrainer with their configs, built on SFTTrainer's run. DistilledTrainer and
-DistilledConfig are their bases.
+DistilledConfig are their bases; `_teacher` finds and loads the teacher.
 
-The teacher is attached to the model that trains, and is on the same device. Answers are sampled from the student in the
-same process.
+A teacher of its own is attached to the model that trains, and is on the same device; without one the teacher is the
+student with its adapter off. Answers are sampled from the student in the same process.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the tr
 
 @dataclasses.dataclass(init=False)
 class DistilledConfig(PreferenceConfig):
-    """The arguments that DistillationConfig and GKDConfig share, under TRL's names, beside those of SFTConfig."""
+    """The base class of DistillationConfig and GKDConfig: the arguments that they share, under TRL's names, beside
+    those of SFTConfig and disable_dropout, which is True in GKDConfig and False in DistillationConfig."""
 
     teacher_model_name_or_path: str | None = None  # the teacher, if the trainer's argument teacher_model is None
-    teacher_model_init_kwargs: Mapping[str, object] | None = None  # arguments of from_pretrained for that teacher
+    # transformers' arguments of from_pretrained for a teacher that is given by a name, such as quantization_config
+    teacher_model_init_kwargs: Mapping[str, object] | None = None
     beta: float = 1.0  # the divergence: 0 forward KL, 1 reverse KL, between them the generalised Jensen-Shannon one
     temperature: float = 1.0  # divides the logits when answers are sampled; DistillationConfig: in the loss, too
 
@@ -46,8 +48,7 @@ class DistillationConfig(DistilledConfig):
     DistilledConfig have TRL's defaults, and those that are inherited from SFTConfig have Unsloth's. An update trains on
     per_device_train_batch_size * gradient_accumulation_steps answers."""
 
-    # {name: Argument} of the arguments that are no fields: one without effect is printed, others raise ValueError
-    table = DISTILLATION
+    table = DISTILLATION  # the arguments that are not fields: without effect here, or refused
 
     learning_rate: float = 1e-6
     disable_dropout: bool = False  # True: the adapter's dropout is turned off; False: it is used
@@ -75,7 +76,7 @@ class GKDConfig(DistilledConfig):
 
 class DistilledTrainer(PreferenceTrainer):
     """The base class of DistillationTrainer and GKDTrainer, which train a student to have the output distributions of a
-    teacher. A subclass sets `config_type` to the class of its config, and defines `_drawing`.
+    teacher. A subclass sets `config_type` to the class of its config, and defines `_drawing` and `_read`.
 
     Args:
       model: the student: a CompatModel, or a hub name or folder, which is loaded.
@@ -137,23 +138,25 @@ class DistilledTrainer(PreferenceTrainer):
 
     def _objective(self) -> ObjectiveConfig:
         """Returns the section `objective` of the run's config: distillation from this teacher, with the script's beta
-        and sampling options. It names the teacher by its folder or hub name, "in memory" for a teacher without a name,
-        or BASE for the model with its adapter off."""
+        and the options of `_drawing`. It names the teacher by its folder or hub name, "in memory" for a teacher without
+        a name, or BASE for the model with its adapter off."""
         teacher = BASE if self._teacher is None else self._teacher.module.name_or_path or "in memory"
         return dataclasses.replace(ObjectiveConfig("distill", teacher=teacher, beta=self.args.beta), **self._drawing())
 
     def _drawing(self) -> dict[str, float | int]:
         """Returns those options of the config's section `objective`, {name: value}, that say what share of the answers
-        is sampled from the student, and how. The share, `on_policy`, is 1 in DistillationTrainer, and lmbda in
-        GKDTrainer, which also sets the loss's temperature to 1. The others are the config's arguments under jaxtune's
-        names."""
+        is sampled from the student, and how, with the loss's temperature. Subclasses define it; here it raises
+        NotImplementedError. The share, `on_policy`, is 1 in DistillationTrainer, and lmbda in GKDTrainer. The loss's
+        temperature is the script's in DistillationTrainer, and 1 in GKDTrainer. The others are the config's arguments
+        under jaxtune's names. `_objective` calls it."""
         raise NotImplementedError
 
     @property
     def _samples(self) -> bool:
         """Whether the run samples answers from the student (True, except in a GKDTrainer with an lmbda of 0), or trains
         on the rows' answers alone. If it is True, `config` sets data.packing to True, because rows are packed with
-        their sampled answers; if not, the script's packing stays. GKDTrainer._drawing reads it too."""
+        their sampled answers; if not, data.packing stays as SFTTrainer.config sets it. A script cannot set packing=True
+        (ValueError). GKDTrainer._drawing reads it too."""
         return True
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
@@ -163,6 +166,8 @@ class DistilledTrainer(PreferenceTrainer):
         Args:
           resume: "auto" continues the run in output_dir, "never" starts a new one.
           prepared: True allows tokenising the rows to count an epoch's steps; False leaves such numbers out.
+        Raises:
+          ValueError: an argument of the script that is not supported.
         """
         made = super().config(resume, prepared)
         if not self._samples:
@@ -190,7 +195,8 @@ class DistillationTrainer(DistilledTrainer):
 
     def _drawing(self) -> dict[str, float | int]:
         """Returns the options of the config's section `objective` about sampling, {name: value}: on_policy is 1,
-        because every answer is sampled from the student; the others are the config's arguments."""
+        because every answer is sampled from the student; the others are the config's arguments of the same names (None
+        for top_k or min_p becomes 0, which is off). Its temperature is also the loss's."""
         names = ("temperature", "max_completion_length", "top_p", "repetition_penalty")
         options = {name: getattr(self.args, name) for name in names}
         return options | dict(on_policy=1.0, top_k=max(0, self.args.top_k or 0), min_p=self.args.min_p or 0.0)
@@ -200,8 +206,8 @@ class DistillationTrainer(DistilledTrainer):
         calls it for train_dataset and eval_dataset, and evaluate and predict for rows that the script passes to them.
 
         Args:
-          dataset: a name or path (str or os.PathLike), a data set with columns, or an iterable of rows, which is read
-            into a list.
+          dataset: a name or path (str or os.PathLike), whose columns are not checked here, a data set with columns, or
+            an iterable of rows, which is read into a list.
           formatting_func: must be None, because this trainer does not support one.
         Raises:
           ValueError: the data set is an IterableDataset, is a list without rows, or has neither a column `prompt` nor
@@ -228,16 +234,19 @@ class GKDTrainer(DistilledTrainer):
     """TRL's GKDTrainer: a row's answer is sampled from the student with probability lmbda, and otherwise the row's own
     last answer is taken; on either one the student learns the teacher's distributions over the answer's tokens. Rows
     are conversations (`messages`), or have `prompt` and `completion`. TRL draws once for each micro-batch, and this
-    trainer once for each row.
+    trainer once for each row. assistant_only_loss and completion_only_loss have no effect, which is printed.
 
     Args:
       teacher_model: the teacher, a CompatModel or its hub name or folder. None takes args.teacher_model_name_or_path;
         if that is None too, the teacher is the student with its adapter off, and a student without an adapter raises
         ValueError.
-      data_collator: None, or a collator that only pads, which has no effect; any other raises ValueError.
+      data_collator: None, or a collator that only pads, which has no effect, as is printed; any other raises
+        ValueError.
       model, args, train_dataset, eval_dataset, processing_class: the student, a CompatModel or its name; a GKDConfig;
         the rows to train on and to evaluate on; and the tokenizer (None: the model's).
       others: further arguments of SFTTrainer.
+    Raises:
+      ValueError: also what DistilledTrainer refuses.
     """
 
     config_type = GKDConfig
@@ -302,9 +311,10 @@ class GKDTrainer(DistilledTrainer):
 def _teacher(
     trainer: str, teacher_model: CompatModel | str | os.PathLike | None, args: SFTConfig
 ) -> CompatModel | None:
-    """Returns the teacher of a distillation; None if the script neither gave nor named one. A teacher that is given by
-    a name is loaded in bfloat16, or as the config's teacher_model_init_kwargs say. DistilledTrainer's constructor calls
-    it.
+    """Returns the teacher of a distillation; None if the script neither gave nor named one: then the student with its
+    adapter off is the teacher. A teacher that is given by a name is loaded as the config's teacher_model_init_kwargs
+    say, and by default in bfloat16, or the base of an adapter's folder in the dtype that the folder records.
+    DistilledTrainer's constructor calls it.
 
     Args:
       trainer: the name of the trainer's class, for messages.

@@ -20,9 +20,10 @@ from jaxtune.train.trainer import Trainer
 
 
 class PredictionOutput(NamedTuple):
-    """What predict() returns, as in transformers: the first two fields are those of EvalPrediction."""
+    """What predict() returns, as in transformers: the first two fields are those of EvalPrediction. A row is one
+    document, or a pair of preference rows, or has several of them if packing=True."""
 
-    predictions: object  # float32[rows, length, vocab] logits, or the results of preprocess_logits_for_metrics
+    predictions: object  # float32[rows, length, vocab] logits, or the joined results of preprocess_logits_for_metrics
     # int32[rows, length]: the row's token where it is trained on, -100 elsewhere; the logits at position t predict the
     # label at position t + 1
     label_ids: np.ndarray
@@ -31,7 +32,8 @@ class PredictionOutput(NamedTuple):
 
 class Evaluations(Reports):
     """The methods of a trainer that compute numbers of the current model on rows that it does not train on: `evaluate`
-    and `predict`. SFTTrainer inherits from it, and sets the attributes below."""
+    and `predict`. SFTTrainer inherits from it, and sets the attributes below. Subclasses that sample answers for
+    rewards (GRPOTrainer, RLOOTrainer) raise ValueError in both."""
 
     model: CompatModel  # the script's
     tokenizer: object  # of transformers
@@ -42,7 +44,7 @@ class Evaluations(Reports):
     _rows: dict[str, Any]  # the script's rows under "train" and "eval", before they are tokenised
     _format: str  # the name of their format, such as "messages"
     _formatting: Callable[..., object] | None  # the script's formatting_func
-    _prepared: Trainer  # a Trainer with the tokenised rows
+    _prepared: Trainer  # a jaxtune Trainer with the tokenised rows of the script, made at the first use
     # Methods of SFTTrainer and its subclasses, which explain them.
     config: Callable[..., TrainConfig]  # makes the run's TrainConfig
     _read: Callable[..., tuple[object, str]]  # the rows of a script's data set, and the name of their format
@@ -57,7 +59,8 @@ class Evaluations(Reports):
     ) -> dict[str, float]:
         """Evaluates the current model, calls on_log and on_evaluate of the callbacks with the numbers, and returns
         them: {"eval_loss": mean loss, "eval_targets": the number of trained tokens that it is a mean over} (for pairs
-        of answers "eval_pairs", their number), the objective's other numbers and those of compute_metrics.
+        of answers "eval_pairs", for KTO "eval_examples", their number), the objective's other numbers and those of
+        compute_metrics. Callbacks cannot request anything by their control here.
 
         Args:
           eval_dataset: rows of the same format as train_dataset; None: the trainer's eval_dataset.
@@ -84,7 +87,7 @@ class Evaluations(Reports):
         self, test_dataset: object, ignore_keys: object = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Runs the current model on `test_dataset` and returns its predictions for each row, beside the numbers that
-        `evaluate` computes.
+        `evaluate` computes. No method of the callbacks is called.
 
         Args:
           test_dataset: rows of the same format as train_dataset.
@@ -93,8 +96,8 @@ class Evaluations(Reports):
         Returns:
           a PredictionOutput: the logits, float32[rows, length, vocab], or what preprocess_logits_for_metrics makes of
             them; the labels, int32[rows, length]; and the numbers. All rows have the length of the trainer's rows
-            (max_length), padding included. The logits at position t predict the label at t + 1, and labels are -100
-            wherever a token is not trained on.
+            (the least of max_length and the model's max_seq_length), padding included. The logits at position t predict
+            the label at t + 1, and labels are -100 wherever a token is not trained on.
         Raises:
           ValueError: all logits take more than half of the host's memory, and preprocess_logits_for_metrics is not
             given; the rows have another format than the trained ones; or compute_metrics returns no numbers.
@@ -123,7 +126,8 @@ class Evaluations(Reports):
 
     def _measure(self) -> dict[str, float]:
         """Returns the numbers that compute_metrics returns for the current model on eval_dataset; {} if there is no
-        compute_metrics. Events calls it after each evaluation of a run."""
+        compute_metrics. Events calls it after each evaluation of a run. Raises ValueError if compute_metrics returns no
+        numbers, or if it needs all logits and they take more than half of the host's memory."""
         if self.compute_metrics is None:
             return {}
         held_out = self._prepared.eval_data
@@ -132,7 +136,8 @@ class Evaluations(Reports):
 
     def _predicted(self, held_out: TokenDataset) -> EvalPrediction:
         """Returns the current model's logits (or what preprocess_logits_for_metrics makes of them) and labels on the
-        tokenised rows `held_out`. A row has one document, or several if the script asks for packing."""
+        tokenised rows `held_out`, for compute_metrics and predict. A row has one document (or one pair), or several if
+        the script asks for packing."""
         if not self._packing():
             held_out = dataclasses.replace(held_out, packing=False)
         rows = held_out.batches(1, shuffle=False)

@@ -56,7 +56,7 @@ def checkpoints(output: Path) -> dict[int, Path]:
 
 def require_own(output: Path) -> None:
     """Raises ValueError if `output`, output_dir, has a checkpoint-N folder of another program (not is_own), which a run
-    would replace. SFTTrainer.train calls it before the run."""
+    might replace. SFTTrainer.train calls it before the run."""
     for path in checkpoints(output).values():
         if not is_own(path):
             raise ValueError(
@@ -66,17 +66,19 @@ def require_own(output: Path) -> None:
 
 
 def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool, int | None]:
-    """Decides from the argument of train() whether it continues a run.
+    """Decides from the argument of train() whether it continues a run. It reads only names: what a run continues from
+    is in output_dir/checkpoints, and a checkpoint-N folder only names the step.
 
     Args:
       given: resume_from_checkpoint: None or False starts a new run, True continues from the last checkpoint (or starts
-        a new run if there is none), and the path of a checkpoint-N folder continues from that one.
+        a new run if there is none), and the path of a checkpoint-N folder continues from step N, if output_dir/
+        checkpoints still has that step. The folder itself need not exist.
       output: output_dir.
     Returns:
       (True if `given` is True or a path, else False; the step N of the path to continue from, or None for the last one)
     Raises:
-      ValueError: a path that is not a checkpoint of the run in output_dir; or output_dir has checkpoints of a run, and
-        `given` is None or False.
+      ValueError: a path that is not a checkpoint of the run in output_dir; or output_dir/checkpoints has checkpoints,
+        and `given` is None or False.
     """
     steps = saved_steps(output / "checkpoints")
     if given in (None, False):
@@ -125,7 +127,8 @@ class Checkpoints:
       output: output_dir.
       tokenizer: is saved in each folder.
       state: the TrainerState, which is written to each folder as trainer_state.json.
-      limit: how many folders that jaxtune wrote are kept (SFTConfig's save_total_limit); None or 0: all.
+      limit: how many folders that jaxtune wrote are kept (SFTConfig's save_total_limit), the last one and that of the
+        best evaluation among them, even if these are more than the limit; None or 0: all.
     Attributes:
       written: the steps N whose folders this call of train() has written.
     """

@@ -1,6 +1,7 @@
-"""compute_metrics: `predicted` computes a model's logits on the evaluation rows as an `EvalPrediction`, which
-transformers passes to a script's own function, and `measured` calls that function. ComputeMetrics and Preprocess are
-the types of the functions that scripts give."""
+"""The numbers of a script's own compute_metrics: `predicted` computes a model's logits on the evaluation rows as an
+`EvalPrediction`, the argument that compute_metrics gets in transformers too, and `measured` calls that function. The
+trainers' methods in evaluation.py call both. ComputeMetrics and Preprocess are the types of the functions that scripts
+give."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from jaxtune.train.data.batches import Batches
 
 class EvalPrediction(NamedTuple):
     """The argument of a script's compute_metrics: what the model predicts on the evaluation rows, and the labels. A row
-    is one document, or several if packing=True."""
+    is one document, or a pair of preference rows, or has several of them if packing=True."""
 
     predictions: Any  # float32[rows, length, vocab], or the concatenated results of preprocess_logits_for_metrics
     # int32[rows, length]: the row's token where it is trained on, -100 elsewhere; the logits at position t predict the
@@ -42,7 +43,8 @@ def _logits(graph, state, tokens, segment_ids, positions):
 
 
 def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) -> EvalPrediction:
-    """Runs a model on rows and returns its logits, or what `preprocess` makes of them, with the labels, in host memory.
+    """Runs a model on rows and returns its logits, or what `preprocess` makes of them, with the labels, in host memory,
+    for compute_metrics and predict.
 
     Args:
       module: the model.

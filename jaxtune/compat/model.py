@@ -1,4 +1,6 @@
-"""Unsloth's FastLanguageModel (FastModel), which loads models and adds adapters, and its result, a CompatModel."""
+"""Unsloth's FastLanguageModel (FastModel), which loads models and adds adapters, and its result, a CompatModel: the
+script's model, which trainers take, and which generates, merges its adapter, saves, exports GGUF and pushes to the hub.
+ModelSettings is its `config`, for scripts that read it; `_format` and `_dtype_name` translate Unsloth's arguments."""
 
 from __future__ import annotations
 
@@ -50,12 +52,12 @@ class ModelSettings(SimpleNamespace):
 
 
 class CompatModel(ModelMethods):
-    """The model of a script, from FastLanguageModel: a reference to the current module, and settings for the trainer.
+    """The model of a script: a reference to the current module, settings for the trainer, and what scripts call.
 
     Attributes:
       module: the current jaxtune.Decoder. Training replaces it, and callbacks find one with the current weights in it.
       tokenizer: the model's.
-      max_seq_length: the most tokens of a row; None: the trainer's max_length.
+      max_seq_length: the most tokens of a row, unless the trainer's max_length is less; None: that alone decides.
       residuals: of the backward pass: "keep" keeps all on the device; None: the planner keeps, recomputes or offloads.
       adapter: the AdapterConfig that made the adapter, or None without one.
       full_finetuning: True: all weights train; False: only an adapter trains.
@@ -93,14 +95,14 @@ class CompatModel(ModelMethods):
 
     @property
     def module(self) -> Decoder:
-        """The current module, a jaxtune.Decoder. In a run, it is made on access, with the last step's weights."""
+        """The current module, a jaxtune.Decoder. In a run it is made on access; the next step donates its arrays."""
         if not isinstance(self._module, Decoder):
             self._module = self._module()
         return self._module
 
     @module.setter
     def module(self, module: Decoder | Callable[[], Decoder]) -> None:
-        """Sets the module, or a function that returns it, which is called when the module is next accessed."""
+        """Sets the module, or a function that returns it, called at the next access; Events sets one in a run."""
         self._module = module
 
     @property
@@ -110,9 +112,8 @@ class CompatModel(ModelMethods):
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
         """PEFT's method: returns a new model with the adapter merged into its weights, all of which train. Weights keep
-        the base's dtype; quantised ones are decoded to the compute dtype. It needs memory for both models. Arguments
-        are ignored. Raises ValueError without an adapter, and ArithmeticError if a merged weight is not finite or does
-        not multiply as its adapter does, or if the logits of a small random batch differ (jaxtune.merge_adapter)."""
+        the base's dtype; quantised ones are decoded. Arguments are ignored. It needs memory for both models.
+        ValueError: no adapter; ArithmeticError: the merge fails a check (jaxtune.merge_adapter)."""
         return CompatModel(
             jaxtune.merge_adapter(self.module),
             self.tokenizer,
@@ -142,7 +143,7 @@ class CompatModel(ModelMethods):
         """transformers' generate: returns int32[B, T + new]: input_ids, and the new tokens, padded on the right with
         pad_token_id (None: the tokenizer's). input_ids: int[B, T], padded on either side, or a tokenizer's result, a
         mapping. attention_mask: 0 at padding; None: there is none. At most max_new_tokens are generated, up to an
-        eos_token_id (None: the model's). Options that are not given are those of generation_config.json, else
+        eos_token_id (None: the model's). Sampling options that are not given are those of generation_config.json, else
         transformers' (a top_k of 50 when sampling). It also samples if only a temperature, top_k, top_p or min_p is
         given; do_sample=False or a temperature of 0 takes the likeliest token. The model's random_state seeds the
         draws. streamer: its `put` gets the prompt and each new token; `end` is called last. others: those without
@@ -221,7 +222,7 @@ class CompatModel(ModelMethods):
     def save_pretrained_merged(
         self, save_directory: str | os.PathLike, tokenizer: Any = None, save_method: str = "merged_16bit", **others: Any
     ) -> None:
-        """Saves a whole model for transformers, with the adapter merged: in 16 bits (save_method "merged_16bit";
+        """Saves a whole model for transformers, with its adapter merged: in 16 bits (save_method "merged_16bit";
         quantised weights are decoded) or in bitsandbytes' NF4 ("merged_4bit"). "lora" saves what save_pretrained saves.
         tokenizer: saved with it, if given. The folder must be new or empty. others: the libraries' other arguments, of
         which those without effect are printed. Another argument or save_method is a ValueError."""
@@ -247,7 +248,7 @@ class CompatModel(ModelMethods):
         """Saves a GGUF file for llama.cpp for each method in quantization_method (f32, f16, bf16, q8_0, q6_k, q4_k_m or
         q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m, "not_quantized" f16), in a folder named after this type
         below save_directory. An adapter is merged. tokenizer: is in the file; None: the model's. others: as in
-        save_pretrained. Raises ValueError for another method."""
+        save_pretrained. Another method is a ValueError."""
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
@@ -277,8 +278,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_merged saves into the hub's `repository`, which is made if missing, private if
-        `private` is True. token: of the hub; None: this machine's login. others: as in save_pretrained."""
+        """Saves what save_pretrained_merged saves into the hub's `repository`; the rest is as in push_to_hub."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -293,8 +293,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """Saves what save_pretrained_gguf saves, by the same arguments, into the hub's `repository`, made if missing,
-        private if `private` is True. token: of the hub; None: this machine's login. others: as in save_pretrained."""
+        """Saves what save_pretrained_gguf saves into the hub's `repository`; the rest is as in push_to_hub."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)
@@ -336,9 +335,9 @@ class FastLanguageModel:
         FP8 (scales for each row, or the files') and multiplies in it. An adapter's folder that records its base's
         format and dtype gets them by default. dtype None is bfloat16; torch's are accepted.
         use_gradient_checkpointing=False keeps all residuals on the device. num_labels=1 adds a scoring head.
-        random_state: the seed of sampling, of that head, and of an adapter from PEFT's get_peft_model. packing:
-        SFTConfig's packing if unset. max_seq_length: the most tokens of a row; None: the trainer's max_length. others:
-        load_in_8bit=True (int8), or what has no effect. ValueError: contradictions, or what is unsupported."""
+        random_state: the seed of sampling, of that head, and of an adapter from PEFT's get_peft_model. packing: that of
+        an SFTConfig that leaves it unset. max_seq_length: the most tokens of a row; None: the trainer's max_length.
+        others: load_in_8bit=True (int8), or what has no effect. ValueError: contradictions, or what is unsupported."""
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
         flags |= {each.flag: others.pop(each.flag) for each in FORMATS.values() if each.flag in others}
@@ -402,9 +401,10 @@ class FastLanguageModel:
         **others: Any,
     ) -> CompatModel:
         """Returns a new model, `model` with new LoRA adapters; arrays are shared. The default target_modules also adapt
-        experts. finetune_last_n_layers adapts only that number of last layers; random_state is the adapters' seed.
-        Other arguments are those of LoraConfig and of from_pretrained, whose max_seq_length cannot be changed here.
-        Raises ValueError for an argument that is not supported or contradicts those of from_pretrained."""
+        experts. finetune_last_n_layers restricts linears, not experts, to that number of last layers. random_state: the
+        seed of the adapters, and the new model's. use_gradient_checkpointing replaces from_pretrained's, even by its
+        default. Other arguments are those of LoraConfig and of from_pretrained, whose max_seq_length cannot be changed
+        here. ValueError: an argument that is not supported, or contradicts from_pretrained's."""
         where = "FastLanguageModel.get_peft_model"
         settle(where, others, PEFT, FastLanguageModel.get_peft_model)
         if model.full_finetuning:
@@ -450,17 +450,17 @@ class FastLanguageModel:
 
     @staticmethod
     def for_training(model: CompatModel, use_gradient_checkpointing: bool | str = True) -> CompatModel:
-        """Returns the same model, whose residuals now may be recomputed or offloaded (use_gradient_checkpointing is
-        True or "unsloth", which mean the same) or stay on the device (False). Another value is a ValueError."""
+        """Returns the same model, whose residuals may now be recomputed or offloaded (use_gradient_checkpointing is
+        True or "unsloth") or stay on the device (False), unless SFTConfig says otherwise. ValueError: another value."""
         where = "FastLanguageModel.for_training"
         model.residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         return model
 
 
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
-    """Returns load_in of jaxtune.from_pretrained (a format's name or "stored") for Unsloth's load_in_4bit (None: not
-    given), load_in_16bit, full_finetuning and `flags`, {other argument such as load_in_fp8: its value}. where: the
-    called function, for messages. Raises ValueError if two contradict, or a flag is neither True nor false."""
+    """Returns load_in of jaxtune.from_pretrained (a format's name or "stored") for Unsloth's load_in_4bit (None is True
+    unless a flag is set), load_in_16bit, full_finetuning (overrides load_in_4bit) and `flags`, {"load_in_fp8": True},
+    say. where: the called function. Raises ValueError if two contradict, or a flag is neither True nor false."""
     for flag, value in flags.items():
         if not value:
             continue
@@ -485,8 +485,8 @@ def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str
 
 
 def _dtype_name(where: str, dtype: Any) -> str:
-    """The name of a dtype that is given as a name, a NumPy or a torch dtype, for from_pretrained: "bfloat16", "float16"
-    or "float32"; raises ValueError for any other. `where` is the called function, for the message."""
+    """Returns the name of a dtype that is given as a name, a NumPy or a torch dtype, for from_pretrained: "bfloat16",
+    "float16" or "float32"; raises ValueError for any other. `where` is the called function, for the message."""
     name = str(dtype).removeprefix("torch.") if "torch" in type(dtype).__module__ else None
     try:
         name = name or jax.numpy.dtype(dtype).name
