@@ -2,9 +2,9 @@
 the map that it follows.
 
 `components` lists the modules that a map can name, and `resolved` decides the word (dtype or format) of each. Loading
-stores tensors by `of_tensors`, and sets the dtypes of products by `set_compute`. A run makes a loaded model multiply as
-its map says (`follow`), and the planner makes a model that is stored as its map says (`stored_as`). Runs and adapters
-record what the model then has: `common_format` and `followed`."""
+stores tensors by `of_tensors`, and sets the dtypes of computation by `set_compute`. A run makes a loaded model compute
+as its map says (`follow`), and the planner makes a model that is stored as its map says (`stored_as`). Runs and
+adapters record what the model then has: `common_format` and `followed`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
     routers, norms, the embedding and the head, but none of a teacher. The Component is what patterns are compared with:
     the module's name in checkpoints; its kind, "router" (also for what is inside a router), "norms" or ""; as an alias
     of an embedding that is the head too, the head's name; and whether the module can be quantised, as linears and
-    experts of the layers and the projection of per-layer embeddings can. The path of attributes and indices leads from
-    the model to the module, which is the model's own, not a copy. The arrays of `model` may be abstract. Functions here
-    that apply or read maps call it."""
+    experts of the layers (but not a router's) and the projection of per-layer embeddings can. The path of attributes
+    and indices leads from the model to the module, which is the model's own, not a copy. The arrays of `model` may be
+    abstract. Functions here that apply or read maps call it, and train/sensitivity.py, which tries formats."""
     norms, config = family(model.config.family).norms, model.config
     for path, module in nnx.iter_modules(model):
         if path[:1] == ("teacher",) or not isinstance(
@@ -72,9 +72,10 @@ def resolved(model: Decoder, words: Mapping[str, str], rest: str | None = None) 
 
 
 def set_compute(model: Decoder, found: Mapping[str, str]) -> None:
-    """Sets the dtype in which each module of `model` multiplies (its attribute `compute`), in place; weights stay as
-    they are. found: {module's name in checkpoints: word} from `resolved`; a module that it does not name, or names with
-    a format or the model's own dtype, multiplies in the model's dtype. Loading, `follow` and `stored_as` call it."""
+    """Sets the dtype in which each module of `model` computes (its attribute `compute`), in place; weights stay as they
+    are. found: {module's name in checkpoints: word} from `resolved`; a module that it does not name, or names with a
+    format or the model's own dtype, computes in the model's dtype (`compute` is None). Loading, `follow` and
+    `stored_as` call it, and the check of a merge, which with {} clears all."""
     for each, _, module in components(model):
         compute = DTYPES.get(found.get(each.name, ""))
         compute = None if compute == model.dtype else compute
@@ -88,8 +89,8 @@ def follow(model: Decoder, words: Mapping[str, str]) -> None:
     when it multiplies. Modules that the map does not name multiply in the model's dtype.
 
     Raises:
-      ValueError: a pattern that does not fit the model; a weight that is not quantised in the format that the map says,
-        or is quantised although the map says a dtype.
+      ValueError: a pattern or word that does not fit the model; a weight that is not quantised in the format that the
+        map says, or is quantised although the map says a dtype. The model is then unchanged.
     """
     found = resolved(model, words)
     for each, _, module in components(model):
@@ -105,7 +106,8 @@ def follow(model: Decoder, words: Mapping[str, str]) -> None:
 
 def of_tensors(model: Decoder, words: Mapping[str, str], paths: Mapping[str, tuple]) -> dict[str, str]:
     """Says how the tensors are stored that a precision map concerns: {tensor's name: dtype or format}. The loader
-    stores tensors by it; those that are not in it are stored in the model's dtype.
+    stores tensors by it. Those that are not in it are stored in the model's dtype, or quantised as in the checkpoint;
+    of a checkpoint that has quantised weights the loader quantises no others, and ignores the formats.
 
     Args:
       model: its arrays may be abstract.
@@ -127,8 +129,8 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
       words: the map, {pattern: dtype or format}; see precision.py.
       rest: the format of linears and experts that no pattern matches; None: they keep their dtype.
     Returns:
-      the new model. If the map or `rest` gives any module a format, all its tensors are frozen, and it is no longer
-        marked as rounded by quantisation-aware training (`qat` is None).
+      the new model. If the map or `rest` gives any module a format, all tensors of the model are frozen, and it is no
+        longer marked as rounded by quantisation-aware training (`qat` is None).
     Raises:
       ValueError: a pattern or word that does not fit the model; a model with adapters.
     """
@@ -156,7 +158,7 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
 
 def common_format(model: Decoder) -> str | None:
     """The name of the format in which most of the quantised weights of `model` are, such as "nf4"; of formats with
-    equally many weights, the first by name; None where no weight is quantised. Runs and adapters record it as load_in,
+    equally many weights, the first by name; None if no weight is quantised. Runs and adapters record it as load_in,
     the format in which the model can be loaded again."""
     names = Counter(word for word in _words(model).values() if word in FORMATS)
     return min(names, key=lambda name: (-names[name], name), default=None)

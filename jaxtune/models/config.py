@@ -197,8 +197,8 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """The mixture of experts that layers have instead of an MLP, as layers/experts.py builds it. Raises ValueError for
-    a value out of its range, or features that exclude each other."""
+    """The mixture of experts that layers have instead of an MLP, or beside one (Gemma 4), as layers/experts.py builds
+    it. Raises ValueError for a value out of its range, or features that exclude each other."""
 
     num_experts: int  # experts of a layer
     experts_per_token: int  # experts that the router chooses for each token
@@ -242,7 +242,8 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and features of a decoder, whatever its family; a family makes it from a config.json. `query_size` and
+    """Shape and features of a decoder, whatever its family; a family makes it from a config.json. Sizes and features of
+    attention and MLP can differ in parts of layers that have a config of their own (Part.config). `query_size` and
     `kv_size` are the numbers that all heads' queries, or keys, of one token have. Raises ValueError for a value out of
     its range, or features that exclude each other."""
 
@@ -254,7 +255,7 @@ class DecoderConfig:
     num_kv_heads: int  # key and value heads; divides num_heads
     head_dim: int  # size of a head
     layers: tuple[LayerSpec, ...]  # the kind of each layer
-    max_position_embeddings: int  # positions of the model's context before an extension by yarn
+    max_position_embeddings: int  # positions of the model's context; yarn's can be more (context_length)
     attention_scale: float  # factor on query . key
     rotary: tuple[RopeConfig, ...] = (RopeConfig(),)  # the rotary bases, to which LayerSpec.rotary is an index
     norm_eps: float = 1e-6  # added to the mean square in norms
@@ -353,13 +354,13 @@ class DecoderConfig:
     @property
     def query_size(self) -> int:
         """num_heads * head_dim: how many numbers a token's queries have over all heads, by which q_proj and o_proj are
-        sized."""
+        sized. An attention with settings of its own (AttentionShape) reads it from its own copy of the config."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
         """num_kv_heads * head_dim: how many numbers a token's keys have over all heads, and its values as many; k_proj
-        and v_proj are sized by it."""
+        and v_proj are sized by it. As with query_size, an attention with settings of its own has its own."""
         return self.num_kv_heads * self.head_dim
 
 

@@ -1,7 +1,7 @@
 """The decoder, a plain nnx.Module: embedding, layers, final norm and head. `Decoder` is what loading returns, and what
 training, generation and saving take; layers themselves are in models/layers, and models/stack.py runs them. `Embedding`
-has the token embedding's weight, of which `_rows` looks up rows, and `noised` adds NEFTune's noise to embeddings in
-training."""
+has the token embedding's weight, of which `_rows` looks up rows, `noised` adds NEFTune's noise to embeddings in
+training, and `_on_any_mesh` lets Decoder's methods run on a mesh of several devices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Embedding(nnx.Module):
       dtype: of the weight.
 
     Attributes:
-      original: the weight before training if the embedding is trained beside adapters (modules_to_save); else None.
+      original: the weight before training if the embedding is trained beside adapters (modules_to_save), which
+        without_adapter puts back; else None.
       compute: the dtype's name in which a tied head computes logits, where a precision map names one
         (models/precision.py); None: that of the hidden states.
     """
@@ -97,8 +98,9 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
 
 def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
     """A decorator for a method of Decoder whose first argument after `self` is an array. It lets the method run with
-    arrays on a mesh of several devices with axes of any type (pallas/meshes.py); the result is divided over the devices
-    as that first argument is.
+    arrays on a mesh of several devices with axes of any type (pallas/meshes.py). If the mesh has Explicit axes, the
+    leading axes of each result are divided as those of that first argument, up to the first axis in which their sizes
+    differ, and the others are not divided; on other meshes XLA decides.
 
     meshes.on_any_mesh does this for functions, and goes by the first array among all arguments. For a method that would
     be one of the weights in `self`, so this decorator moves the array before `self`."""
@@ -124,8 +126,9 @@ class Decoder(nnx.Module):
     logits of all tokens would need much memory. `embed`, `given` and `layout` make what a pass through the layers
     needs; generation, which runs the layers itself, calls the first two.
 
-    Every weight starts as an `nnx.Param` (trainable); get_peft_model turns the base's weights into `Frozen`. Weights
-    are cast to the compute dtype on use, so fp32 master weights of a bf16 compute need nothing else.
+    Every weight starts as an `nnx.Param` (trainable), except a layer's `layer_scalar`, which is `Frozen`;
+    get_peft_model turns the base's weights into `Frozen`. Weights are cast to the compute dtype on use, so fp32 master
+    weights of a bf16 compute need nothing else.
 
     On a mesh of several devices with axes of any type, a model whose weights are not divided runs as the operations do
     (pallas/meshes.py): place the tokens' rows and the weights on the mesh, or set the mesh (jax.set_mesh).
@@ -139,9 +142,10 @@ class Decoder(nnx.Module):
       head: the Linear that gives logits or scores; None if the embedding is the head (tied).
       per_layer: computes the per-layer embeddings (Gemma 4); None for other models.
       source, base_digest, base_fingerprint: where the weights came from, and digests of them (64 hexadecimal digits of
-        config.json and all bytes, by which runs and adapters refuse another base; or of a sample); loading sets them,
-        else None.
-      qat: the grid to which quantisation-aware training rounded the weights; None: they are on none.
+        config.json and all bytes, by which runs and adapters refuse another base; or of a sample). Loading sets them,
+        and model_from_config the first two; else None.
+      qat: the grid to which quantisation-aware training rounded the weights; None: they are on none. (While a
+        model trains so, its matrices round when they compute: Linear.fake_quant.)
     """
 
     # A frozen model that this one is trained to imitate (train/objectives/teachers.py); it is no part of this model's
@@ -181,11 +185,11 @@ class Decoder(nnx.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def head_operands(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The two factors of the logits, which the loss multiplies itself, a part of the vocabulary at a time: (the
-        head's whole weight, [vocab, hidden] or of another head [outputs, hidden], as it is stored, gathered if it is
-        divided over devices; the argument `hidden`, the hidden states [..., hidden], cast to the dtype in which the
-        logits are computed). That is the hidden states' own dtype, or the one that a precision map gives the head
-        (models/precision.py)."""
+        """The two factors of the logits, which the loss multiplies itself, a part of the vocabulary at a time, as do
+        generation and `logits`: (the head's whole weight, [vocab, hidden] or of another head [outputs, hidden], as it
+        is stored, gathered if it is divided over devices; the argument `hidden`, the hidden states [..., hidden], cast
+        to the dtype in which the logits are computed). That is the hidden states' own dtype, or the one that a
+        precision map gives the head (models/precision.py)."""
         head, hidden = gathers.whole_beside(self.head_variable, hidden)
         return head, hidden.astype(self.head_compute or hidden.dtype)
 
@@ -199,7 +203,8 @@ class Decoder(nnx.Module):
     def weight_dtype(self) -> jnp.dtype:
         """The dtype of the weights that are not quantised and that no precision map names: that of the final norm's
         weight, which is never trained whole beside adapters; or the model's dtype, if a precision map gives that norm
-        another one. A new head (models/reward.py) gets it."""
+        another one. A new head (models/reward.py) gets it, and an embedding or head that was trained whole when it is
+        merged."""
         return jnp.dtype(self.dtype) if self.norm.compute else self.norm.weight.get_value().dtype
 
     @property
@@ -210,7 +215,7 @@ class Decoder(nnx.Module):
         return None if self.source is None else self.source.path
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """tokens int32[B, T] -> their embeddings [B, T, hidden] in the compute dtype, multiplied by
+        """tokens int32[B, T] -> their embeddings [B, T, hidden] in the compute dtype (`dtype`), multiplied by
         config.embedding_scale. Ids outside the vocabulary raise no error here; they are refused where data is
         prepared."""
         with jax.named_scope("embed"):
@@ -312,7 +317,8 @@ class Decoder(nnx.Module):
             names)
 
         Raises:
-          ValueError: a plan that does not fit the layers or the rows, or a name in `aux` that no layer has (run_stack).
+          ValueError: a plan that does not fit the layers or the rows, or a name in `aux` that no layer has (run_stack);
+            a table on the host without per_layer_rows.
         """
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)
@@ -340,8 +346,8 @@ class Decoder(nnx.Module):
         """Hidden states [..., hidden] -> logits float32[..., vocab], scaled and soft-capped where the config says so.
         The product is computed in the hidden states' dtype, or in the one that a precision map gives the head.
 
-        A score head gives float32[..., 1], which transformers neither scales nor caps. rows: the part of the vocabulary
-        for which logits are computed, so that fewer are in memory at a time; None: all of it."""
+        A score head gives float32[..., 1], neither scaled nor capped, as in transformers. rows: the part of the
+        vocabulary for which logits are computed, so that fewer are in memory at a time; None: all of it."""
         head, hidden = self.head_operands(hidden)
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         head = (head if rows is None else head[rows]).astype(hidden.dtype)

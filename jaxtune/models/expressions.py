@@ -37,7 +37,7 @@ else:
 def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
     """The names that a regular expression matches as a whole, in the order of `names`. An expression that may backtrack
     for long is matched in another Python process, with limits of time and memory, for which this call waits. LoRA's
-    target_modules, rank_pattern and alpha_pattern, and those of adapters that are loaded, are matched so.
+    target_modules, rank_pattern and alpha_pattern are matched so, and of adapters that are loaded exclude_modules too.
 
     Args:
       key: the config key that has the expression, often after a file's name, for errors.
@@ -75,6 +75,7 @@ def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
 
 def _is_quick(pattern: str) -> bool:
     """Whether a regular expression (`pattern`) cannot backtrack for long, so that `matching` may match it in this
-    process: it has at most three repeats (*, +, ? and {) and three groups, and no group is repeated."""
+    process: it has at most three repeats (*, +, ? and {) and three groups, and no group is repeated. Escaped characters
+    count too, so that some quick expressions are not found; that costs only time."""
     repeats = sum(map(pattern.count, "*+?{"))
     return repeats <= _FEW and pattern.count("(") <= _FEW and not _REPEATED_GROUP.search(pattern)

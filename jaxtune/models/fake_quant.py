@@ -6,8 +6,8 @@ The forward uses the rounded numbers; in the backward the gradient passes unchan
 gradient of rounding and clipping, arXiv 1805.06085). With an adapter the merged weight is rounded, as it is in a
 deployed model; qat_gradients.py has the gradients of products with it. `ROUNDINGS` declares the formats, each a
 Rounding: how it rounds weights (`int4`, `int8`, `q4_0`, `q8_0`, or `_as_declared` for stored formats) and activations,
-and its range (functions in `_within_`). `int4_scales`, `int4_codes` and those of int8 are for exports too. `FakeQuant`
-is the grid of one run or model; linears and experts round by it."""
+and its range (functions in `_within_`). `int4_scales` and `int4_codes` are for exports too. `FakeQuant` is the grid of
+one run or model; linears and experts round by it."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
 
 def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
     """The codes of a weight that is rounded to int4: whole numbers from -8 to 7, as float32[..., out, n, group], of
-    which code * scale is the rounded weight; the export of int4 weights stores them. groups: the weight in n groups a
-    row, of the same shape. scale: float32[..., out, n, 1], the scales of the groups, from int4_scales; a scale of 0
-    gives codes of 0 for a group of zeros."""
+    which code * scale, cast to the grid's dtype, is the rounded weight; the export of int4 weights stores them. groups:
+    the weight in n groups a row, of the same shape. scale: float32[..., out, n, 1], the scales of the groups, from
+    int4_scales; a scale of 0 gives codes of 0."""
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -8, 7)
 
 
@@ -105,8 +105,9 @@ def int8_scales(groups: jax.Array, dtype: str) -> jax.Array:
 
 def int8_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
     """The codes of a weight that `int8` rounds in groups: whole numbers from -127 to 127, as float32[..., out, n,
-    group], of which code * scale is the rounded weight. groups: the weight, of the same shape. scale: float32[..., out,
-    n, 1], from int8_scales; where it is 0, the group has only zeros, and the codes are 0."""
+    group], of which code * scale, cast to the grid's dtype, is the rounded weight. groups: the weight, of the same
+    shape. scale: float32[..., out, n, 1], from int8_scales; where it is 0, the group has only zeros, or numbers too
+    small for a scale in that dtype, and the codes are 0."""
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -127, 127)
 
 
@@ -188,9 +189,9 @@ def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
     """The function `within` of the Rounding of q4_0, for clipped gradients, which pass only to numbers in the range.
     Returns a bool array of the shape of `weight` [..., out, in]: whether each number is between -8 and 7 times its
-    scale, which may be negative. The range ends at 7 scales on the side opposite the block's largest number.
-    group_size: 32, the size of a block, not None. dtype: the name of the dtype that represents scale times code
-    exactly."""
+    scale, which may be negative. The range ends at 7 scales on the side opposite the block's largest number; on that
+    number's own side only a scale that was rounded down leaves numbers outside. group_size: 32, the size of a block,
+    not None. dtype: the name of the dtype that represents scale times code exactly."""
     blocks = _blocks(weight, group_size)
     scales = as_float16(signed_codes(blocks, 8, dtype)[0])
     ends = -8 * scales, 7 * scales
@@ -314,11 +315,12 @@ class FakeQuant:
     @classmethod
     def of_record(cls, where: str, record: Any) -> FakeQuant:
         """Returns the grid that a file records as an object with format, group_size and dtype, as `record` writes it.
-        The loaders of model folders and of adapters call it. Its `inputs` is True, because that is not recorded.
+        The loaders of model folders and of adapters call it. The grid's `inputs` is True and its gradients are
+        straight-through, because these are not recorded.
 
         Args:
           where: the file and key, for errors.
-          record: that object, as JSON has it; group_size may be missing or null. Its gradients are straight-through.
+          record: that object, as JSON has it; group_size may be missing or null.
 
         Raises:
           ValueError: no such object, a grid that is not supported, a dtype that models do not have, or a scale of
@@ -339,8 +341,8 @@ class FakeQuant:
             raise ValueError(f"{where}: {error}") from None
 
     def record(self) -> dict[str, str | int | dict[str, float] | None]:
-        """What files record of the grid, of which `of_record` makes it again: {"format": ..., "group_size": ... (None
-        if the format has its own blocks), "dtype": ...}, and "input_global_scales": {name of a linear: observed scale
+        """What files record of the grid, of which `of_record` makes it again: {"format": ..., "group_size": ... (which
+        may be None), "dtype": ...}, and "input_global_scales": {name of a linear: observed scale
         of its activations} if there are any. `inputs` and `gradients` are no part of it."""
         scales = {INPUT_SCALES: dict(self.input_scales)} if self.input_scales else {}
         return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype, **scales}
@@ -359,7 +361,7 @@ class FakeQuant:
     @property
     def grid(self) -> FakeQuant:
         """The grid alone, with `inputs`, `gradients` and `input_scales` at their defaults: two runs of QAT with equal
-        grids round weights alike."""
+        grids round weights alike. A run's report compares grids by it, and records are made from it."""
         return FakeQuant(self.format, self.group_size, self.dtype)
 
     @property
@@ -383,13 +385,14 @@ class FakeQuant:
         return ROUNDINGS[self.format].outtype
 
     def represented_by(self, dtype: str) -> bool:
-        """Whether a dtype (its name) represents every value of the grid exactly, so that rounded weights can be stored
-        in it. Saving, exporting and training refuse another."""
+        """Whether a dtype (its name) represents every number of the grid's dtype exactly, so that rounded weights can
+        be stored in it. Saving, exporting and training refuse another."""
         return jnp.promote_types(self.dtype, dtype) == dtype
 
     def fits(self, in_size: int) -> bool:
         """Whether in_size, the input size of a linear, is a multiple of the numbers that share a scale: the group size,
-        or else the format's block. QAT does not round a linear for which it is not."""
+        or else the format's block, 1 where a whole row shares a scale. QAT does not round a linear for which it is
+        not."""
         return in_size % (self.group_size or ROUNDINGS[self.format].block) == 0
 
     def round(self, weight: jax.Array) -> jax.Array:
@@ -407,7 +410,8 @@ class FakeQuant:
     @property
     def observes(self) -> bool:
         """Whether the format rounds activations under a scale that is observed once for each linear
-        (models/observed_inputs.py)."""
+        (models/observed_inputs.py), whatever `inputs` says. A run observes the scales in its first step, and records
+        have them."""
         return ROUNDINGS[self.format].observed is not None
 
     def round_inputs(self, x: jax.Array, scale: jax.Array | None = None) -> jax.Array:

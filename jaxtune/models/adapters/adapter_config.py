@@ -1,7 +1,7 @@
 """adapter_config.json of PEFT's LoRA adapters: makes its content for a model's adapter (config_of), reads and checks
 the file of an adapter that is loaded (read_adapter_config), and finds the base that such a file names (base_of). A
-setting that would make PEFT compute something else than jaxtune is refused with its file, key and value. The names of
-modules in these files are PEFT's (peft_name), which have a longer prefix if the base's folder has a vision tower too
+setting of a file that jaxtune does not support is refused with its file, key and value. The names of modules in these
+files are PEFT's (peft_name), which have a longer prefix if transformers builds the base with a vision tower
 (is_nested)."""
 
 from __future__ import annotations
@@ -72,31 +72,32 @@ def peft_name(model: Decoder, name: str) -> str:
     """The name that a module or tensor of the model has in the class that transformers builds for its base's folder.
     An adapter's files have these names, because PEFT matches them with that class.
 
-    name: the name in the text model, such as model.layers.0.mlp.up_proj. It is returned unchanged for a text model. If
-    the base's folder has a vision tower too, the text model's prefix is inserted: model.language_model.layers.0...
-    Names that do not begin with "model.", such as lm_head or the last parts of names, are returned unchanged for every
-    model.
+    name: the name in the text model, such as model.layers.0.mlp.up_proj. If that class has a vision tower too
+    (is_nested), the text model's prefix is inserted: model.language_model.layers.0... Otherwise the name is returned
+    unchanged, as are names that do not begin with "model.", such as lm_head or the last parts of names.
     """
     return whole_tensor_name(name) if is_nested(model) else name
 
 
 def is_nested(model: Decoder) -> bool:
     """Whether transformers builds a model with a vision tower for the folder that `model` was loaded from
-    (Source.nested), so that PEFT's names of its modules have a longer prefix. False for a text model's folder, and for
-    random weights, which come from no folder."""
+    (Source.nested), so that PEFT's names of its modules have a longer prefix (peft_name). False for a text model's
+    folder, for one with a vision tower of which transformers builds the text model alone (Qwen3.5), and for random
+    weights."""
     return model.source is not None and model.source.nested
 
 
 def config_of(model: Decoder) -> dict[str, Any]:
     """The content of adapter_config.json for a model's adapter, {PEFT's setting: value}, all of it JSON, with which
     adapters are saved and exported. It has the rank, scale and target modules of the adapter under the names that PEFT
-    matches, the path of the base (None for a model that was made from no files), and what PEFT needs to load the
-    adapter as jaxtune computes it: a vision tower's modules are excluded, a trained head that is tied to the embedding
-    stays tied, and for Qwen3-MoE and Qwen3-Next linears named gate_proj, up_proj or down_proj are in target_parameters
-    (_as_parameters).
+    matches, the folder or hub name of the base (Source.path; None for a Decoder without a Source), and what PEFT needs
+    to load the adapter as jaxtune computes it: a vision tower's modules are excluded, a trained head that is tied to
+    the embedding stays tied, and for Qwen3-MoE and Qwen3-Next linears named gate_proj, up_proj or down_proj are in
+    target_parameters (_as_parameters).
 
     Raises:
-      ValueError: a model without an adapter, or with settings that PEFT's config cannot express.
+      ValueError: a model without an adapter, or with a setting that differs between adapters although PEFT has one
+        value for all, such as lora_dropout.
     """
     settings = adapter_settings(model)
     if settings is None:
@@ -133,7 +134,8 @@ def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     """New values of some settings of adapter_config.json for Qwen3-MoE and Qwen3-Next. In these families PEFT, given
     gate_proj, up_proj or down_proj in target_modules, adapts experts and leaves out the plain linears of these names.
     Such linears are moved from target_modules to target_parameters, as `NAME.weight`, where PEFT adapts them. In
-    rank_pattern and alpha_pattern each pattern NAME that ends in one of the three gets a second entry, `NAME.weight`.
+    rank_pattern and alpha_pattern each pattern NAME whose last part is one of the three gets a second entry,
+    `NAME.weight`.
 
     settings: {PEFT's setting: value}, from adapter_settings; not changed.
     Returns:
@@ -217,7 +219,8 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
 
 def base_of(folder: str | os.PathLike) -> str | None:
     """The folder or hub name of the base model, as the adapter_config.json in `folder` has it, so that the base can be
-    loaded when only the adapter is named. None if `folder` has no adapter_config.json: it is no adapter.
+    loaded when only the adapter is named. None if `folder` has no adapter_config.json, or is no folder on this machine:
+    by that, from_pretrained and the commands tell adapters from whole models.
 
     Raises:
       ValueError: the file names no base, or names a revision other than main (of a hub model only main is fetched) and

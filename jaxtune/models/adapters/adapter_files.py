@@ -129,7 +129,7 @@ def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
     """{PEFT's key: variable} of everything that an adapter file contains, which saving reads and loading sets: A and B
     of each adapted linear (and DoRA's magnitude), those of experts as ExpertTensor, and an embedding and head that are
     trained whole. A trained head that is tied to the embedding is there under both names. The keys have the text
-    model's names of modules, which peft_name converts for a base with a vision tower."""
+    model's names of modules; adapter_content converts them by peft_name."""
     tensors: dict[str, nnx.Variable | ExpertTensor] = {}
     for name, linear in linears(model):
         if linear.lora is None:
@@ -156,8 +156,9 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
       path: a folder that does not exist or is empty.
       tokenizer: saved beside the adapter with its chat template, if given; after training pass Trainer.tokenizer.
     Raises:
-      ValueError: the model has no adapter; other tensors are trainable too, which an adapter file cannot contain; a
-        value is not finite; `path` exists and is not an empty folder.
+      ValueError: the model has no adapter, or one that PEFT's config cannot express (config_of); other tensors are
+        trainable too, which an adapter file cannot contain; a value is not finite; `path` exists and is not an empty
+        folder.
     """
     files = adapter_content(model)
     with new_folder(path, "save_adapter") as folder:
@@ -192,7 +193,7 @@ def adapter_content(model: Decoder) -> AdapterContent:
     devices, all of these processes must call it.
 
     Raises:
-      ValueError: the model has no adapter; other tensors are trainable too; a value is not finite.
+      ValueError: as save_adapter, apart from `path`.
     """
     config = config_of(model)
     variables = adapter_tensors(model)
@@ -220,20 +221,20 @@ def adapter_content(model: Decoder) -> AdapterContent:
 
 
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
-    """Adds the adapter of a PEFT folder to a model that has none; from_pretrained calls it for an adapter's folder.
+    """Adds the adapter of a PEFT folder to a model that has none; from_pretrained, runs and serving call it.
 
     Args:
       model: the base that the adapter was trained over; for an adapter that scores texts, the causal model is accepted
-        too. If the format of its weights or the precision of its modules is not that of training, a warning says so:
-        from_pretrained of the adapter's folder loads the base in the right format.
+        too. If the folder records another format or precision of the base (trained_over.py), a warning says so:
+        from_pretrained of the folder loads the base in the right format.
       path: a folder with adapter_model.safetensors and adapter_config.json, written by jaxtune or PEFT.
     Returns:
-      a new model that shares every base array with `model` and trains only the adapter; adapters are float32 whatever
-        the file's dtype. If the adapter is from quantisation-aware training, merged weights are rounded as in training.
-        The ids of end-of-text tokens that training added are set.
+      a new model that shares every base array with `model` and trains only the adapter, in float32. If the folder
+        records a grid of QAT, merged weights are rounded to it; its end-of-text tokens are added to the model's.
     Raises:
-      ValueError: no such files, or pickled ones; a PEFT feature that is not supported; tensors missing, unexpected,
-        misshaped or not finite; an adapter that was trained over another base; a model that has an adapter already.
+      ValueError: no such files, or damaged or pickled ones; a PEFT feature that is not supported; targets that match
+        nothing in the model; tensors missing, unexpected, misshaped or not finite; another base than in training, if
+        digests of both are known (_check_base); a model that has an adapter already.
     """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
@@ -350,7 +351,8 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
       config: its content, {PEFT's setting: value}.
       names: the names of all linears of the model, as the adapter's file spells them.
     Raises:
-      ValueError: a layers_pattern or regular expression that is not supported.
+      ValueError: with layers_to_transform, a layers_pattern other than "layers"; a regular expression that is not
+        valid, or backtracks for too long.
     """
 
     def matched(key):
@@ -449,7 +451,7 @@ def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> No
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
     """The argument modules_to_save of get_peft_model for the content of an adapter's adapter_config.json: the sorted
     last parts of the names in the config's own modules_to_save, such as ["embed_tokens", "lm_head"]. For a model that
-    scores texts "classifier" is left out, because PEFT lists every name that a head may have."""
+    scores texts "classifier" is left out: PEFT lists every name that a head may have, and get_peft_model refuses it."""
     names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
     # PEFT lists every name that a head may have.
     return sorted(names if head_of_task(config.get("task_type")).is_text else names - {"classifier"})

@@ -1,6 +1,6 @@
 """Merges an adapter into its base, one matrix at a time, and verifies that the result computes the same.
 `merge_adapter` makes the merged model in memory, `merged_weights` computes its tensors one by one for an export, and
-`merge_bytes` gives the planner the memory that merging takes.
+`merge_bytes` gives the planner the memory that such an export takes.
 
 A merge is verified before any of it is used:
 - Every merged matrix is finite, and its product with random rows equals its adapter's within a bound that every correct
@@ -50,7 +50,8 @@ _WIDE_COPIES = 5
 
 @functools.partial(jax.jit, static_argnames=("dtype", "fake_quant"))
 def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dtype, fake_quant: FakeQuant | None):
-    """Merges an adapter into a weight, and compares products with both.
+    """Merges an adapter into a weight, and compares products with both. _merged_matrix calls it for a linear, and
+    _merge_experts for each expert.
 
     The product of `probe` with the merged weight is compared with the adapter's own forward, in fp32. Rounding each
     weight to the storage dtype changes output o by at most u sum_i |w_oi x_i|, with its unit roundoff u. The fp32 sums
@@ -128,8 +129,9 @@ def _roundoff(dtype) -> float:
 
 @dispatch.unsaid()  # it runs once, in float32, which training kernels do not support: no report of that is needed
 def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: str, base_dtype: Any) -> jax.Array:
-    """Merges the adapter of one matrix into its weight, and verifies the result. Returns the merged weight, in the
-    shape of the stored one: [out, in], or of all experts [E, out, in] or [E, in, out].
+    """Merges the adapter of one matrix into its weight, rounds the result to the grid of QAT, if there is one, and
+    verifies it. Returns the merged weight, in the shape of the stored one: [out, in], or of all experts [E, out, in] or
+    [E, in, out]. The functions in `Weights.made` call it for the matrices that have adapters (merged_weights).
 
     Args:
       name: the matrix's name, for errors.
@@ -164,8 +166,8 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
 
 
 def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
-    """The weight of an embedding or head that was trained whole beside the adapter (`weight`), cast to `dtype`, that of
-    the base, as it replaces the base's own in the merged model. name: for errors.
+    """The weight of an embedding or head that was trained whole beside the adapter (`weight`, float32), cast to
+    `dtype` (Decoder.weight_dtype), as it replaces the base's own in the merged model. name: for errors.
 
     Raises:
       ArithmeticError: it is not finite in that dtype.
@@ -191,11 +193,11 @@ def merged_weights(model: Decoder) -> Weights:
     that computes it when it is called}. Quantised weights are decoded, weights are rounded to the grid of QAT, if there
     is one, and a trained embedding or head replaces the base's. `Weights.model` is a new model without adapters, whose
     variables are all nnx.Param, except those that no training changes (NeverTrained), and which shares unchanged arrays
-    with `model`.
+    with `model`; changed variables have only a shape and dtype, until a caller sets them.
 
     The logits are verified here, each matrix when it is computed, so that whoever writes the tensors writes a verified
     merge or gets an error. The device has, beside the model, one merged matrix and what its computation and
-    verification take.
+    verification take; while the logits are verified, also an embedding and a head that were trained whole.
 
     Raises:
       ValueError: the model has no adapter.
@@ -255,13 +257,14 @@ def merged_weights(model: Decoder) -> Weights:
 def merge_adapter(model: Decoder) -> Decoder:
     """The model with its adapter merged into the weights: w + scale b a, rescaled for DoRA, computed in fp32.
 
-    Merged weights have the dtype in which the base is stored; modules_to_save replace the base's modules. The result is
-    a base again: it has no adapters, every tensor is an `nnx.Param`, and tied heads are tied. It needs memory for a
-    second model on the device; `export_model` and the end of a run write a merged folder without that.
+    Merged weights have the dtype in which the base is stored; modules_to_save replace the base's modules, in
+    `model.weight_dtype`. The result is a base again: it has no adapters, every tensor is an `nnx.Param`, and tied heads
+    are tied. It needs memory on the device for all changed tensors, decoded; `export_model` and the end of a run write
+    a merged folder without that.
 
-    If the base is quantised, the adapter is merged into the decoded weights, over which it was trained, in the compute
-    dtype. All weights of the merged model are then 16-bit (32-bit if the model computes in float32). In a model that is
-    prepared for QAT the merged weights are rounded to its grid, as in its forward; see convert_qat.
+    If the base is quantised, all its quantised weights are decoded to the compute dtype, and the adapter is merged into
+    these, over which it was trained. In a model that is prepared for QAT the merged weights are rounded to its grid, as
+    in its forward; see convert_qat.
 
     Before it returns, the function verifies that every merged weight is finite and multiplies as its adapter does (see
     _merge_and_check), and that the logits of a small random batch agree (see _check_logits).
@@ -280,8 +283,8 @@ def merge_adapter(model: Decoder) -> Decoder:
 
 
 def merge_bytes(model: Decoder) -> tuple[int, int]:
-    """(bytes on the device, bytes in host memory) that merging needs in addition to the model, with which the planner
-    leaves room for the merge at the end of a run.
+    """(bytes on the device, bytes in host memory) that writing the merged model (merged_weights) needs in addition to
+    the model, with which the planner leaves room for the export at the end of a run; merge_adapter needs more.
 
     Each tensor is written before the next is computed, so that each number is that of the tensor which needs most. The
     device also has the embedding and head that are trained whole, both at once while the logits are checked. For a
@@ -398,8 +401,8 @@ class _Merged(Stored):
 @dispatch.unsaid()
 def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], changed: int) -> None:
     """Compares the logits of a random batch of the model with its adapter and of the merged model, computed in fp32,
-    where only the rounding of weights differs: activations are not rounded, neither by QAT nor for products in FP8.
-    Both models stay as they are.
+    for merged_weights. Only the rounding of weights differs: activations are not rounded, neither by QAT nor for
+    products in FP8. Both models stay as they are.
 
     The merged model's matrices are merged when they multiply, so that the merged model is never in memory as a whole.
 
@@ -412,7 +415,7 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
       model: the model with its adapter, whose logits are the expected ones.
       merged: the merged model with functions that compute its changed tensors.
       views: {id() of a variable of the merged model: the _Merged that computes its value when it multiplies}.
-      changed: the number of tensors that merging changes.
+      changed: the number of matrices that are merged or decoded, and of an embedding and head that were trained whole.
     Raises:
       ArithmeticError: the logits differ by more, or are not finite. Before that every changed tensor is computed once,
         because its own verification may raise a more precise error.

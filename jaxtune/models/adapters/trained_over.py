@@ -40,12 +40,13 @@ class TrainedOver:
     base was loaded in the format of its own files and that nothing else is known of it. `of_model` makes it of a model,
     and `read` and `of_run` of files."""
 
-    # the format (of model.load_in) in which the base's linears were; None: as the base's files store them
+    # the format (of model.load_in) in which most of the base's quantised weights were, also if its files store them so;
+    # None: none was quantised on loading
     load_in: str | None = None
     # {module's name: word} of the modules that were stored or computed in another way than load_in and dtype say, as a
     # precision map has it (models/precision.py)
     precision: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    compute: str | None = None  # "fp8": FP8 weights were multiplied without decoding; None: they were decoded
+    compute: str | None = None  # "fp8": FP8 weights were multiplied without decoding; None: no weight was
     dtype: str | None = None  # of the model's weights; None: not recorded
     qat: FakeQuant | None = None  # the grid to which merged weights were rounded in quantisation-aware training
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a text, with those that training added
@@ -154,7 +155,8 @@ def of_run(folder: Path) -> TrainedOver | None:
     other folder.
 
     Raises:
-      ValueError: a recorded format, compute dtype, precision or QAT grid that is not supported, with file and key.
+      ValueError: jaxtune_run.json is damaged; a recorded format, compute dtype, precision or QAT grid that is not
+        supported, with file and key.
     """
     file = folder / RUN_RECORD
     run = read_json(file).get("run") if file.is_file() else None
@@ -186,6 +188,7 @@ def difference(over: TrainedOver, base: Decoder) -> str | None:
     warning, such as "it was trained over weights not quantised, and this base's are ...". Compared are the format of
     most weights and then, if the record has a dtype, the precision of single modules, of which the first by name is
     named. None if they are the same. A record without a format agrees with a base whose own files store it quantised.
+    Products in FP8 and the grid of QAT are not compared. load_adapter calls it.
 
     over: the adapter's record. base: the model to which the adapter is added.
     """
