@@ -1,7 +1,8 @@
 """Command R7B and Command A: attention and MLP in parallel, LayerNorm without bias, scaled logits.
 
-Three of four layers have a window and interleaved rotary positions; the others have neither. transformers computes
-head_dim from other keys, so `_prepare` does so on reading, and `_head_dim` refuses another value on writing.
+By default three of four layers have a window and interleaved rotary positions; the others have neither. transformers
+computes head_dim as hidden_size / num_attention_heads, whatever config.json says, so `_prepare` does so on reading, and
+`_head_dim` refuses another value on writing.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.
@@ -18,9 +19,8 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
 def _prepare(hf: Config) -> Config:
-    """A copy of the config.json `hf` with the head_dim that follows from its other keys, hidden_size /
-    num_attention_heads, because transformers ignores the file's. FAMILY calls it before it reads the keys
-    (Family.prepare)."""
+    """A copy of the config.json `hf` in which head_dim is hidden_size // num_attention_heads, because transformers
+    ignores the file's. It is the Family.prepare of FAMILY, called before the entries read the keys."""
     return {**hf, "head_dim": hf["hidden_size"] // hf["num_attention_heads"]}
 
 

@@ -19,14 +19,16 @@ from jaxtune.models.families.common.table import GEMMA, GEMMA_DEFAULTS, GEMMA_FI
 
 class _Rotary(RotaryByType):
     """The entry of Gemma 3's table (key.Entry) for its two rotary bases: RotaryByType, in which rope_theta and
-    rope_scaling belong to full layers and rope_local_base_freq to sliding ones."""
+    rope_scaling belong to full layers and rope_local_base_freq to sliding ones. It writes these three keys and, unlike
+    RotaryByType, no rope_parameters."""
 
     keys = (*RotaryByType.keys, Key("rope_local_base_freq", (), above_one, 10_000.0))
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
         """The rotary parameters of one type of layer as one flat dict, as `rope_parameters` returns it, such as
-        {"rope_type": "default", "rope_theta": 1e4}. The base of sliding layers is rope_local_base_freq in older files.
-        layer_type: "full_attention" or "sliding_attention". hf: the config.json."""
+        {"rope_type": "default", "rope_theta": 1e4}. rope_local_base_freq is the base of sliding layers unless
+        rope_parameters, which newer files have, gives one. layer_type: "full_attention" or "sliding_attention". hf: the
+        config.json."""
         # As in transformers, parameters that are not within an object for a type of layer mean nothing.
         by_type = {key: value for key, value in (hf["rope_parameters"] or {}).items() if isinstance(value, Mapping)}
         hf = {**hf, "rope_parameters": by_type}

@@ -1,5 +1,6 @@
 """The declarations of which a family's file consists, such as Family, Key and LayerTypes, gathered from the modules of
-this package; docs/extending.md shows how to add a family."""
+this package for import; and `tensor_name`, by which jaxtune/models names tensors. docs/extending.md shows how to add a
+family."""
 
 from jaxtune.models.families.common.family import Family
 from jaxtune.models.families.common.key import FLOAT, Config, Conversion, Entry, Fields, Key, Record

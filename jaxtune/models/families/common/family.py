@@ -16,34 +16,38 @@ from jaxtune.models.families.common.table import COMMON, REFUSED, REFUSED_WITHOU
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
-    """The differences of a family's models from Llama's. Each file of models/families makes one, its FAMILY, which is
-    never changed. The keys of config.json that all families have are in table.py. `from_hf` reads a config.json, and
-    `to_hf` writes one."""
+    """A family of models, declared by its keys of config.json beside those that all families have (table.COMMON), and
+    by its parts of layers and names of tensors where they differ from Llama's. Each file of models/families makes one,
+    its FAMILY, which is never changed. `from_hf` reads a config.json, and `to_hf` writes one."""
 
     model_type: str
     """The value of model_type in config.json."""
     architecture: str
-    """The class of transformers that loads the model."""
+    """The class of transformers for the family's language model, such as "LlamaForCausalLM". to_hf writes it to
+    config.json, or for a model with another head the name that Head.architecture_of makes of it."""
     keys: tuple[Entry, ...] = ()
     """Entries in addition to the common ones. One with the field or the name of a common entry replaces it."""
     defaults: Config = dataclasses.field(default_factory=dict)
     """{key: its default in this family} for keys whose default differs from the declared one."""
     fields: Config = dataclasses.field(default_factory=dict)
-    """{field of DecoderConfig: its value in all models of the family, or a function of the config.json}"""
+    """{field of DecoderConfig: its value in all models of the family, or a function of the config.json that `prepare`
+    returned}. A common entry that sets such a field is left out."""
     written: Config = dataclasses.field(default_factory=dict)
     """{key: value} that is written to config.json and never read."""
     refused: tuple[str, ...] = ()
-    """Keys of unsupported features. A config.json that sets one of them is refused."""
+    """Keys of unsupported features. A config.json in which one of them is not null, false, zero or empty is refused."""
     prepare: Callable[[Config], Config] = dict
     """Rewrites a config.json in which all keys have values, before the entries read it, for families whose files use
     keys in another sense than Llama's; by default it changes nothing."""
     stages: tuple[Stage, ...] = PRE_NORM
-    """The parts of a layer and their norms."""
+    """The parts of a layer and their norms, in every layer that no later entry changes."""
     norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NORMS)
-    """{attribute of a Block that is a norm or the router: its name in the family's checkpoints}"""
+    """{attribute of a Block that is a norm: its name in the family's checkpoints}. The key "router", if it is there,
+    gives the name of the router within the experts' module, which is otherwise "router"."""
     expert_files: ExpertFiles | None = None
-    """The names of experts in the family's checkpoints if these have one linear for each expert and matrix; None: they
-    store the matrices of all experts of a layer in one tensor, or the family has no experts."""
+    """The names of experts in the family's checkpoints if these have one linear for each expert and matrix, at least of
+    quantised experts (quantised_only); None: they store the matrices of all experts of a layer in one tensor, or the
+    family has no experts."""
     text_of: tuple[str, ...] = ()
     """The model_types of multimodal models whose text part (`text_config`) is a model of this family. If two families
     have the same one, a text_config without model_type stands for the first of them in the registry."""
@@ -54,7 +58,8 @@ class Family:
     they are neither loaded nor saved."""
     text_alone: bool = False
     """What AutoModelForCausalLM of transformers builds for a folder of a multimodal model (`text_of`): True: only its
-    text model; False: the whole model."""
+    text model; False: the whole model. registry.is_nested reads it, because the names in an adapter's files are those
+    of that model."""
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -77,13 +82,15 @@ class Family:
         return tuple(key for entry in self.entries for key in entry.keys)
 
     def from_hf(self, hf: Config) -> DecoderConfig:
-        """The DecoderConfig of a parsed config.json, as transformers 4 or 5 writes it. hf: the config.json, whose
-        missing keys get the family's defaults.
+        """The DecoderConfig of a parsed config.json, as transformers 4 or 5 writes it. registry.config_from_hf calls
+        it, and sets the head afterwards. hf: the config.json of a text model of the family, which is not changed; keys
+        that it lacks get the family's defaults.
 
         Raises:
-          ValueError: a value that its key does not allow; a missing key; values that do not fit each other; or an
-            unsupported feature, such as a key in `refused` or table.REFUSED (in a family without experts also in
-            REFUSED_WITHOUT_EXPERTS) whose value is not null, false, zero or empty.
+          ValueError: a value that its key does not allow; a missing key without a default; values that do not fit each
+            other; or an unsupported feature, such as a key in `refused` or table.REFUSED (in a family without experts
+            also in REFUSED_WITHOUT_EXPERTS) that no entry of the family reads and whose value is not null, false, zero
+            or empty.
         """
         checked(hf, self.declared)
         experts = any("moe" in entry.gives for entry in self.entries)
@@ -105,12 +112,14 @@ class Family:
         return config
 
     def to_hf(self, config: DecoderConfig) -> Fields:
-        """The config.json, {key: value}, with which transformers 4 and 5 load a model with this DecoderConfig. What
-        belongs to the weights (dtype, quantisation) is not in it, and the ids of special tokens are None; models/hf.py
-        adds all of these when it saves a model.
+        """The config.json, {key: value}, with which transformers 4 and 5, where they have the family, load a model with
+        this DecoderConfig. models/hf.py writes it with a model, unless the config.json that the model came from still
+        describes it. What belongs to the weights (dtype, quantisation) is not in it, and the ids of special tokens are
+        None; models/hf.py adds these.
 
         Raises:
-          ValueError: a feature that config.json of this family cannot express.
+          ValueError: a value that an entry of the family cannot write, such as a layer of no type that the family has.
+            Fields that no entry writes, because all models of the family have the same value, are not checked.
         """
         self._require_whole_heads(config)
         hf: Fields = {"architectures": [config.head.architecture_of(self.architecture)]}
@@ -120,8 +129,9 @@ class Family:
 
     def _require_whole_heads(self, config: DecoderConfig) -> None:
         """Raises ValueError if a rotary base of `config` rotates only a part of each head, and transformers' class of
-        the family cannot do that: it would ignore the factor and compute something else. from_hf and to_hf call it. The
-        factor of the kind "proportional" is another one, which rope_scaling has in all families."""
+        the family cannot do that (PARTIAL_ROTARY is not among `entries`): it would ignore the factor and compute
+        something else. from_hf and to_hf call it. Bases of the kind "proportional" are not checked, because every class
+        reads their factor among the rotary parameters."""
         if PARTIAL_ROTARY in self.entries:
             return
         for rope in config.rotary:

@@ -1,9 +1,9 @@
 """Keys of the two families of Gemma 4: five sliding layers to each global one, whose heads are wider and whose values
 may be their keys; last layers that share keys and values; experts beside the MLP; embeddings of each layer. The files
-gemma4.py and gemma4_unified.py of models/families declare their FAMILY with KEYS, EXPERTS, SHARING, PER_LAYER,
-DEFAULTS, FIELDS, NORMS, `prepared` (rewrites a config.json before its keys are read) and `unused_tensors` (prefixes of
-tensors that are not loaded). The classes are entries of the table: _Rotary (bases), _Layers (types of layers), _Sharing
-(shared keys and values), _PerLayer (embeddings of layers) and _Experts."""
+gemma4.py and gemma4_unified.py of models/families declare their FAMILY with KEYS, SHARING, DEFAULTS, FIELDS, NORMS,
+`prepared` (rewrites a config.json before its keys are read) and `unused_tensors` (prefixes of tensors that are not
+loaded); gemma4.py also with EXPERTS and PER_LAYER. The classes are entries of the table: _Rotary (bases), _Layers
+(types of layers), _Sharing (shared keys and values), _PerLayer (embeddings of layers) and _Experts."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def _check_direction(key: str, value: Any) -> None:
 def _check_layers(key: str, value: Any) -> None:
     """The Key.check of per_layer_config, {index of a layer: {key: its value in that layer}}, in which transformers 5.23
     writes the sizes of global layers; earlier files have them in the keys global_head_dim and
-    num_global_key_value_heads. Raises ValueError for an index that is no number, a key that is neither head_dim nor
-    num_key_value_heads, or a size that is no positive integer.
+    num_global_key_value_heads. Raises ValueError for a value that is no such object of objects, an index that is no
+    number, a key that is neither head_dim nor num_key_value_heads, or a size that is no positive integer. Whether the
+    layers exist and are global is checked later (_of_global_layers).
 
     key: what the error calls the value. value: the per_layer_config.
     """
@@ -66,7 +67,8 @@ def _check_layers(key: str, value: Any) -> None:
 
 def _default_types(hf: Config) -> list[str]:
     """The types of all layers of the config.json `hf`, which has no layer_types: every sixth is global
-    ("full_attention"), the others slide ("sliding_attention"). It is the LayerTypes.default of Gemma 4."""
+    ("full_attention"), the others slide ("sliding_attention"). `prepared` fills in layer_types with it, and it is the
+    LayerTypes.default of Gemma 4."""
     return [SLIDING if (index + 1) % 6 else FULL for index in range(hf["num_hidden_layers"])]
 
 
@@ -74,10 +76,10 @@ def prepared(hf: Config) -> Fields:
     """The config.json `hf`, in which all keys have values, rewritten so that its keys can be read one by one (for
     Family.prepare). `hf` itself is not changed.
 
-    layer_types is filled in if it is missing (_default_types), and the last layer becomes global whatever it says. The
-    sizes in per_layer_config are copied to the keys that give them for all global layers, and a number of global key
-    and value heads that changes nothing becomes null: one that equals num_key_value_heads, or any if attention_k_eq_v
-    is false.
+    layer_types is filled in if it is missing (_default_types), and the last layer becomes global whatever it says. If
+    there is a per_layer_config, its sizes replace those of global_head_dim and num_global_key_value_heads, the keys for
+    all global layers (_of_global_layers). A num_global_key_value_heads that changes nothing becomes null: one that
+    equals num_key_value_heads, or any if attention_k_eq_v is false.
 
     Raises:
       ValueError: a per_layer_config that these keys cannot express.
@@ -93,13 +95,15 @@ def prepared(hf: Config) -> Fields:
 def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
     """The sizes of global layers from per_layer_config of the config.json `hf`, {"global_head_dim": ...,
     "num_global_key_value_heads": ...}, the keys that earlier files have for all global layers; `prepared` puts them
-    into the config. A size that per_layer_config does not give is head_dim or num_key_value_heads.
+    into the config. A size that per_layer_config does not give is head_dim or num_key_value_heads, even if the file has
+    the earlier keys.
 
     types: the type of each layer, "full_attention" (global) or "sliding_attention".
 
     Raises:
-      ValueError: layers of one type with different sizes, sizes for layers that slide or do not exist, or another
-        number of key and value heads without attention_k_eq_v.
+      ValueError: layers of one type with different sizes; sizes for layers that do not exist; layers that slide with
+        other sizes than head_dim and num_key_value_heads; or global layers with another number of key and value heads
+        than num_key_value_heads without attention_k_eq_v.
     """
     usual = {"head_dim": hf["head_dim"], "num_key_value_heads": hf["num_key_value_heads"]}
     own = {int(index): said for index, said in hf["per_layer_config"].items()}
@@ -122,8 +126,8 @@ def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
 
 class _Rotary(RotaryByType):
     """The entry of Gemma 4's table (key.Entry) for its rotary bases, one for each type of layer: RotaryByType, in which
-    the key rope_parameters alone has them. The base of global layers rotates heads of global_head_dim, which are wider
-    than those of sliding layers."""
+    the key rope_parameters alone has them. The base of global layers rotates heads of global_head_dim, that of sliding
+    layers heads of head_dim."""
 
     keys = (Key("rope_parameters", (), check_parameters, None),)
 
@@ -169,13 +173,15 @@ class _Rotary(RotaryByType):
 
 class _Layers(LayerTypes):
     """The entry of Gemma 4's table (key.Entry) for the key layer_types: LayerTypes, in which the output of every layer
-    is also multiplied by a scalar of that layer."""
+    is also multiplied by a scalar of that layer. It writes layers without their sharing of keys and values, which is
+    the entry _Sharing's."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields` with the window, rotary base and attention of each layer's type by the
         config.json `hf`, as LayerTypes sets them, and with output_scale True: each layer's output is multiplied by a
         scalar of the checkpoint}. fields: the fields of DecoderConfig that earlier entries set, `layers` among them.
-        Raises ValueError for types that the family does not have, or a window that is missing."""
+        Raises ValueError for another number of types than layers, types that the family does not have, or a window that
+        is missing."""
         layers = super().read(hf, fields)["layers"]
         return {"layers": tuple(dataclasses.replace(layer, output_scale=True) for layer in layers)}
 
@@ -269,8 +275,8 @@ def unused_tensors(config: DecoderConfig) -> tuple[str, ...]:
 
 class _PerLayer:
     """The entry of Gemma 4's table (key.Entry) for per-layer embeddings, which translates between config.json and
-    DecoderConfig: their sizes, and the stage of every layer that adds them. 0 for hidden_size_per_layer_input means
-    that there are none."""
+    DecoderConfig: their sizes, and the stage of every layer that adds them. 0 or null for hidden_size_per_layer_input
+    means that there are none."""
 
     gives = ("per_layer_size", "per_layer_vocab_size")
     keys = (
@@ -320,7 +326,8 @@ class _Experts:
         experts beside an MLP}; {} for a dense model. fields: the fields of DecoderConfig that earlier entries set.
 
         Raises:
-          ValueError: enable_moe_block is true, and a size of the experts is missing.
+          ValueError: enable_moe_block is true, and a number or the size of experts is missing, or MoEConfig refuses
+            them.
         """
         if not hf["enable_moe_block"]:
             return {}

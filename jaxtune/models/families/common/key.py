@@ -1,6 +1,7 @@
 """Declarations of the keys of config.json: the values that a key allows, its default, and the field that it sets. A
-family's table consists of entries: a Key, a Record of several keys, or another object with the interface Entry.
-Family.from_hf checks a file with `checked` and fills in defaults with `completed` before the entries read it."""
+family's table consists of entries: a Key (which may have a Conversion between the key's value and the field's), a
+Record of several keys, or another object with the interface Entry. Family.from_hf checks a file with `checked` and
+fills in defaults with `completed` before the entries read it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-Config = Mapping[str, Any]  # a parsed config.json
+Config = Mapping[str, Any]  # a parsed config.json, or other values by name that are only read
 Fields = dict[str, Any]  # what is read from one, or written to one
 Check = Callable[[str, Any], None]  # takes key and value, and raises ValueError for a value that is not allowed
 REQUIRED, LEFT_OUT = object(), object()  # markers for Key.default and Key.null
@@ -16,12 +17,13 @@ REQUIRED, LEFT_OUT = object(), object()  # markers for Key.default and Key.null
 
 class Conversion(NamedTuple):
     """A pair of functions between the value of a key in config.json and that of a field of DecoderConfig, for a Key
-    whose two values differ in form (Key.conversion)."""
+    whose two values differ in form (Key.conversion). Neither is called for None, which stays None."""
 
     read: Callable[[Any], Any]  # from the key's value to the field's
     write: Callable[[Any], Any]  # from the field's value to the key's
 
 
+# For a number that is a float in DecoderConfig and may be an integer in config.json.
 FLOAT = Conversion(float, lambda ours: ours)
 
 
@@ -29,9 +31,10 @@ class Entry(Protocol):
     """The interface of an entry in a family's table, which translates between some keys of config.json and some fields
     of DecoderConfig: a Key, or an object that reads several keys at once.
 
-    `keys` are the keys that it reads, and `gives` the fields that only it sets. `read` makes fields from a config.json,
-    and `write` makes the config.json's keys from a DecoderConfig. `read` also gets the fields that earlier entries have
-    set, because several entries may change the field `layers` in turn.
+    `keys` are the keys that it reads, and `gives` the fields that it sets, except `layers` where it changes that of an
+    earlier entry. `read` makes fields from a config.json, and `write` makes the config.json's keys from a
+    DecoderConfig. `read` also gets the fields that earlier entries have set, because several entries change `layers` in
+    turn.
     """
 
     @property
@@ -41,18 +44,21 @@ class Entry(Protocol):
 
     @property
     def gives(self) -> tuple[str, ...]:
-        """Names of the fields of DecoderConfig that only this entry may set. An entry of a family replaces the common
-        entry (table.py) that sets the same field."""
+        """Names of the fields of DecoderConfig that this entry sets. An entry of a family replaces the common entry
+        (table.py) that gives one of the same fields, so an entry that only changes `layers` does not name it.
+
+        Family.from_hf looks for two names: after the entry that gives `layers` it sets the family's stages, and an
+        entry that gives `moe` shows that the family has experts."""
         ...
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{field of DecoderConfig: value} from a config.json (`hf`) in which every declared key has a value. fields:
-        the fields that earlier entries have set, in the same form."""
+        """{field of DecoderConfig: value} from a config.json (`hf`) in which every declared key has a value, which may
+        be None. fields: the fields that Family.fields and earlier entries have set, in the same form."""
         ...
 
     def write(self, config: Any) -> Fields:
         """{key: value} for the config.json of a DecoderConfig (`config`), which is saved with a model: the inverse of
-        `read`."""
+        `read`. A key among a Record's gets the Record's object as `config`."""
         ...
 
 
@@ -70,18 +76,19 @@ class Key:
     """The key in config.json."""
     field: str | tuple[str, ...]
     """The field of DecoderConfig, or of a Record's object, that it sets, or several that it sets to the same value; ()
-    if other entries read the key."""
+    if another entry reads the key, or it is only checked."""
     check: Check
-    """(what errors call the key, the value) -> None; raises ValueError for a value that is not allowed."""
+    """(what errors call the key, the value) -> None; raises ValueError for a value that is not allowed. It is not
+    called for null."""
     default: Any = REQUIRED
-    """The value for a file without the key; REQUIRED: such a file is refused."""
+    """The value for a file without the key, unless Family.defaults has another; REQUIRED: such a file is refused."""
     null: Any = LEFT_OUT
     """The value for null in a file, or a function as for the default; LEFT_OUT: the default."""
     conversion: Conversion | None = None
     """Converts between the key's value and the field's; None: they are equal."""
     written: Callable[[Any], Any] | None = None
     """Takes the whole DecoderConfig and returns the value to write; None: the first field's value is written,
-    converted."""
+    converted, or the key is not written if it sets no field."""
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -138,7 +145,8 @@ class Record:
 
     def made(self, hf: Config) -> Any:
         """Makes the object that a config.json describes: calls the class `make` with the fields of `keys` and with
-        `fixed`. hf: a config.json in which every key has a value (`completed`); one that is missing is a KeyError."""
+        `fixed`. hf: a config.json in which every key has a value (`completed`); one that is missing is a KeyError.
+        Errors of `make`, such as ValueError for values that do not fit each other, are passed on."""
         arguments = dict(self.fixed)
         for key in self.keys:
             arguments |= key.read(hf, {})
@@ -176,10 +184,11 @@ def completed(hf: Config, keys: Iterable[Key], defaults: Config) -> Fields:
 
     Args:
       hf: the parsed config.json.
-      keys: the declared keys, in the order of their declaration, in which a default may depend on earlier keys.
+      keys: the declared keys, in the order of their declaration, in which a default may depend on earlier keys. Of
+        several with one name the first gives the default.
       defaults: {key's name: its default in the family}, which take precedence over Key.default.
     Raises:
-      ValueError: a required key is missing.
+      ValueError: a required key is missing, or null where null has no value of its own.
     """
     complete = dict(hf)
     seen: set[str] = set()

@@ -3,7 +3,8 @@
 LayerTypes (of which each type is a LayerType), OneWindow and MLPLayers are entries of families' tables (key.Entry),
 which read such keys into DecoderConfig.layers and write them back. For files that do not list the types of layers,
 `alternating`, `by_pattern` and `from_max_window_layers` compute them; `layer_types` reads or computes them. `window_of`
-reads the window, `one_window` finds the one to write, and `switched_window` is the Family.prepare of Qwen's families.
+reads the window, and `one_window` finds the one to write. Of Qwen's families whose windows have a switch
+(use_sliding_window), `switched_window` is the Family.prepare, and UPPER_WINDOWS has the entries of Qwen2 and Qwen3.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class LayerType:
     name: str
     """The name in layer_types."""
     window: bool = False
-    """True: the layers have the window of the key sliding_window; False: they have full attention, or no attention."""
+    """True: the layers have the window of the key sliding_window (`window_of`); False: full attention, or no
+    attention."""
     rotary: int | None = 0
     """Index of the layers' rotary base in DecoderConfig.rotary; None: no position encoding."""
     mixer: Record | None = None
@@ -112,11 +114,11 @@ def window_of(hf: Config) -> int | None:
 
 
 def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None:
-    """The window in tokens that all of `layers`, some layers of `config`, have, for the key sliding_window that
+    """The window in tokens that all of `layers`, some or all layers of `config`, have, for the key sliding_window that
     LayerTypes and OneWindow write; None for no window or no layers.
 
     Raises:
-      ValueError: they have different windows, which one config.json cannot express.
+      ValueError: they have different windows, or only some have one, which one config.json cannot express.
     """
     windows = {layer.window for layer in layers}
     if len(windows) > 1:
@@ -136,7 +138,7 @@ class LayerTypes:
     types: tuple[LayerType, ...] = (FULL, SLIDING)
     """The types that exist; a layer is written as the first one that fits it."""
     needs_window: bool = True
-    """What is written for sliding_window if no layer has a window: True: the context's length, because transformers'
+    """What is written for sliding_window if no layer has a window: True: max_position_embeddings, because transformers'
     class needs a number; False: null."""
 
     gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
@@ -150,7 +152,8 @@ class LayerTypes:
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, each with the window, rotary base and mixer of its type} by the
         config.json `hf`. fields: the fields of DecoderConfig that earlier entries set, `layers` among them. Raises
-        ValueError for types that the family does not have, or a window that is missing."""
+        ValueError for another number of types than layers, types that the family does not have, or a window that is
+        missing or 0."""
         types = {kind.name: kind for kind in self.types}
         names = layer_types(hf, self.default, tuple(types))
         mixers = {kind.name: kind.mixer.made(hf) for kind in self.types if kind.mixer is not None}
@@ -214,8 +217,8 @@ class OneWindow:
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, each with the window of the config.json `hf`}, None for a window that
-        is null or at least as long as the context. fields: the fields of DecoderConfig that earlier entries set. Raises
-        ValueError for a window of 0."""
+        is null or at least max_position_embeddings. fields: the fields of DecoderConfig that earlier entries set.
+        Raises ValueError for a window of 0."""
         window = None if hf["sliding_window"] is None else window_of(hf)
         return {"layers": tuple(dataclasses.replace(layer, window=window) for layer in fields["layers"])}
 
@@ -225,7 +228,7 @@ class OneWindow:
         return {"sliding_window": one_window(config, config.layers)}
 
 
-# Qwen's windows are used only if this key is true; the family's `prepare` is then `switched_window`.
+# Windows of Qwen and SmolLM3 are used only if this key is true; of Qwen, `prepare` is then `switched_window`.
 WINDOW_SWITCH = Key(
     "use_sliding_window",
     (),
@@ -237,8 +240,8 @@ WINDOW_SWITCH = Key(
 
 def switched_window(hf: Config) -> Fields:
     """The config.json `hf`, in which all keys of the family have values, with null for sliding_window unless
-    use_sliding_window is true. It is the Family.prepare of Qwen's families, whose files give a sliding_window even if
-    the model does not use it."""
+    use_sliding_window is true. It is the Family.prepare of Qwen2, Qwen3 and their families with experts, whose files
+    give a sliding_window even if the model does not use it."""
     return {**hf, "sliding_window": hf["sliding_window"] if hf["use_sliding_window"] else None}
 
 

@@ -1,6 +1,8 @@
-"""The names that a Decoder's tensors have in checkpoints, as Hugging Face's classes name them: `tensor_name`, with each
-family's names of norms and of experts (ExpertFiles). A weight has the same layout in the file and in the model ([out,
-in] for a linear), so none is transposed."""
+"""The names that a Decoder's tensors have in checkpoints. `tensor_name` gives a tensor's name in the text model of
+transformers 5, with the family's names of norms and the router (LLAMA_NORMS and so on). There one matrix of all experts
+of a layer is one tensor, such as mlp.experts.gate_up_proj. `ExpertFiles` has the names in checkpoints that store one
+linear for each expert and matrix instead; files/expert_files.py translates between the two. A weight has the same
+layout in the file and in the model ([out, in] for a linear), so none is transposed."""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 from jaxtune.models.config import LayerSpec
 
-# {a Block's norm, or router: its name in the checkpoint}
+# {a Block's norm, or "router" for that of its experts: its name in the checkpoint}, for Family.norms
 LLAMA_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 POST_NORMS = {"mixer_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 GEMMA_NORMS = {
@@ -25,14 +27,15 @@ ROUTED_NORMS = LLAMA_NORMS | {"router": "gate"}
 @dataclasses.dataclass(frozen=True)
 class ExpertFiles:
     """The parts of experts' tensor names in a checkpoint that has one linear for each expert and matrix:
-    model.layers.N.<module>.experts.<expert>.<matrix>.weight. A Family has one (expert_files) if its checkpoints are
-    so."""
+    model.layers.N.<module>.experts.<expert>.<matrix>.weight. A Family has one (expert_files) if its checkpoints are so,
+    at least with quantised experts. models/hf.py and files/expert_files.py combine such tensors on loading, and divide
+    the model's on saving."""
 
     module: str  # the name of the mixture of experts within a layer; "": its experts are named under the layer itself
     gate: str  # the gate projection of an expert
     up: str  # the up projection of an expert
     down: str  # the down projection of an expert
-    # whether only quantised experts are stored so, and others as all experts of a layer in one tensor
+    # whether only quantised experts are saved so, and others as all experts of a layer in one tensor
     quantised_only: bool = False
 
 
@@ -42,16 +45,20 @@ QWEN_EXPERTS = ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")
 def tensor_name(
     path: Sequence[Any], norms: Mapping[str, str], layers: Sequence[LayerSpec] = (), head: str = "lm_head"
 ) -> str:
-    """The name that a Decoder's tensor has in a checkpoint, such as model.layers.0.mlp.up_proj.weight; loading, saving
-    and precision maps name tensors by it.
+    """The name that a Decoder's tensor has in the text model of transformers 5, such as
+    model.layers.0.mlp.up_proj.weight; loading, saving and precision maps name tensors by it. In files, experts may have
+    other names (ExpertFiles), and a text model within a multimodal one has a longer prefix
+    (registry.whole_tensor_name).
 
     Args:
       path: the attributes and indices that lead from the Decoder to the tensor, such as ("layers", 0, "mlp", "up_proj",
         "weight").
-      norms: {attribute of a Block that is a norm or the router: its name in the family's checkpoints}.
+      norms: the family's names of norms and the router (Family.norms).
       layers: the spec of each layer, by which tensors of parts with their own configs are named; it may be left out if
         no layer has such parts.
-      head: the name of the decoder's head in the checkpoint.
+      head: the name of the decoder's head in the checkpoint (Head.name).
+    Raises:
+      KeyError: a module that neither `norms` nor the layer's spec names.
     """
     if path[0] == "layers":
         _, index, part, *rest = map(str, path)

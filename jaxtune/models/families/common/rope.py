@@ -1,7 +1,8 @@
 """Rotary bases in config.json: rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4).
 `Rotary` (one base) and `RotaryByType` (one for each type of layer) are the entries of families' tables that read and
 write them. `check_parameters` checks the values, `rope_parameters` gathers them from a file as one flat dict,
-`rope_config` makes a RopeConfig of that dict, and `rope_to_hf` makes rope_scaling of a RopeConfig."""
+`rope_config` makes a RopeConfig of that dict, and `rope_to_hf` makes rope_scaling of a RopeConfig. PARTIAL_ROTARY is a
+further entry, of families that can rotate a part of each head."""
 
 from __future__ import annotations
 
@@ -59,12 +60,15 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
     1e4, "factor": 2.0}, from the keys of transformers 4 or 5. rope_type is always in it; parameters that are null are
     left out. Rotary and RotaryByType read a file by it.
 
-    If rope_scaling and rope_parameters are both there, rope_scaling takes precedence, as in transformers.
+    If rope_scaling and rope_parameters are both there, rope_scaling is taken and rope_parameters ignored, as in
+    transformers, unless the latter has an object for `layer_type`. If what is taken lacks rope_theta or
+    partial_rotary_factor, the config.json's own key of that name gives it.
 
     Args:
       hf: the config.json.
-      layer_type: whose entry to take if rope_parameters has one object for each type of layer; rope_scaling then
-        applies only to full layers. None: rope_parameters is one object.
+      layer_type: whose object to take if rope_parameters has one for this type of layer; of full layers, the entries of
+        rope_scaling then replace those of the object. Without such an object the result is the same for every type.
+        None: rope_parameters is one object for all layers.
     """
     scaling, parameters = (hf.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     both = scaling or parameters
@@ -83,14 +87,17 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
 
 def rope_config(hf: Config, given: Config) -> RopeConfig:
     """The RopeConfig of a config.json's rotary parameters, with the defaults of transformers' modeling_rope_utils. The
-    families' entries for rotary bases call it when they read.
+    families' entries for rotary bases call it when they read. It does not set head_dim and llama_4_scaling_beta. For
+    yarn without attention_factor, mscale and mscale_all_dim give that factor.
 
     Args:
-      hf: the whole config.json, for head_dim, max_position_embeddings and original_max_position_embeddings.
+      hf: the whole config.json, for head_dim, max_position_embeddings and original_max_position_embeddings, of which
+        the last takes precedence over the one in `given`.
       given: the rotary parameters, as one flat dict from `rope_parameters`. rope_type is "default", "linear", "llama3",
         "longrope", "proportional" or "yarn".
     Raises:
-      ValueError: an unknown kind, a missing parameter, or factors that do not fit the head.
+      ValueError: an unknown kind; a missing parameter without a default; a rotated part of the head, or factors of
+        longrope, that do not fit the head; or a value that RopeConfig refuses.
     """
     kind = given["rope_type"]
     if kind not in _KINDS:
@@ -141,10 +148,12 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
 
 def rope_to_hf(rope: RopeConfig) -> Fields | None:
     """The value of rope_scaling in config.json for a RopeConfig (`rope`), a dict such as {"rope_type": "linear",
-    "factor": 2.0}; None for the default kind, which needs none. theta is not in it, because it is the key rope_theta,
-    nor is partial_rotary_factor, unless the kind is proportional, because families that use it write it as a key of its
-    own (PARTIAL_ROTARY), nor llama_4_scaling_beta, which Ministral 3's entry adds. The families' entries for rotary
-    bases call it when they write."""
+    "factor": 2.0}; None for the default kind, which needs none. The families' entries for rotary bases call it when
+    they write, also for the objects in rope_parameters.
+
+    Three fields are not in it: theta, which the callers write as rope_theta; partial_rotary_factor, which families that
+    use it write as a key of its own (PARTIAL_ROTARY), except for the kind "proportional", which has it here; and
+    llama_4_scaling_beta, which Ministral 3's entry adds."""
     if rope.kind == "default":
         return None
     scaling: Fields = {"rope_type": rope.kind, "factor": rope.factor}
@@ -172,9 +181,9 @@ PARTIAL_ROTARY = Key(
 @dataclasses.dataclass(frozen=True)
 class Rotary:
     """An entry of families' tables (key.Entry) for a model with one rotary base: reads the keys of config.json about it
-    into DecoderConfig.rotary, and writes them back so that transformers 4 and 5 both read them. `given` finds the
-    parameters in a file, and families whose files have them elsewhere override it. `keys` and `gives` are the keys that
-    it reads and the field that it sets."""
+    into DecoderConfig.rotary, and writes rope_theta and rope_scaling back, which transformers 4 and 5 both read.
+    `given` finds the parameters in a file; a family whose files name them otherwise (Phi-3) overrides it. `keys` and
+    `gives` are the keys that it reads and the field that it sets."""
 
     default: Config = dataclasses.field(default_factory=dict)
     """The rope_parameters of a config.json that has neither rope_parameters nor rope_scaling."""
@@ -202,8 +211,8 @@ class Rotary:
 
     def write(self, config: DecoderConfig) -> Fields:
         """{"rope_theta": ..., "rope_scaling": ...} for config.json, of the first rotary base of `config`; rope_scaling
-        is None for the kind default, and another entry (PARTIAL_ROTARY) writes partial_rotary_factor. Entries for
-        several bases call it for the first one."""
+        is None for the kind default. partial_rotary_factor is written by another entry (PARTIAL_ROTARY), if the family
+        has it. Entries for several bases call this method for the first one."""
         rope = config.rotary[0]
         return {"rope_theta": rope.theta, "rope_scaling": rope_to_hf(rope)}
 
@@ -211,9 +220,10 @@ class Rotary:
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Rotary):
     """An entry of families' tables (key.Entry) for a model with a rotary base for each type of layer: reads
-    rope_parameters, which has one object for each type, into DecoderConfig.rotary, and writes it back. `given_to` finds
-    the parameters of one type in a file, and families whose files have them elsewhere override it. The inherited field
-    `default` and method `given` are not used."""
+    rope_parameters, which has one object for each type, into DecoderConfig.rotary, and writes it back. A file without
+    such objects gives every type the same base, from the keys that Rotary reads. `given_to` finds the parameters of one
+    type in a file, and families whose files have them elsewhere override it. The inherited field `default` and method
+    `given` are not used."""
 
     types: tuple[str, ...] = (FULL, SLIDING)
     """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""

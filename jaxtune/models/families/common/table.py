@@ -1,7 +1,8 @@
-"""The keys of config.json that all families have (COMMON, and REFUSED for those that none supports), and keys, defaults
-and fields that several families have, of which their files choose. `experts`, `local_experts` (Mixtral, gpt-oss) and
-`shared_experts` (Qwen) make the entry for a family's experts, and `delta_net` the entries of Qwen3-Next and Qwen3.5;
-the functions with `check` in their names are checks of keys (Key.check)."""
+"""The keys of config.json that all families have (COMMON; WRITTEN for those that are only written; REFUSED for those
+that must not be set unless an entry of the family reads them), and keys, defaults and fields that several families
+have, of which their files choose. `experts`, `local_experts` (Mixtral, gpt-oss) and `shared_experts` (Qwen) make the
+entry for a family's experts, `delta_net` makes entries of Qwen3-Next and Qwen3.5, and `_token` the Key of a special
+token. The functions with `check` in their names are checks of keys (Key.check)."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
 
 def check_activation(key: str, value: Any) -> None:
     """Raises ValueError unless `value` is the name of a supported activation in config.json: "silu", "swish" (the
-    same), "gelu_pytorch_tanh" or "gelu" (ACTIVATIONS). It is the Key.check of hidden_act and hidden_activation. key:
-    what the error calls the value."""
+    same), "gelu_pytorch_tanh" or "gelu" (ACTIVATIONS). It is the Key.check of the common hidden_act and of Gemma's
+    hidden_activation. key: what the error calls the value."""
     values.text(key, value)
     if value not in ACTIVATIONS:
         raise ValueError(f"{key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
@@ -40,8 +41,9 @@ def check_window_pattern(key: str, value: Any) -> None:
 
 
 def _token(name: str) -> Key:
-    """The Key of a special token's id, named `name` in config.json (such as "eos_token_id"). Its value is only checked:
-    the decoder computes nothing with it, so no field of DecoderConfig has it, and to_hf writes null."""
+    """The Key of a special token's id, or list of ids, named `name` in config.json (such as "eos_token_id"). Its value
+    is only checked: the decoder computes nothing with it, so no field of DecoderConfig has it. Family.to_hf writes
+    null, and models/hf.py puts the id in its place if the model's source or tokenizer gives it."""
     # Null is written, because without the key the Hugging Face class has a default that may exceed the vocabulary.
     return Key(name, (), values.token_ids, None, written=lambda config: None)
 
@@ -79,7 +81,8 @@ COMMON: tuple[Entry, ...] = (
     _token("pad_token_id"),
 )
 WRITTEN = {"attention_dropout": 0.0, "use_cache": True}
-# If one of these is set, it changes what the model computes in a way that no family supports.
+# If one of these is set, it changes what the model computes in a way that is not supported. A family whose entries read
+# one of them checks it itself (Gemma 4: use_bidirectional_attention).
 REFUSED = ("use_mrope", "use_bidirectional_attention", "is_encoder_decoder", "add_cross_attention")
 REFUSED_WITHOUT_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -127,7 +130,7 @@ EXPERT_SIZE = Key("moe_intermediate_size", "expert_size", values.whole)
 
 
 def experts(*keys: Key, **fixed) -> Record:
-    """The Record of a family's experts, which sets DecoderConfig.moe.
+    """The Record of a family's experts, for its table (Family.keys), which sets DecoderConfig.moe.
 
     Args:
       keys: the keys of config.json that differ between families, such as the number and size of experts;
@@ -146,9 +149,9 @@ def local_experts(*keys: Key, **fixed) -> Record:
 
 
 def shared_experts(*keys: Key, **fixed) -> Record:
-    """The Record, for a family's table, of experts as in Qwen's families that have a shared expert, whose width is the
-    key shared_expert_intermediate_size. keys: further keys of the family's experts. fixed: {field of MoEConfig: its
-    value in all models of the family}."""
+    """The Record, for a family's table, of experts as in Qwen's families that have a shared expert. Their number is the
+    key num_experts, their size moe_intermediate_size, and the shared one's size shared_expert_intermediate_size. keys:
+    further keys of the family's experts. fixed: {field of MoEConfig: its value in all models of the family}."""
     shared = Key("shared_expert_intermediate_size", "shared_size", values.whole)
     return experts(Key("num_experts", "num_experts", any_count), EXPERT_SIZE, shared, *keys, **fixed)
 
@@ -181,12 +184,14 @@ def _every_fourth_full(hf) -> list[str]:
 
 
 def delta_net(fused: bool = False) -> tuple[Entry, ...]:
-    """Returns the entries of Qwen3-Next and Qwen3.5: layers with gated delta nets ("linear_attention" in layer_types)
-    and layers with gated attention ("full_attention"). Without layer_types, every full_attention_interval-th layer has
-    attention (every fourth one, if the file does not say).
+    """Returns the entries of Qwen3-Next and Qwen3.5 for layers with gated delta nets ("linear_attention" in
+    layer_types) and layers with attention ("full_attention"), which the families' DELTA_FIELDS make gated. Without
+    layer_types, every full_attention_interval-th layer has attention (every fourth one, if the file does not say). A
+    family with experts adds their entries.
 
-    fused: whether one matrix gives queries, keys, values and gates, and another the rates, as in Qwen3-Next; otherwise
-    each kind has its own matrix, as in Qwen3.5.
+    fused: whether one matrix gives queries, keys, values and gates of a delta net, and another both rates, as in
+    Qwen3-Next; otherwise queries, keys and values have one matrix, and gates and each rate have one of their own, as in
+    Qwen3.5.
     """
     shape = Record(
         DeltaNetShape,
