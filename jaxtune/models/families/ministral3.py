@@ -28,12 +28,13 @@ _GROWTH = ("llama_4_scaling_beta", ORIGINAL_POSITIONS)  # the keys of the querie
 
 class _Rotary(Rotary):
     """The entry of Ministral 3's table (key.Entry) for its rotary base: Rotary, with the factor on queries
-    (RopeConfig.llama_4_scaling_beta), whose two keys are required."""
+    (RopeConfig.llama_4_scaling_beta). rope_scaling or rope_parameters of a file must have the factor's two keys; a file
+    with neither gets the defaults (_ROPE)."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`; raises ValueError if a key of the
-        queries' factor (llama_4_scaling_beta, original_max_position_embeddings) or another parameter is missing, or
-        does not fit the head. `fields` is not used, but all Entries take it."""
+        """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`. `fields` is not used, but all Entries
+        take it. Raises ValueError if the file has rotary parameters, but not both keys of the queries' factor
+        (llama_4_scaling_beta, original_max_position_embeddings), or if others are missing or do not fit the head."""
         given = self.given(hf)
         for key in _GROWTH:
             if given.get(key) is None:

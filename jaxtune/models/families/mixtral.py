@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with eight experts instead of the MLP.
+"""Mixtral: Mistral with experts (eight by default) instead of the MLP, and with a window only if the file has one.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

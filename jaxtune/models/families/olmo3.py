@@ -1,4 +1,5 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers; only the other layers' rotary base is extended (`_Rotary`).
+"""OLMo 3: OLMo 2 with a window in three of four layers, by default. If the file extends the rotary base of all layers
+alike, such as by yarn, this applies only to the layers without a window (`_Rotary`).
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

@@ -18,7 +18,7 @@ class _Rotary(Rotary):
 
     def given(self, hf: Config) -> Fields:
         """The rotary parameters of a config.json (`hf`) as one flat dict, as `rope_parameters` returns it, in which
-        longrope has its current name instead of the earlier "su" and "yarn"."""
+        longrope has its current name instead of the earlier "su" and "yarn", which mean the same in Phi-3's files."""
         given = super().given(hf)
         if given["rope_type"] in ("su", "yarn"):  # the names of longrope in early files
             given["rope_type"] = "longrope"

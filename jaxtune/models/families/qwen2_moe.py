@@ -1,4 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts and a shared expert, and other layers with windows (`_default_types`).
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts and a shared expert, except in layers that config.json gives an MLP. If
+windows are used, other layers have them than in Qwen2 (`_default_types`).
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

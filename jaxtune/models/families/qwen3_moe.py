@@ -1,4 +1,5 @@
-"""Qwen3-MoE: Qwen3 with experts instead of the MLP, in every layer (`_check_step` refuses files that say otherwise).
+"""Qwen3-MoE: Qwen3 with experts instead of the MLP in every layer, and with the window, if it is used, in every layer.
+Files in which some layers have an MLP are refused (by `_check_step` and FAMILY.refused).
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.

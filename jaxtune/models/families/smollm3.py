@@ -1,5 +1,5 @@
-"""SmolLM3: Llama in which every fourth layer has no position encoding. no_rope_layers says which (`_rotates`), and
-`_Layers` reads and writes the layers' types beside it.
+"""SmolLM3: Llama in which some layers, by default every fourth, have no position encoding. no_rope_layers says which
+(`_rotates`), and `_Layers` reads and writes the layers' types beside it.
 
 FAMILY, which models/registry.py lists by its model_type, declares how their config.json is checked, read and written,
 and how checkpoints name their tensors.
@@ -23,7 +23,7 @@ _bit = functools.partial(values.whole, least=0, most=1)
 def _rotates(hf: Config) -> list[int]:
     """For each layer 1 if it has rotary positions, otherwise 0. Despite its name, that is what the key no_rope_layers
     of the config.json `hf` contains; without the key, or if its list is empty, each no_rope_layer_interval-th layer has
-    a 0. Raises ValueError for another number of entries than layers."""
+    a 0. Raises ValueError for another number of entries than layers. `_default_types` and `_Layers.read` call it."""
     count, every = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
     rotates = hf["no_rope_layers"] or [int((index + 1) % every != 0) for index in range(count)]
     if len(rotates) != count:
@@ -44,16 +44,16 @@ class _Layers(LayerTypes):
     the type, decides which layers have rotary positions."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"layers": LayerSpecs by the types of the config.json `hf`, without a rotary base where no_rope_layers has a
-        0}. fields: the fields of DecoderConfig that are set so far. Raises ValueError for unknown types, a missing
-        window, or lists of another length than there are layers."""
+        """{"layers": LayerSpecs by the types of the config.json `hf`, without a rotary base where `_rotates` has a 0}.
+        fields: the fields of DecoderConfig that are set so far. Raises ValueError for unknown types, a missing window,
+        or lists of another length than there are layers."""
         layers = zip(super().read(hf, fields)["layers"], _rotates(hf), strict=True)
         return {"layers": tuple(dataclasses.replace(one, rotary=0 if rotates else None) for one, rotates in layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
         """{"layer_types": ..., "sliding_window": ...} for the config.json of `config`; another entry writes
         no_rope_layers, so layers are described here as if all had rotary positions. Raises ValueError for windows that
-        differ."""
+        differ, or a layer whose mixer is not attention."""
         layers = tuple(dataclasses.replace(layer, rotary=0) for layer in config.layers)
         return super().write(dataclasses.replace(config, layers=layers))
 

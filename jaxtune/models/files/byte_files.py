@@ -1,6 +1,7 @@
 """Writes large files with several threads while the next tensor is computed, and reads them back to verify them. A
 Writer writes a file and gives the checksums (Sums) of each part; is_as_written compares the finished file with them,
-and all_of makes many such checks in several threads."""
+and all_of makes many such checks in several threads. safetensors files (shards.py) and GGUF files are written so, and
+exports verify them."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Sums:
-    """The checksums of the bytes of one Writer.append, one for each chunk of CHUNK_BYTES (16 MiB), while the bytes are
-    still being written. is_as_written compares the finished file with them.
+    """The checksums of the bytes of one Writer.append, one for each chunk of CHUNK_BYTES (16 MiB). Writer.append
+    returns them while the bytes are still being written; is_as_written compares the finished file with them.
 
     Args:
       size_bytes: the number of bytes; also an attribute.
@@ -34,8 +35,8 @@ class Sums:
         self._futures = futures
 
     def values(self) -> list[int]:
-        """The checksum (XXH3-64) of each chunk in order; waits until the bytes are written. If a write failed, its
-        OSError is raised."""
+        """The checksum (XXH3-64) of each chunk in order; waits until the bytes are written. If the write of one of
+        these chunks failed, its OSError is raised; a chunk that was not written after another failure has 0."""
         return [future.result() for future in self._futures]
 
 
@@ -107,8 +108,9 @@ class Writer:
 
     def _write(self, part: memoryview, at: int) -> int:
         """Writes one chunk of the data (`part`, at most CHUNK_BYTES) at the byte `at` of the file, in a thread, calls
-        `advanced`, and returns the chunk's checksum (XXH3-64). After the write of any chunk has failed it writes
-        nothing and returns 0, because the file is useless then. Raises OSError if the write fails."""
+        `advanced`, and returns the chunk's checksum (XXH3-64). After the write of any chunk, or the context's block,
+        has failed, it writes nothing and returns 0, because the file is useless then. Raises OSError if the write
+        fails."""
         if self._failed.is_set():
             return 0
         try:
@@ -125,7 +127,8 @@ class Writer:
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
     """Whether a file has, from the byte `offset` on, the bytes that were written, by their checksums; False if it ends
     early. It reads the file and waits for `sums`, those that Writer.append returned for these bytes; the OSError of a
-    failed write is raised. advanced: called with the number of bytes that were read, for a progress bar."""
+    failed write is raised. Exports verify by it what they wrote. advanced: called with the number of bytes that were
+    read, for a progress bar."""
     size, found = sums.size_bytes, []
     data = np.empty(min(size, CHUNK_BYTES), np.uint8)  # filling it with zeros would take as long as reading
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -146,8 +149,8 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
 
 
 def all_of[Item, Result](check: Callable[[Item], Result], items: list[Item]) -> list[Result]:
-    """[check(item) for item in items], computed by at most eight threads at a time; the first error of a check is
-    raised, and checks that have not started by then are left out. With it the tensors of a written folder or file are
-    read back and verified."""
+    """[check(item) for item in items], computed by at most eight threads at a time. If checks fail, the error of the
+    first of them in the order of `items` is raised, and checks that have not started by then are left out. With it
+    exports read back and verify the tensors that they wrote."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-read") as pool:
         return list(pool.map(check, items))

@@ -2,13 +2,14 @@
 and the adapter is refused over a base that has another one. `Digest` digests tensors; `base_digest` makes the identity
 of a Digest and the config, and `random_digest` that of random weights.
 
-Weights are digested tensor by tensor, in the order of their names, as they are read. A checkpoint that is divided into
-other shards therefore has the same digest. Bytes that a load reads anyway are always digested, at 13 GB/s a thread. A
-tensor that is divided over devices would have to be read again for its digest alone, so its digest is cached
-(`DigestCache`) for as long as the files have the same path, size, times and inode.
+Each tensor is digested as it is read, and the digests are joined in the order of the tensors' names. A checkpoint that
+is divided into other shards therefore has the same digest. Bytes that a load reads anyway are always digested, at 13
+GB/s a thread. A tensor that is divided over devices would have to be read as a whole for its digest alone, so its
+digest is cached (`DigestCache`) for as long as the files have the same path, size, times and inode.
 
-Older versions recorded `Digest.sampled`, which covers 64 blocks of 4 KiB of each tensor and nothing of config.json. It
-is still computed, so that what they recorded can be compared.
+Older versions compare only `Digest.sampled` (Decoder.base_fingerprint), which covers 64 blocks of 4 KiB of each tensor
+and nothing of config.json. It is still computed and recorded beside the identity, so that their records can be compared
+with those of this version.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ _FIRST_NAMES = {"fused": "together", "hf_name": "their_name"}
 class Digest:
     """The identity of one or more tensors, as two digests of their names, dtypes, shapes and content.
 
-    `whole` reads every byte, and identifies a base model today. `sampled` reads up to 64 blocks of each tensor, and is
-    what older versions of jaxtune recorded; it is computed so that their records can still be compared. The methods
-    digest a tensor in memory (`of`) or in a file (`read`), and combine the digests of several tensors (`joined`).
+    `whole` covers every byte, and base_digest makes the identity of a base model of it. `sampled` covers up to 64
+    blocks of each tensor, and is all that older versions of jaxtune recorded; it is still recorded too, so that records
+    of both can be compared. The methods digest a tensor in memory (`of`) or in a file (`read`), and combine the digests
+    of several tensors (`joined`).
     """
 
     # SHA-256 over name, dtype, shape and up to 64 evenly spaced blocks of 4 KiB of a tensor, or over several digests
@@ -56,8 +58,8 @@ class Digest:
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:
-        """Both digests of a tensor in host memory (`array`). Its `name` (the model's name of the tensor), dtype and
-        shape are digested too."""
+        """Both digests of a tensor in host memory (`array`). Its dtype, shape and `name` are digested too: the model's
+        name of the tensor, or for a tensor of a quantised weight the label that its format's layout gives it."""
         what, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
         whole = xxhash.xxh3_128(what.encode())
         whole.update(data)
@@ -73,7 +75,8 @@ class Digest:
         read: Callable[[int, int], np.ndarray],
         known: bytes | None = None,
     ) -> Digest:
-        """Both digests of a tensor that is not in memory, equal to those that `of` gives for the same tensor.
+        """Both digests of a tensor that is not in memory, equal to those that `of` gives for the same tensor. A load
+        digests by it the tensors that are divided over devices (shards.entry_digest).
 
         Args:
           name: under which the tensor is digested.
@@ -94,7 +97,8 @@ class Digest:
 
     @classmethod
     def joined(cls, parts: Iterable[Digest]) -> Digest:
-        """Both digests of several tensors, from their own digests `parts` in the given order.
+        """Both digests of several tensors, such as all of a model or those of one quantised weight, from their own
+        digests `parts` in the given order.
 
         `sampled` is SHA-256 over the `sampled` digests of the parts, one after another, and `whole` is SHA-256 over
         their `whole` digests. Another order of the parts therefore gives another digest.
@@ -108,7 +112,7 @@ def _sampled(what: str, size: int, read: Callable[[int, int], np.ndarray]) -> by
     """SHA-256 of `what` and of up to 64 evenly spaced blocks of 4 KiB of a tensor.
 
     what: its name, dtype and shape as text. size: its bytes. read: (start, stop) -> its bytes from start to stop,
-    uint8[stop - start]. Adapters of older versions recorded this digest."""
+    uint8[stop - start]. It is the Digest.sampled of one tensor."""
     last = max(0, size - _SAMPLE_BYTES)
     starts = sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
     # All blocks in one call: hashlib releases Python's lock for each larger piece, and taking it again can be slow.
@@ -166,9 +170,10 @@ def cache_folder() -> Path:
 
 
 class DigestCache:
-    """A cache on disk, for one checkpoint, of the digests of tensors that would be read only for their digest. Each
-    load makes one, which reads what earlier loads saved; if there is nothing usable, it begins empty. `get` looks a
-    digest up, `put` adds one, and `save` writes the cache at the end of a load; thread-safe.
+    """A cache on disk, for one checkpoint, of the digests (Digest.whole) of tensors that are divided over devices, of
+    which a load would read every byte only for the base model's identity. Each load makes one, which reads what earlier
+    loads saved; if there is nothing usable, it begins empty. `get` looks a digest up, `put` adds one, and `save` writes
+    the cache at the end of a load; thread-safe.
 
     Args:
       files: the weight files of the checkpoint; the cached digests are valid while none of them changes.
@@ -198,7 +203,7 @@ class DigestCache:
 
     def get(self, name: str) -> bytes | None:
         """The digest over every byte of the tensor of this name (`Digest.whole`) that an earlier load saved or `put`
-        added; None if there is none, or the files have changed since it was saved."""
+        added; None if there is none, or the files had changed between that load and the making of this cache."""
         known = self._known.get(name)
         return None if known is None else bytes.fromhex(known)
 

@@ -1,5 +1,6 @@
 """Translates between a model's expert matrices and the way checkpoints store them: `gather_experts` and `read_stacked`
-when a model is loaded, `split_experts` and `pieces_of` when it is saved.
+when a model is loaded; when it is saved, `pieces_of` names the tensors of files, and `split_experts` plans how a matrix
+that is not quantised is written to them (stored_weights.group plans quantised ones).
 
 A model here, like transformers 5's classes, has one gate_up_proj and one down_proj with the matrices of all experts.
 Checkpoints on the hub have one linear per expert and matrix (Qwen3-MoE, and Mixtral under other names), or all experts
@@ -42,16 +43,18 @@ def gather_experts(
     """Combines the entries of single experts' matrices to one entry for each expert matrix [E, rows, in] of the model,
     under the model's name for it: a StackedEntry, or a StoredEntry if they are quantised. The loader calls it for a
     mixture of experts. Returns {name: entry} with these and all other entries of the checkpoint. In all names, the
-    family's module of experts (such as block_sparse_moe) is replaced by the model's, mlp.
+    family's module of experts (such as block_sparse_moe) is replaced by the model's, mlp; the entries of tensors that
+    are not combined keep the files' names in `name`.
 
     Args:
       entries: {name: entry} of the files' tensors, with those of each quantised weight combined
         (stored_weights.gather).
       files: how the family names the matrices of single experts in files; None: the family's files store all experts of
-        a layer in one tensor, and nothing is combined.
+        a layer in one tensor, and nothing is combined or renamed.
       num_experts: the number of experts of each layer, by the config.
     Raises:
-      ValueError: the matrix of an expert is missing, is one too many, or does not fit the others.
+      ValueError: the matrix of an expert is missing, is one too many, does not fit the others, or cannot be read
+        (headers.check_entry).
     """
     if files is None:
         return dict(entries)
@@ -116,7 +119,8 @@ class ExpertPiece(NamedTuple):
 
 def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[ExpertPiece]]:
     """The tensors in which files store an expert matrix, one for each expert and matrix (gate, up or down): (the number
-    of rows of each, the tensors in the order of experts and rows). Saving a model divides the matrix by it.
+    of rows of each, the tensors in the order of experts and rows). Saving a model divides the matrix by it, also a
+    quantised one. Another name than that of an expert matrix fails an assertion.
 
     name: the model's name of the matrix, such as model.layers.0.mlp.experts.gate_up_proj. shape: its shape, (E, rows,
     in). files: how the family names experts in files.

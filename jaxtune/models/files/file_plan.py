@@ -1,7 +1,8 @@
 """A plan of the tensors that are written to files: their shapes are known first, and each is computed when it is
-written. Checkpoints and exports are planned so, because a file's header precedes its data, and the tensors of a changed
-model do not all fit in memory. A plan is a dict of Groups, one for each tensor of the model. A Group consists of
-Pieces, a Piece of tensors of a file; `one` makes a Group of a single tensor, and `size_bytes` adds up a plan."""
+written. Checkpoints, and models exported as safetensors, are planned so, because a file's header precedes its data, and
+the tensors of a changed model do not all fit in memory. A plan (Planned) is a dict of Groups, one for each tensor of
+the model and each passthrough tensor. A Group consists of Pieces, a Piece of tensors of a file; `one` makes a Group of
+a single tensor, and `size_bytes` adds up a plan."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from jaxtune.pallas.formats.layout import FileTensor
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tensors of a file that are computed at once from a part of one of the model's tensors, such as one expert of an
-    expert matrix. A Group consists of pieces, so that such a part is cut only once for its codes and its scales."""
+    """Tensors of a file that are computed, one after another, from the same part of one of the model's tensors, such as
+    one expert of an expert matrix. A Group consists of pieces, so that such a part is cut only once for its codes and
+    its scales."""
 
     # {name in the file: its FileTensor: the shape, the dtype, and the function that computes it from the part}
     tensors: Mapping[str, FileTensor]
@@ -92,7 +94,7 @@ def one(name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], of
 
 def size_bytes(planned: Planned) -> int:
     """Bytes that the files of a plan need on disk: those of all tensors, and 16 MiB for config, tokenizer and headers.
-    Before anything is written, saving checks that the disk has them (require_space).
+    Before weights are written, saving and exporting check that the disk has them (require_space).
 
     planned: {name of a model's tensor: the Group of the file tensors that are computed from it}."""
     return sum(group.size_bytes for group in planned.values()) + (16 << 20)

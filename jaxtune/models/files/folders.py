@@ -17,7 +17,8 @@ from jaxtune.system.files import hold, remove_left, sync, temporary_path
 
 def require_new(path: str | os.PathLike, what: str) -> Path:
     """Checks that an output folder can be created: returns the absolute `path`, with symbolic links resolved, if
-    nothing exists there, or an empty folder, so that nothing is ever overwritten. Nothing is created.
+    nothing exists there, or an empty folder, so that nothing is ever overwritten. Nothing is created. Saving a
+    model and exporting call it before anything is written, and new_folder calls it again.
 
     what: the name of the calling function, such as "save_pretrained", with which the error message begins.
 

@@ -37,7 +37,9 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a safetensors file, as the file's header describes it; its bytes have not been read."""
+    """A tensor in a safetensors file, as the file's header describes it; its bytes have not been read. Its subclasses
+    StoredEntry (a quantised weight) and StackedEntry (an expert matrix) stand for several tensors of files that are one
+    tensor of the model."""
 
     name: str  # of the tensor in the file
     dtype: str  # safetensors' name of its dtype, such as "BF16"
@@ -50,7 +52,7 @@ class TensorEntry:
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """{name: entry} of the tensors of a safetensors file, from its header alone; the file's metadata are left out. The
     safetensors library decides whether the header is valid. Whether the tensors have dtypes that can be used is left to
-    check_entry.
+    check_entry and check_size.
 
     Raises:
       ValueError: a file that is truncated or too long, with its expected and actual size, or that is not safetensors.

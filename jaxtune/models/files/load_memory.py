@@ -29,11 +29,11 @@ def load_bytes(
     decoded: Collection[str] = (),
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
 ) -> int:
-    """Bytes of device memory that all tensors of a model take on a device that has the whole model; nothing is read.
+    """Bytes of device memory that the tensors in `shapes` take on a device that has all of each; nothing is read.
     Pretrained.device_bytes, which plans and the check of free memory ask, calls it.
 
     Args:
-      shapes: {name: shape} of the tensors.
+      shapes: {name: shape} of the model's tensors, without those that stay in host memory.
       entries: {name: entry in files} of the tensors.
       dtype: of tensors that the model does not keep quantised.
       encoded: {name: format} of tensors that are quantised on loading.
@@ -72,8 +72,8 @@ def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None)
       folder: the model, for the error.
       need_bytes: of the weights.
       how: the dtype or format that they are loaded in, for the error.
-      nf4_bytes: of the same model in NF4, which the error recommends if it would fit; None where it cannot be loaded in
-        NF4.
+      nf4_bytes: of the same model in NF4, which the error recommends if it would fit; None where it is loaded in NF4
+        already, or cannot be because its files store it quantised.
     """
     device = jax.local_devices()[0]
     limit, free = _memory(device)
@@ -101,7 +101,7 @@ def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None)
 
 def _memory(device: Any) -> tuple[int | None, int]:
     """(bytes of a device that JAX may use, free bytes of these); (None, 0) for a device that does not report them, such
-    as a CPU. device: a jax.Device."""
+    as a CPU. require_room compares a model's weights with them. device: a jax.Device."""
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     return (None, 0) if not limit else (limit, limit - stats.get("bytes_in_use", 0))

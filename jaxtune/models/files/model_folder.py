@@ -48,14 +48,15 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
     """Writes a JSON object (`value`) to a file, which always has its old content or the new one, never a part of it. It
-    does not wait until the disk has the file; `new_folder`, in which models are written, does so for the whole folder.
-    config.json and the index of shards are written by it. Raises OSError if the file cannot be written."""
+    does not wait until the disk has the file, which a power failure may still damage; `new_folder`, in which models are
+    written, waits for the whole folder. config.json and the index of shards are written by it. Raises OSError if the
+    file cannot be written."""
     atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
 
 
 def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer: Any) -> None:
-    """Writes the files of a model's or adapter's folder that are neither weights nor config.json. Files of the same
-    names are replaced. Saving and exporting models and adapters calls it after the weights are written.
+    """Writes the files of a model's or adapter's folder that are neither weights nor config. Files of the same names
+    are replaced. Saving and exporting models and adapters calls it after the weights are written.
 
     Args:
       folder: the folder, which exists.
@@ -106,7 +107,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     which the shards of a checkpoint are found and checked.
 
     Raises:
-      ValueError: it has no such map, or names a file that is not in its own folder.
+      ValueError: it cannot be read, has no such map, or names a file by a path rather than a name in its own folder;
+        whether the file is there is not checked.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -119,7 +121,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def resolve_folder(path: str | os.PathLike) -> Path:
     """The local folder of a model: `path` itself if it is a folder, or else the snapshot of a model on the Hugging Face
-    hub. What is in a local or a downloaded folder is not checked.
+    hub, downloaded if need be. The loader calls it first. What is in a local or a downloaded folder is not checked.
 
     A snapshot in the local cache is used without asking the hub if it is complete and has a tokenizer. Otherwise the
     files that are missing are downloaded: config, safetensors and tokenizer, but no pickles. If that fails, a snapshot
@@ -192,11 +194,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 def find_config(path: str | os.PathLike) -> dict[str, Any]:
     """The parsed config.json of a model whose weights are not needed, for example to plan memory. `path` is a folder, a
     JSON file, the name of a published model whose config this package contains (PUBLISHED, published.py), or another
-    name on the Hugging Face hub, from which this one file is then fetched into the local cache. They are tried in this
-    order. The caller may change what is returned.
+    name on the Hugging Face hub, from which this one file is then fetched into the local cache. The first of these that
+    there is, in this order, is used. The caller may change what is returned.
 
     Raises:
-      ValueError: it is found in none of them, or the file is not a JSON object.
+      ValueError: there is none of them, a folder has no config.json, or the file is not a JSON object.
     """
     name = os.fspath(path)
     local = Path(name).expanduser()
@@ -219,8 +221,8 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
 def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
     """{name: entry} of every tensor in a folder's safetensors files: of model.safetensors if there is one, otherwise of
     the shards that the index names, checked against the index. The loader matches them with what the model needs, and
-    an export compares them with what it wrote. Only the headers are read. Buffers of rotary embeddings, which older
-    versions of transformers saved, are left out.
+    an export compares them with what it wrote. Only the headers are read. Tensors of these shards that the index does
+    not name are included. Buffers of rotary embeddings, which older versions of transformers saved, are left out.
 
     Raises:
       ValueError: missing or damaged files, an index that contradicts them, or weights in pickles, which can run code.
@@ -303,8 +305,8 @@ _TOKENIZER_CHECKS: dict[str, Callable[[str, Any], None]] = {
 
 def require_tokenizer(folder: Path) -> None:
     """Raises ValueError if a model's folder has no usable config.json, or none of the files from which a tokenizer is
-    loaded; the error says which file is missing. Only the names of tokenizer files are looked at. So a run is refused
-    before anything is loaded."""
+    loaded; the error says which file is missing. Only the names of tokenizer files are looked at. By it a run whose
+    model is a local folder, and whose config names no other tokenizer, is refused before anything is loaded."""
     read_config(folder)
     if not _has_tokenizer(folder):
         raise ValueError(
@@ -316,8 +318,8 @@ def require_tokenizer(folder: Path) -> None:
 def load_tokenizer(folder: Path):
     """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files. Code that comes with the folder
     is never run. The first call imports transformers, which takes seconds, and sets the environment variable
-    TRANSFORMERS_NO_ADVISORY_WARNINGS. If sys.modules has None for torch, by which the command hides torch from
-    transformers, that entry is removed.
+    TRANSFORMERS_NO_ADVISORY_WARNINGS unless it is set. If sys.modules has None for torch, by which the command hides
+    torch from transformers, that entry is removed.
 
     Raises:
       ValueError: files from which no tokenizer can be built; a value of the wrong type, with file and key.

@@ -44,7 +44,7 @@ def divide(
         processors.
     Raises:
       ValueError: a passthrough tensor that cannot be copied, as its dtype is not one of 16- or 32-bit floats and it is
-        in no known format, or its size does not fit its shape.
+        in no known format, its size does not fit its shape, or codes or scales of a quantised one are missing.
     """
     beside = tuple(entry for name, entry in entries.items() if is_passthrough(name, config.family))
     if not beside:
@@ -71,8 +71,8 @@ def stored_in(beside: Passthrough | None) -> set[str]:
 
 def _gathered(tensors: tuple[headers.TensorEntry, ...]) -> Iterable[headers.TensorEntry]:
     """The entries of passthrough tensors (`tensors`, as files have them), with all tensors of each quantised weight,
-    such as codes and scales, combined to one StoredEntry. Raises ValueError if some of these are missing or do not
-    fit."""
+    such as codes and scales, combined to one StoredEntry. By them tensors are checked when the model is loaded,
+    and planned when it is saved. Raises ValueError if some of these are missing or do not fit."""
     return stored_weights.gather({entry.name: entry for entry in tensors}).values()
 
 
@@ -120,14 +120,15 @@ def whole_config(
 ) -> dict[str, Any]:
     """config.json of a saved model that includes passthrough tensors. If the text model was nested in a whole model, it
     is the config.json of the folder from which the model was loaded, with what was changed since: the text part's
-    config, dtypes, and quantisation. Otherwise it is `hf`. In both, quantization_config lists the passthrough tensors
-    as not quantised.
+    config, dtypes, quantisation, "qat", auto_map and tie_word_embeddings. Otherwise it is `hf`. In both, the lists of
+    unquantised modules that quantization_config has, if any, also name the passthrough tensors.
 
     Args:
       hf: config.json of the text model as it would be saved alone, with all that saving adds, such as dtype and
         quantization_config.
-      own: the keys of config.json that the family writes for `config` (Family.to_hf), and no others.
-      config: the config of the text model. If it is still that of the folder, the folder's keys stay as they are.
+      own: the keys of config.json that the family writes for `config` (Family.to_hf), and no others. Where the text
+        part's config has changed, they replace the folder's, except architectures and ids of special tokens.
+      config: the config of the text model. If it is still that of the folder, `own` is not used.
       passthrough: the tensors, with the folder's config.json if the text model is nested in it; None: the model has no
         such tensors, and a copy of `hf` is returned.
     """
@@ -166,7 +167,8 @@ def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Cal
 
     Only the lists (SKIPPED) that the entry already has are extended. Readers interpret them differently: some match
     whole names of linears, some match prefixes, and compressed-tensors (the list "ignore") matches whole names and
-    regular expressions. All forms are written.
+    regular expressions. So the names of linears are written and, before them, the modules, as regular expressions in
+    "ignore".
 
     name_of: maps the module names that the lists already contain to names in the saved model.
     """

@@ -1,5 +1,6 @@
-"""The config.json of published models, from which a memory plan can be made without their weights and without a
-connection to the hub. PUBLISHED is {hub name: parsed content}, in which model_folder.find_config looks names up."""
+"""The config.json of published models (of multimodal ones, of the text model alone), with the keys that a DecoderConfig
+is made of, from which a memory plan can be made without their weights and without a connection to the hub. PUBLISHED is
+{hub name: {key: value}}, in which model_folder.find_config looks names up; benchmarks take shapes from it."""
 
 from __future__ import annotations
 

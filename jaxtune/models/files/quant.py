@@ -42,7 +42,8 @@ def encode(array: jax.Array, load_in: str) -> Stored:
     """Quantises a 16- or 32-bit weight, `array` [..., out, in], to the format that `load_in` names (a value of
     model.load_in, such as "nf4"); the caller has checked the name (check_load_in). Returns it as a Stored, a pytree
     with the codes and scales. The function may be traced, for example to derive the shapes (jax.eval_shape). Weights
-    are quantised by it when a model is loaded, saved in a format, or changed in memory (quantize)."""
+    are quantised by it when a model is loaded, saved in a format, or changed in memory (quantize). Raises ValueError
+    for a shape that the format cannot store, such as rows that are not whole blocks of NVFP4."""
     return FORMATS[load_in].encode(array)
 
 
@@ -61,7 +62,8 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
       a new model whose tensors are all frozen: quantised weights are trained through adapters (get_peft_model). Its
         `qat` is None, because its weights are no longer on a grid to which QAT rounded them.
     Raises:
-      ValueError: another format; a model with adapters; a name in skip_modules that matches no linear.
+      ValueError: another format; a model with adapters; a name in skip_modules that matches nothing; a matrix that the
+        format cannot store (encode).
     """
     check_load_in(load_in)
     if has_adapter(model):
@@ -162,8 +164,8 @@ def prepare_qat(
       input_scales: {name of a linear: scale under which its activations are rounded}, from observed_scales, for formats
         that observe scales (nvfp4-nvfp4); None: those that the model has from an earlier QAT. Other formats ignore it.
     Raises:
-      ValueError: another format or size; a size that divides no matrix's input; a format that observes scales, and a
-        linear without one, or a model with experts.
+      ValueError: another format, size or `gradients`; a size that divides no matrix's input; a format that observes
+        scales, and a linear without one, or a model with experts.
     """
     size = QAT_GROUPS[format][-1] if group_size is None and format in QAT_GROUPS else group_size
     scales = tuple((known_scales(model) if input_scales is None else input_scales).items())
@@ -171,10 +173,10 @@ def prepare_qat(
 
 
 def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
-    """A new model over the same arrays whose linears and experts round to the grid `spec` when they compute, as
-    prepare_qat makes one. The grid's dtype may differ from the model's here, because an adapter that is loaded again
-    must compute on the grid on which it was trained, which its file records. An earlier rounding is removed. Routers,
-    and matrices whose input size is no multiple of the numbers that share a scale, are not rounded.
+    """A new model over the same arrays whose linears and experts round to the grid `spec` when they compute;
+    prepare_qat makes a grid and calls it. The grid's dtype may differ from the model's here, because an adapter that is
+    loaded again must compute on the grid on which it was trained, which its file records. An earlier rounding is
+    removed. Routers, and matrices whose input size is no multiple of the numbers that share a scale, are not rounded.
 
     Raises:
       ValueError: a size that divides no matrix's input; a grid whose format observes scales of activations and that
@@ -218,7 +220,7 @@ def convert_qat(model: Decoder) -> Decoder:
     merge_adapter.
 
     Raises:
-      ValueError: a model that is not prepared for QAT, or that has adapters.
+      ValueError: a model that is not prepared for QAT, or in which a matrix that is rounded has an adapter.
     """
     spec = qat_spec(model)
     if spec is None:
@@ -248,8 +250,9 @@ def round_to_grid(weight: jax.Array, spec: FakeQuant, transposed: bool = False) 
 
 
 def qat_spec(model: Decoder) -> FakeQuant | None:
-    """The grid to which a model that is prepared for QAT rounds its weights when it computes; None for other models,
-    also for one whose weights were rounded for good (its `qat` has the grid)."""
+    """The grid to which a model that is prepared for QAT rounds its weights when it computes, without observed scales
+    of activations, which the linears have (observed_inputs.recorded adds them); None for other models, also for one
+    whose weights were rounded for good (its `qat` has the grid). Exports, reports and adapters' files ask it."""
     return next((matrix.fake_quant for _, matrix in matrices(model) if matrix.fake_quant is not None), None)
 
 
@@ -264,9 +267,9 @@ def qat_config(model: Decoder) -> dict[str, Any] | None:
     """The entry "qat" of config.json for a model whose weights QAT rounded to a grid (model.qat); None for other
     models. From it `grid_of` reads the grid when the model is loaded again.
 
-    It records format, group size, the dtype of values and scales, and the modules that are not rounded
-    (modules_to_not_convert: the head and what `not_quantized` names). There is no standard key for this: the weights
-    are plain 16-bit ones, and with `quantization_config` loaders would look for packed tensors.
+    It records format, group size, the dtype of values and scales, observed scales of activations if there are any, and
+    modules that are not rounded (modules_to_not_convert: the head and what `not_quantized` names). There is no standard
+    key for this: the weights are plain arrays, and with `quantization_config` loaders would look for packed tensors.
 
     Raises:
       ValueError: the model's dtype cannot represent the grid's values.
@@ -285,7 +288,7 @@ def qat_config(model: Decoder) -> dict[str, Any] | None:
 def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
     """The grid that a config.json records for its weights under "qat" (qat_config); None where it has no such entry. If
     the entry has no dtype, as those of older versions, the grid has the dtype of the weights by the same file. The
-    loader sets the model's `qat` to it.
+    loader sets the model's `qat` to it, unless it quantises weights, which are then not on the grid.
 
     Args:
       where: the file's name, for errors.
@@ -308,13 +311,14 @@ def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, 
     """Refuses a checkpoint whose weights are not stored as load_in or its own config.json says: quantised weights in
     another format than load_in, or no quantised weight although quantization_config names a format. The latter is
     allowed if load_in is that format, because the weights are then quantised to it, or if passthrough tensors are in
-    it. A checkpoint of plain weights may have any load_in. The loader calls it before it reads any weight.
+    it. Plain weights without a quantization_config may have any load_in. The loader calls it before it reads any
+    weight.
 
     Args:
       folder: the checkpoint, for errors.
       hf: its config.json, parsed.
-      stored: names of the formats of its quantised weights; empty if all weights have 16 bits or more.
-      load_in: the format that is asked for, or None, which allows each.
+      stored: names of the formats of the weights that stay quantised in the model; empty if there are none.
+      load_in: the format that is asked for, or None, with which quantised weights may be in any format.
       beside: names of the formats of passthrough tensors, with which the model does not compute, such as a vision
         tower's.
     Raises:
@@ -336,8 +340,8 @@ def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, 
 
 def quantization_config(model: Decoder) -> Config | None:
     """The entry "quantization_config" of config.json for a model, as transformers reads it: the format of its quantised
-    weights, and the names of the linears that are not quantised, the head's included. None where no weight is
-    quantised.
+    weights, and the names of the linears and experts that are not quantised, the head's included. None where no weight
+    is quantised. Saving a model calls it; exports in int4 (export/w4a16.py) have a function of their own.
 
     Raises:
       ValueError: weights in several formats, which config.json cannot say.

@@ -40,9 +40,9 @@ def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
 
 def _are_finite(tensor: jax.Array | np.ndarray | Stored) -> list[jax.Array | bool]:
     """Whether all numbers are finite, for each part of a tensor: the results of `_all_finite`, for which this function
-    does not wait, so that reading continues. The parts are those that this process has of an array on devices (none if
-    it has none). A tensor in host memory is copied to the device in parts of 256 MiB, and their results are waited
-    for."""
+    does not wait, so that reading continues; _require_finite does. The parts are those that this process has of an
+    array on devices (none if it has none). A tensor in host memory is copied to the device in parts of 256 MiB, or one
+    larger row, and their results are waited for."""
     if not isinstance(tensor, np.ndarray):
         return [_all_finite(part) for part in partition.addressable(tensor)]
     rows = max(1, _PIECE_BYTES * len(tensor) // max(tensor.nbytes, 1))
@@ -56,7 +56,7 @@ def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[
     Args:
       entries: {name: entry in files}.
       finite: {name: [whether the numbers are finite, for each of the tensor's parts] (_are_finite)}.
-      dtype: the dtype that the error names, to which the tensors were cast.
+      dtype: the dtype that the error names, to which tensors are cast unless read_tensors' `dtypes` names another.
     """
     if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
         files = sorted({entries[name].file.name for name in broken})
@@ -77,21 +77,21 @@ def read_tensors(
     stay: Collection[str] = (),
 ) -> tuple[dict[str, jax.Array | np.ndarray | Stored], Digest]:
     """Reads tensors, casts, encodes or decodes them, places them on devices, and checks there that they are finite.
-    Eight threads read them in the order of the files. Host memory has at most 1 GiB of them, or one larger tensor.
+    Eight threads read them in the order of the files; at a time at most 1 GiB of the files, or one larger tensor.
 
     Args:
       entries: {name: entry in files}.
       dtype: of tensors that are not kept quantised; those that are encoded are cast to it first.
       encoded: {name: format} of tensors that are quantised on the device, one at a time.
       decoded: names of quantised tensors to decode to their dtype. Those in formats that no model keeps always are.
-      cancelled: once another thread sets it, the function raises CancelledError; None: it cannot be cancelled.
+      cancelled: once another thread sets it, CancelledError is raised before the next tensor, if there is one, begins.
       where: (name, tensor) -> the sharding of its arrays, called in threads; None: the default device. `tensor` is the
-        array or quantised weight, or only its shape. Of a divided tensor only this process's parts are read, unless it
-        is quantised or encoded; its digest, which needs all of it, is cached on disk.
+        array or quantised weight, or only its shape. Of a divided tensor only this process's parts are kept in memory,
+        unless it is quantised or encoded. The rest is read for its digest, unless that is cached on disk.
       dtypes: {name: dtype} of tensors that are cast to another dtype than `dtype`.
-      stay: names of tensors, none of them quantised, that stay in host memory as numpy arrays, beyond that 1 GiB.
+      stay: names of plain tensors, not divided by `where`, that stay in host memory as numpy arrays, beyond that 1 GiB.
     Returns ({name: array or quantised weight}, digest of all tensors as they are stored, in the order of their names).
-    Raises ValueError for values that are not finite in `dtype` or that a format does not allow, and CancelledError.
+    Raises CancelledError, and ValueError for files that end early, or values not finite after the cast or not allowed.
     """
     one_at_a_time, digest_cache = threading.Lock(), DigestCache(entry.file for entry in entries.values())
 
