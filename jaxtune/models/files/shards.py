@@ -102,8 +102,8 @@ def over_devices(
 
 
 def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:
-    """Divides tensors, in order, into shards (lists of names) of at most max_shard_bytes; a larger tensor gets a shard of
-    its own. A shard is one of the files into which the weights of a checkpoint are divided.
+    """Divides tensors, in order, into shards (lists of names) of at most max_shard_bytes; a larger tensor gets its own
+    shard. A shard is one of the files into which the weights of a checkpoint are divided.
 
     sizes_bytes: (name, bytes) of each tensor. What write_checkpoint must keep in one file, such as the codes and scales
     of a weight, it gives as one.

@@ -71,7 +71,7 @@ def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.Tens
 
 
 def _require_owned(name: str, entry: headers.TensorEntry) -> None:
-    """Raises ValueError if a tensor (`entry`) is by the end of its name a scale, or another tensor that only accompanies
+    """Raises ValueError if a tensor (`entry`), by the end of its name, is a scale or another one that only accompanies
     the codes of a quantised weight. `gather` calls it for all tensors that it could not assign to codes."""
     kinds = [each for each in layouts() if (found := each.key_of(name)) is not None and found[1] in each.others]
     if kinds:
