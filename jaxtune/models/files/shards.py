@@ -65,8 +65,8 @@ def entry_digest(
     name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], known: bytes | None = None
 ) -> Digest:
     """The digest of a tensor in files that `entry` describes; the digests of all tensors, joined, identify a base model
-    with its config. The loader calls it for tensors that are divided over devices, because no process has all their
-    bytes in memory; it digests others in memory (Digest.of).
+    with its config. The loader calls it for tensors that are divided over devices, which it never has in memory in one
+    piece; it digests others in memory (Digest.of).
 
     name: the name that the digest covers, the model's name of the tensor, which the file's may differ from. read:
     (start, stop) -> the tensor's bytes from start to before stop, uint8; its errors are raised. known: `Digest.whole`
