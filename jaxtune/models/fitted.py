@@ -1,15 +1,17 @@
-"""Numbers of the planner and the stack that were fitted to measurements instead of derived from shapes.
+"""Numbers that were fitted to measurements instead of derived from shapes: by them the planner forecasts the time and
+memory of steps, and the stack distributes transfers over a layer.
 
 Each table has the numbers of one operation, by device and implementation (a name that `pallas/dispatch.py` uses), with
 their source (jaxtune/pallas/fitted.py). A device or implementation without numbers gets those of another. A class
 describes an entry of the table that follows it: classes in -Time, and AttentionStage, are of durations, DeviceShares is
-of rates, and classes in -Bytes are of memory. Numbers that belong to one format of weights are in that format's
-declaration.
+of rates, and classes in -Bytes are of memory. Entries of FLOAT32_HEAD_TIME are single numbers. Numbers that belong to
+one format of weights are in that format's declaration.
 
     ATTENTION_TIME.of("cudnn", "NVIDIA H200").backward
 
-Times are relative to large matrix products on the same device, whose rates are in `train/planning/devices.py`. Bytes
-are multiples of the bytes of a layer's values. tests/gpu/aot/test_memory.py checks the bytes against compiled programs,
+Times of products and attention are relative to large matrix products on the same device, others to copies within it;
+the rates of both are in `train/planning/devices.py`. StepTime also has seconds. Bytes are multiples of the bytes of
+values that a comment names. tests/gpu/aot/test_memory.py checks the bytes against compiled programs,
 and benchmarks/train records times and bytes on the device."""
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ ATTENTION_TIME = Fitted(
 @dataclasses.dataclass(frozen=True)
 class AttentionStage:
     """The duration of attention over whole rows, relative to large matrix products on the same device. The stack
-    (stack.py) needs it to distribute copies of residuals to and from the host over a layer's segments in proportion to
-    how long each segment computes."""
+    (stack.py), not the planner, needs it, to distribute copies of residuals to and from the host over a layer's
+    segments in proportion to how long each segment computes. Multiplications are counted as for AttentionTime."""
 
     slower: float  # its forward's duration for long rows over that of products with as many multiplications
     half_tokens: float  # length of a row, in tokens, at which it takes twice as long per multiplication as in long ones
@@ -68,7 +70,8 @@ ATTENTION_STAGE = Fitted(
 @dataclasses.dataclass(frozen=True)
 class WideAttentionTime:
     """How many times as long attention with head dims above 256 takes as attention with narrower heads and as many
-    multiplications, whose duration ATTENTION_TIME and ATTENTION_STAGE give. Another kernel computes it."""
+    multiplications, whose duration ATTENTION_TIME and ATTENTION_STAGE give. Another kernel computes it. Planner and
+    stack multiply the duration by these ratios."""
 
     forward: float  # the ratio of the durations of the forward
     backward: float  # the ratio of the durations of the backward
@@ -118,7 +121,9 @@ class ProductTime:
     passes_forward: float
     passes_backward: float  # the same in the backward
     decoded_bytes: float  # bytes that are moved to decode one number of a quantised weight
-    decoded_share: float  # the speed at which these bytes move, divided by that of a copy within the device
+    # the speed at which these bytes move, divided by that of a copy within the device; residuals are rounded to FP8 and
+    # read again at the same speed
+    decoded_share: float
     experts: float  # the speed of experts' products, with the sorting of rows, divided by that of dense products
 
 
@@ -139,7 +144,8 @@ PRODUCT_TIME = Fitted(
 )
 
 
-# How many times as long a product with a head in float32 takes as one in 16 bits.
+# How many times as long a product with a head in float32 takes as one in 16 bits, for the planner's forecast on Hopper
+# GPUs; for others it takes the ratio from data sheets.
 FLOAT32_HEAD_TIME = Fitted(
     {
         ("H200", "xla"): (
@@ -218,7 +224,8 @@ STEP_TIME = Fitted(
 @dataclasses.dataclass(frozen=True)
 class DeviceShares:
     """The shares of a rate that a device sustains, numbers from 0 to 1. The planner multiplies the rates of a device's
-    data sheet by them, or by `sustained` the measured rate of products."""
+    data sheet by them. Where rates were measured on the machine, it multiplies that of products by `sustained`, and
+    takes those of copies as they are; that of collectives always comes from the data sheet."""
 
     products: float  # of matrix products
     copies: float  # of copies within the device
@@ -280,10 +287,11 @@ DELTA_NET_BYTES = Fitted(
 @dataclasses.dataclass(frozen=True)
 class MLPBytes:
     """Memory of an MLP in addition to the residuals, for the planner, in multiples of the bytes of the layer's input.
-    An MLP runs whole, or in tiles of tokens, a tile at a time."""
+    An MLP runs whole, or in tiles of tokens, a tile at a time. In the table "mosaic" is the kernel that overwrites gate
+    and up with their gradients."""
 
     forward: float  # temporary values at the end of the layer's forward
-    own: float  # further values of the MLP's own backward, beside the activation and the gradients
+    own: float  # further values of the MLP's own backward, beside the activation and the gradients; not of "mosaic"
     around: float  # partial gradients of the layer's other segments during the MLP's backward, if it runs whole
     around_tiles: float  # the same if the MLP runs in tiles
 
@@ -302,14 +310,18 @@ class ExpertsBytes:
     array that each field's comment names first. The sorted rows are each token's hidden state once for each of its
     experts; gate_up is the output of the experts' gate and up products. The backward's peak is at one of two moments,
     of which the planner takes the larger. At the first moment the backward has two arrays of gate_up's size. At the
-    second moment it has one of these and the gradients of the rows."""
+    second moment it has one of these and the gradients of the rows.
+
+    In the table "mosaic" is for products that gather rows themselves, of which the planner reads only `forward`, `own`
+    and `rows`."""
 
     forward: float  # of the layer's input: temporary values at the end of the layer's forward
     own: float  # of the layer's input: further values of the backward, at both moments
     rows: float  # of the sorted rows: values at the second moment in addition to one array of gate_up's size
     rows_beside: float  # of the sorted rows: values at the first moment in addition to two arrays of gate_up's size
     rows_again: float  # of the sorted rows: all values at the second moment if the backward recomputes gate_up
-    decoded: float  # of the experts' largest weight in the compute dtype: that weight, if it is stored quantised
+    # of the experts' largest quantised weight in the compute dtype: that weight, decoded, at the second moment
+    decoded: float
 
 
 _EXPERTS = ExpertsBytes(forward=2.9, own=0.6, rows=1.3, rows_beside=0.0, rows_again=0.0, decoded=0.0)
@@ -326,8 +338,8 @@ EXPERTS_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AllocatorBytes:
-    """Memory that XLA's allocator takes beyond the sum of the values that exist at a time, for the planner. Each number
-    is a multiple of the bytes of the values that its comment names."""
+    """Memory of values on their way to the host and of values around the loss, for the planner. XLA's allocator takes
+    more than the bytes of the values themselves. Each number is a multiple of the bytes that its comment names."""
 
     # of the bytes of values that are being copied to the host: those values with the gaps that they leave in memory
     leaving: float

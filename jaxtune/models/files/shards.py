@@ -1,9 +1,10 @@
 """Reads and writes the tensors of safetensors files, one at a time: `read_tensor`, `read_bytes` and `over_devices` read
-one, and `entry_digest` computes its digest, which is a part of a base model's identity. `plan_shards` divides tensors
-among files, `write_file` writes a file and returns a Written for each tensor, by which `is_as_written` verifies what
-was written. headers.py reads the headers.
+one, and `entry_digest` computes the digest of a divided one, a part of a base model's identity. `plan_shards` divides
+tensors among files, `write_file` writes a file and returns a Written for each tensor, by which `is_as_written` verifies
+what was written. headers.py reads the headers.
 
-Files are read by positioned reads and not mapped, so that memory can be freed and threads can share the work.
+Models are loaded, saved and exported by these functions, and adapters' files are read and written. Files are read by
+positioned reads and not mapped, so that memory can be freed and threads can share the work.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ _READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call
 
 def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> np.ndarray:
     """The bytes of a tensor from `start` to before `stop` (None: to its end), counted from the tensor's first byte:
-    uint8[n], whatever its dtype. The loader and read_tensor read by it. entry: where the tensor is.
+    uint8[n], whatever its dtype. The loader reads by it, also parts of tensors that are divided over devices, and
+    read_tensor does. entry: where the tensor is.
 
     Raises:
       ValueError: the file ends early.
+      OSError: the file cannot be read.
     """
     size = (entry.size_bytes if stop is None else stop) - start
     data = np.empty(size, np.uint8)
@@ -53,19 +56,21 @@ def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> n
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
     """Reads the whole tensor of an entry from its file: a numpy array in its stored dtype and shape, with memory of its
-    own. The caller has checked dtype and size (check_entry or check_size). Raises ValueError if the file ends early."""
+    own. The caller has checked dtype and size (check_entry or check_size). Tensors of quantised weights, of adapters'
+    files and passthrough tensors are read by it. Raises ValueError if the file ends early."""
     return read_bytes(entry).view(STORED[entry.dtype]).reshape(entry.shape)
 
 
 def entry_digest(
     name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], known: bytes | None = None
 ) -> Digest:
-    """The digest of the tensor of a file that `entry` describes; the digests of all tensors, joined, identify a base
-    model. The loader calls it for tensors that are divided over devices.
+    """The digest of a tensor in files that `entry` describes; the digests of all tensors, joined, identify a base model
+    with its config. The loader calls it for tensors that are divided over devices, which it never has in memory in one
+    piece; it digests others in memory (Digest.of).
 
     name: the name that the digest covers, the model's name of the tensor, which the file's may differ from. read:
-    (start, stop) -> the tensor's bytes from start to before stop, uint8. known: `Digest.whole` of the tensor if it is
-    cached, so that only samples are read; None: every byte is read.
+    (start, stop) -> the tensor's bytes from start to before stop, uint8; its errors are raised. known: `Digest.whole`
+    of the tensor if it is cached; then only the bytes for `Digest.sampled` are read. None: every byte is read.
     """
     return Digest.read(name, STORED[entry.dtype], entry.shape, entry.size_bytes, read, known)
 
@@ -97,8 +102,8 @@ def over_devices(
 
 
 def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:
-    """Divides tensors, in order, into shards (lists of names) of at most max_shard_bytes; a larger one gets its own. A
-    shard is one of the files into which the weights of a checkpoint are divided.
+    """Divides tensors, in order, into shards (lists of names) of at most max_shard_bytes; a larger tensor gets its own
+    shard. A shard is one of the files into which the weights of a checkpoint are divided.
 
     sizes_bytes: (name, bytes) of each tensor. What write_checkpoint must keep in one file, such as the codes and scales
     of a weight, it gives as one.
@@ -121,17 +126,19 @@ def write_file(
     metadata: Mapping[str, str] = types.MappingProxyType({}),
     advanced: Callable[[int], Any] = lambda _: None,
 ) -> dict[str, Written]:
-    """Writes one safetensors file while the tensors are computed, and returns what was written by tensor name.
+    """Writes one safetensors file while the tensors are computed, and returns {tensor's name: what was written}.
+    Checkpoints and adapters are written by it.
 
-    `fetch(name)` computes each tensor in turn, and threads write it while the next one is computed. With several
-    processes all must call it: the first one writes, and the others take part in computing the tensors. The same
-    content gives the same bytes, which the safetensors library does not guarantee for metadata.
+    `fetch(name)` is called once for each tensor, in file order, and threads write it while the next one is computed.
+    With several processes all must call it: the first one writes, and the others take part in computing the tensors.
+    The same tensors and metadata in the same order give the same bytes, which the safetensors library does not
+    guarantee for metadata. After an error an incomplete file is left.
 
     Args:
       file: is created or overwritten, in a folder that exists.
       tensors: (name, shape, dtype), in file order.
       fetch: name -> np.ndarray or jax.Array of that shape and dtype, which may be divided over processes.
-      metadata: strings for the header, in addition to the format.
+      metadata: strings for the header, in addition to its "format": "pt".
       advanced: called, from any thread, with the number of bytes that were written.
     Raises:
       ValueError: a tensor that does not have the planned shape or dtype.

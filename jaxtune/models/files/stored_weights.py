@@ -1,6 +1,6 @@
 """Quantised weights in checkpoints: finds their tensors by name (`gather`), reads them (`read`) and plans how they are
-written (`group`); `stacked` combines the matrices of single experts, for which `require_alike` checks them. A
-StoredEntry describes a weight in files.
+written (`group`), for loading, saving and exporting; `stacked` combines the entries of single experts' quantised
+matrices, and `require_alike` checks those of quantised and other experts. A StoredEntry describes a weight in files.
 
 How each format stores its weights is described by its layouts (jaxtune/pallas/formats/layout.py).
 """
@@ -25,10 +25,10 @@ from jaxtune.pallas.formats.layout import FileTensor, Found
 class StoredEntry(headers.TensorEntry):
     """A quantised weight in files: a matrix [out, in], or an experts' matrix [E, rows, in]. The latter is stored in
     pieces, one matrix (gate, up or down) for each expert, or, in gpt-oss's files, as a whole. It is made from the
-    files' headers, before codes and scales are read.
+    files' headers, before codes and scales are read, so that the loader handles the weight like one tensor.
 
-    `shape` is the decoded weight's, `dtype`, `file` and `offset` are those of its first codes, and `size_bytes` is the
-    sum over all its tensors.
+    `shape` is that of the decoded weight in the model, which for gpt-oss's experts is [E, in, out]. `dtype`, `file` and
+    `offset` are those of the first tensor of codes, and `size_bytes` is the sum over all its tensors.
     """
 
     layout: Layout  # how its format stores it
@@ -44,11 +44,12 @@ class StoredEntry(headers.TensorEntry):
 def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.TensorEntry]:
     """The entries of a checkpoint ({name: entry}), with all tensors of each quantised weight, such as codes and scales,
     combined to one StoredEntry under the weight's name. Other entries stay as they are. The loader sees by it one entry
-    for each weight, whatever its format. `entries` is not changed. Only the content of small tensors is read that say
-    how others are stored.
+    for each weight, whatever its format; gather_experts then combines those of single experts. `entries` is not
+    changed. Only the content of small tensors is read that say how others are stored.
 
     Raises:
-      ValueError: tensors that are missing, do not fit each other, or belong to no weight.
+      ValueError: tensors of a quantised weight that are missing or do not fit each other; a scale, or another tensor
+        that accompanies codes, without codes beside it.
     """
     whole = dict(entries)
     for layout in layouts():
@@ -70,8 +71,8 @@ def gather(entries: Mapping[str, headers.TensorEntry]) -> dict[str, headers.Tens
 
 
 def _require_owned(name: str, entry: headers.TensorEntry) -> None:
-    """Raises ValueError if the tensor of this name (`entry`) is a scale, or another tensor that only accompanies the
-    codes of a quantised weight. `gather` calls it for tensors that it could not assign to codes."""
+    """Raises ValueError if a tensor (`entry`), by the end of its name, is a scale or another one that only accompanies
+    the codes of a quantised weight. `gather` calls it for all tensors that it could not assign to codes."""
     kinds = [each for each in layouts() if (found := each.key_of(name)) is not None and found[1] in each.others]
     if kinds:
         codes = " or ".join(dict.fromkeys(each.codes_dtype for each in kinds))
@@ -107,7 +108,8 @@ def stacked(name: str, parts: Sequence[headers.TensorEntry], shape: tuple[int, .
       shape: the shape of the whole matrix, (E, rows, in).
       per_expert: how many of these matrices are the rows of one expert: 2 for gate_up_proj, 1 for down_proj.
     Raises:
-      ValueError: pieces in different formats, or whose blocks cannot form one tensor.
+      ValueError: pieces in different formats, some of them not quantised, of different shapes, or whose blocks cannot
+        form one tensor.
     """
     packed = [part for part in parts if isinstance(part, StoredEntry)]
     first = parts[0]
@@ -124,7 +126,7 @@ def stacked(name: str, parts: Sequence[headers.TensorEntry], shape: tuple[int, .
 
 def require_alike(parts: Sequence[headers.TensorEntry]) -> None:
     """Raises ValueError unless all entries in `parts`, the matrices of single experts that form one expert matrix, are
-    matrices of the same shape and dtype."""
+    matrices of the same shape and dtype. gather_experts calls it for plain ones, and `stacked` for quantised ones."""
     first = parts[0]
     for part in parts:
         if (part.shape, part.dtype) != (first.shape, first.dtype) or len(part.shape) != 2:
@@ -141,7 +143,7 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
     dtype_name: the dtype that the model computes in, to which the weight is decoded if its file names no other.
 
     Raises:
-      ValueError: values that cannot be right, with file and tensor.
+      ValueError: values that cannot be right, with file and tensor; a file that ends early.
     """
     layout, weights, digests = entry.layout, [], []
     for found in entry.pieces:
@@ -160,15 +162,17 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
 
 def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[int, Iterable] | None) -> Group:
     """Plans how a quantised weight is written to files. The returned Group (file_plan.py) lists the tensors to write,
-    with names, shapes and dtypes, and computes their values later, one weight at a time. For experts, a warning is
-    given if the format's layout has one (expert_note), such as that transformers 5 cannot load them.
+    with names, shapes and dtypes, and computes their values later, one weight at a time. Saving and exporting a model
+    calls it for each of its quantised weights (hf.checkpoint_tensors). For experts, a warning is given if the format's
+    layout has one (expert_note), such as that transformers 5 cannot load them.
 
     Args:
       name: the name of the weight's tensor in the model, such as model.layers.0.mlp.up_proj.weight.
       weight: the quantised weight, or the same with jax.ShapeDtypeStruct in place of its arrays: shapes and dtypes are
         enough to plan the files' headers.
       make: a function that returns the quantised weight with its numbers. It is called when the tensors are written;
-        before that only if the layout needs a number of the weight for the header (such as NF4).
+        before that once, if the layout needs a number of the weight for the header (such as NF4) and `weight` has only
+        shapes or is cut into pieces.
       pieces: for a weight [E, rows, in] of all experts: (the number of rows of a piece, the pieces), as
         expert_files.pieces_of returns them. A piece is one matrix (gate, up or down) of one expert, which files store
         as a weight with a name of its own. None: the weight is a single matrix, stored as one.
@@ -204,8 +208,9 @@ def _named(layout: Layout, name: str, weight: Stored, number: float | None) -> d
 
     layout: how files store the weight's format. name: the name of the weight's tensor in the file, such as
     model.layers.0.mlp.up_proj.weight. weight: the quantised weight; shapes and dtypes are enough in place of its
-    arrays. number: what Layout.header_number gave for it, a number that must be known before the file's header is
-    written (such as NF4's offset of double quantisation); None if the layout needs none.
+    arrays. number: what Layout.header_number gave for it (for a piece of experts, for the first piece), a number that
+    must be known before the file's header is written (such as NF4's offset of double quantisation); None if the layout
+    needs none.
     """
     module = name.removesuffix(layout.weight)
     return {module + key: tensor for key, tensor in layout.tensors(weight, number).items()}

@@ -2,9 +2,9 @@
 that lack one, have one that the model does not need or one of another shape, or store one in another dtype than 16- or
 32-bit floats or a known quantised format (`match`). Passthrough tensors, such as a vision tower's, were taken out
 before (passthrough.divide), and a separate head that equals a tied embedding is accepted (`_same_content`). The other
-functions serve the loader (models/hf.py): `dtype_name` checks the dtype that a user asks for, `weight_name` gives the
-name of a matrix's tensor, `is_kept_packed` says whether a tensor stays quantised in the model, and `listed` joins names
-for errors."""
+functions serve the loader (models/hf.py) too: `dtype_name` checks the dtype that a user asks for, `weight_name` gives
+the name of a matrix's tensor, `is_kept_packed` says whether a tensor can stay quantised in the model, and `listed`
+joins names for errors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def dtype_name(dtype) -> str:
-    """The name of a dtype, such as "bfloat16", in which a model is to compute. dtype: the dtype or its name, as a user
-    passes it.
+    """The name of a dtype, such as "bfloat16", in which a model is to compute. The loader calls it first, so that a
+    wrong dtype is refused before files are read. dtype: the dtype or its name, as a user passes it.
 
     Raises:
       ValueError: a dtype that models cannot compute in; they can in those of COMPUTE_DTYPES (bfloat16, float16,
@@ -48,7 +48,7 @@ def weight_name(module: str) -> str:
 def is_kept_packed(entry: headers.TensorEntry) -> bool:
     """Whether `entry`, a tensor of a checkpoint's files, is a quantised weight in a form that can stay quantised in the
     model. False for plain tensors, and for quantised weights that loading always decodes, such as MXFP4. The loader
-    asks it, and load_bytes, to know how much memory the weight takes."""
+    asks it, and decodes quantised routers all the same; load_bytes asks it to know how much memory the weight takes."""
     return isinstance(entry, StoredEntry) and not entry.layout.decoded_on_load
 
 
@@ -60,8 +60,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bool:
-    """Whether the tensors of two entries of files, `first` and `second`, have the same shape, dtype and bytes; both are
-    read whole; ValueError if a file ends early. `match` compares a tied head with the embedding by it."""
+    """Whether the tensors of two entries of files, `first` and `second`, neither of them quantised, have the same
+    shape, dtype and bytes. Both are read whole unless shape or dtype differ; ValueError if a file ends early. `match`
+    compares a tied head with the embedding by it."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     return np.array_equal(shards.read_tensor(first).view(np.uint8), shards.read_tensor(second).view(np.uint8))
@@ -69,7 +70,8 @@ def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bo
 
 def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
     """Finds the entry of every tensor that the model needs: {name: entry}, in the order of `wanted`. The loader calls
-    it before it reads the tensors; only a tied head is read here. `wanted` and `entries` are not changed.
+    it before it reads the tensors, so that wrong files are refused at once. Only a head that is tied, and separate in
+    the files, is read here, with the embedding. `wanted` and `entries` are not changed.
 
     Args:
       wanted: {name: shape} of the model's tensors.
@@ -80,8 +82,8 @@ def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fold
       folder: the checkpoint's folder, for errors.
     Raises:
       ValueError: tensors that are missing, unexpected or of another shape, all in one list; a separate head that
-        differs from the embedding although the two are tied; or a tensor that is neither quantised nor of 16- or 32-bit
-        floats.
+        differs from the embedding, in dtype too, although the two are tied; or a tensor that is neither quantised nor
+        of 16- or 32-bit floats, or whose size does not fit its shape.
     """
     entries = dict(entries)
     if tied and "lm_head.weight" in entries:

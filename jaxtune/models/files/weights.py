@@ -1,6 +1,6 @@
 """Computes the tensors of a changed model one at a time, so that the changed model is never in memory as a whole:
 `Weights`, which merging, saving and exporting use. `tensors_of` names the tensors of a model in the order of files, and
-`not_whole` those that a format cannot store.
+`not_whole` the matrices that a format cannot store.
 
 Changes are merging adapters, decoding and encoding weights.
 """
@@ -26,9 +26,9 @@ from jaxtune.pallas.formats import FORMATS, Stored, dense
 
 def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
     """{Hugging Face name: variable} of a model without adapters, in the order in which files have them: embedding,
-    per-layer embeddings if there are any, layers, norm, head. Saving and merging go through a model by it. There is no
-    head if it is the embedding. The variables are the model's own, and their values may be arrays, quantised weights or
-    only shapes.
+    per-layer embeddings if there are any, layers, norm, head. Saving, exporting and merging go through a model by it.
+    There is no head if it is the embedding. The variables are the model's own, and their values may be arrays,
+    quantised weights or only shapes.
 
     Raises:
       ValueError: a model with adapters, or one that is prepared for QAT.
@@ -56,8 +56,8 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """A model of which some tensors are computed only when they are needed, as when it is saved merged, so that only
-    one of these is in memory at a time. `changed`, `dequantized` and `quantized` add further such changes without
-    computing anything, and `maker` gives the function that computes a tensor."""
+    one of these is in memory at a time. `changed`, `dequantized` and `quantized` return new Weights with further such
+    changes, and compute nothing. `maker` gives the function that computes a tensor, which the files' writer calls."""
 
     # the changed model's structure, configs, shapes and unchanged tensors; a tensor that `made` computes has a
     # jax.ShapeDtypeStruct in place of each array in it
@@ -76,9 +76,9 @@ class Weights:
         """Returns these weights with some matrices replaced, which nothing computes yet.
 
         Args:
-          changes: {name of a matrix, as lora.matrices gives it: a function that takes the old weight and returns the
-            new one}. The function is called when the matrix is needed; until then it is only traced (jax.eval_shape)
-            for its result's shape. Names that the model does not have are ignored.
+          changes: {name of a matrix, as lora.matrices gives it: a function that takes the old weight, with the changes
+            so far, and returns the new one}. The function is called when the matrix is needed; until then it is only
+            traced (jax.eval_shape) for its result's shape. Names that the model does not have are ignored.
 
         Raises:
           ValueError: the model has adapters, or is prepared for QAT (tensors_of).
@@ -96,7 +96,7 @@ class Weights:
         """These weights with quantised ones decoded to model.dtype, each when it is needed.
 
         modules: names, or last parts of names, of the linears and experts that are decoded; a name that matches none
-        has no effect. None: all are decoded.
+        has no effect. None: all are decoded. Raises ValueError as `changed` does.
         """
 
         def chosen(name: str) -> bool:
@@ -109,10 +109,10 @@ class Weights:
 
     def quantized(self, load_in: str) -> Weights:
         """These weights with all linears and experts in the layers quantised to the format `load_in` (such as "nf4"),
-        each when it is needed; those in another format are decoded first. Routers are not quantised, nor are matrices
-        whose rows are not whole blocks of the format (not_whole). The new model's `qat` is None, because its weights
-        are no longer on a grid of QAT. If the model is stored in that format already (quant.stored_in), the result is
-        this object itself, in which linears that the model has in 16 bits stay so."""
+        each when it is needed; quantised ones are decoded first. Routers are not quantised, nor are matrices whose rows
+        are not whole blocks of the format (not_whole). The new model's `qat` is None, because its weights are no longer
+        on a grid of QAT. If the model is stored in that format already (quant.stored_in), the result is this object
+        itself, in which linears in 16 bits or in another format stay so. Raises ValueError as `changed` does."""
         if quant.stored_in(self.model) == load_in:
             return self
         plain = self.dequantized()

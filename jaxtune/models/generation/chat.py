@@ -15,8 +15,8 @@ _INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character 
 
 
 class Conversation:
-    """A conversation in which the model sees all earlier questions and answers. An answer ends at the model's end
-    tokens or the tokenizer's EOS.
+    """A conversation in which the model sees all earlier questions and answers. An answer ends at one of the model's
+    end tokens or the tokenizer's EOS, or with max_new_tokens tokens (by default generate's number).
 
     Args:
       model: with or without an adapter.
@@ -62,8 +62,8 @@ class Conversation:
 
         Args:
           text: the question, as the user's next message.
-          show: called with each piece of the answer as soon as it is known; the pieces add up to the answer, and the
-            last one may be empty. By default nothing is called.
+          show: called with each piece of the answer, in whole characters, as soon as it is known; the pieces add up to
+            the answer, and some may be empty. By default nothing is called.
 
         Raises:
           ValueError: the conversation and max_new_tokens are more tokens than the model has positions; a setting that
@@ -95,5 +95,5 @@ class Conversation:
         return whole
 
     def _text(self, tokens: list[int]) -> str:
-        """The text of the token ids `tokens` of an answer, without special tokens such as EOS."""
+        """The text of the token ids `tokens` of an answer, without special tokens such as EOS, for `ask`."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -3,7 +3,8 @@ decodes quantised weights, and casts and pads adapters of experts to the form th
 `Converted` does it, after `Convertible` has measured what it would take; `head_of_step` gives the head in the form by
 which each step multiplies.
 
-The values of decoded weights are those that each product would decode, so the tokens are those of the quantised model.
+The values of decoded weights are those that each product would decode, so the tokens are those of the quantised model,
+up to the rounding of products.
 A step of some dozen rows multiplies weights of 16 bits at the speed at which it reads them, which no product that
 decodes reaches. Layers are decoded whole, because a step has the fewest kernels where all weights of a layer are plain
 arrays.
@@ -35,8 +36,8 @@ LEAST_ROWS = 17  # fewer rows are multiplied by codes faster than by decoded wei
 
 @dataclasses.dataclass(frozen=True)
 class Convertible:
-    """What the decoded weights of a model would take, by which the sampler's plan (plan_slots) decides how many layers
-    it decodes."""
+    """What the converted weights of a model would take, by which the sampler's plan (plan_slots) decides of how many
+    layers they are converted."""
 
     # for each layer that may be converted, from the first one on, device bytes of its decoded weights in the model's
     # compute dtype and of its experts' adapters in the form that kernels read; 0: it has nothing to convert
@@ -49,7 +50,7 @@ class Convertible:
     @classmethod
     def of(cls, model: Decoder, prefill_tokens: int, most: int | None = None) -> Convertible:
         """Measures `model`, whose arrays may be jax.ShapeDtypeStructs, for a sampler that prefills at most
-        `prefill_tokens` tokens at a time. most: only this many layers from the first one are decoded; None: all."""
+        `prefill_tokens` tokens at a time. most: only this many layers from the first one are converted; None: all."""
         itemsize = jnp.dtype(model.dtype).itemsize
         sizes = [sum(weight.size for _, weight in layer) * itemsize for layer in _quantised(model)]
         adapters = [sum(int(matrix.adapter_bytes(itemsize)) for matrix in layer) for layer in _adapted(model)]
@@ -57,8 +58,8 @@ class Convertible:
         return cls(tuple(sizes[:most]), _buffer_bytes(model, prefill_tokens), prefill_tokens)
 
     def within(self, room: float) -> tuple[int, int]:
-        """(how many layers from the first one are decoded in `room` bytes of device memory, the bytes that they take),
-        (0, 0) if none of them has anything to convert. plan_slots asks it."""
+        """(the most layers, counted from the first one, whose converted weights take at most `room` bytes of device
+        memory; the bytes that they take); (0, 0) if none of them has anything to convert. plan_slots asks it."""
         sums = [0, *itertools.accumulate(self.layers)]
         count = max((count for count, size in enumerate(sums) if size <= room), default=0)
         return (count, sums[count]) if sums[count] else (0, 0)
@@ -131,7 +132,7 @@ def head_of_step(model: Decoder, head: jax.Array) -> jax.Array:
     """The weight of the head of `model` as a decoding step multiplies by it, [vocab or a little more, hidden]: cast to
     the dtype in which the head computes, and in 16 bits padded with rows of zeros to a multiple of 8, as products need
     it (filled_up). head: the weight as it is stored, [vocab, hidden]. A round does so once for all of its steps
-    (slots._decode)."""
+    (slots._decode), unless the sampler has a single slot."""
     return filled_up(head.astype(model.head_compute or model.dtype))
 
 
@@ -148,8 +149,8 @@ class _Form(NamedTuple):
 
     structure: Structure  # of the model with converted weights
     dtype: str  # in which weights are decoded
-    # for each array of `structure` its index in the list of the given arrays, then the decoded weights in the order of
-    # `weights`, then the cast and padded sides in the order of `adapters`
+    # for each array of `structure` its index in one list: the arrays of the model, then the decoded weights in the
+    # order of `weights`, then the cast and padded sides in the order of `adapters`
     places: list[int]
     weights: list[tuple[Any, list[int]]]  # of each weight that is decoded: (its tree structure, its arrays' places)
     # of each side (A or B) of an experts' adapter that is cast and padded: (its place, the axis of the rank, the dtype)
@@ -159,8 +160,8 @@ class _Form(NamedTuple):
 @functools.lru_cache(32)
 def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers: int) -> _Form:
     """Finds how the weights of the first `layers` layers are converted in models of one structure, once for all of
-    them; nothing is converted here. shapes: the shapes and dtypes of the models' arrays, in the order of
-    jax.tree.leaves(nnx.state(model))."""
+    them, for Converted.of; nothing is converted here. shapes: the shapes and dtypes of the models' arrays, in the order
+    of jax.tree.leaves(nnx.state(model))."""
     marks = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
     place_of = {id(mark): place for place, mark in enumerate(marks)}
     model, form = structure.model(marks), _Form(structure, "", [], [], [])

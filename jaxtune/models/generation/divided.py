@@ -18,8 +18,9 @@ type Device = Any  # a jax.Device
 
 
 def devices_of(model: Decoder) -> list[Device]:
-    """The devices that have the whole weights of a model, in the order of their numbers, for a DividedSampler. model:
-    one whose weights are not divided over devices."""
+    """The devices that have the whole weights of a model, in the order of their numbers, for a DividedSampler; where
+    answers are sampled in training, one device means that a Sampler is enough. model: one whose weights are not divided
+    over devices."""
     first = jax.tree.leaves(nnx.state(model))[0]
     return sorted(first.sharding.device_set, key=lambda device: device.id)
 
@@ -37,7 +38,7 @@ def copy_on(model: Decoder, device: Device) -> Decoder:
 
 
 class DividedSampler:
-    """Samplers of several devices with the methods of one (`Sampler.submit`, `step` and `pending`), so that training
+    """Samplers of several devices with three methods of one (`Sampler.submit`, `step` and `pending`), so that training
     from samples need not know how many devices there are. The rows that are submitted first are divided into
     consecutive parts, one for each device; a later row goes to the device with the fewest rows that are not done.
 

@@ -13,7 +13,7 @@ from jaxtune.models.decoder import Decoder
 def end_token_ids(model: Decoder) -> list[int]:
     """Ids of the tokens that end a text, from the model's generation_config.json, or if that names none, from its
     config.json; [] if neither names any, and for random weights without such files. Generation ends rows at them unless
-    its caller names others."""
+    its caller names others, and an adapter's folder records them."""
     if model.source is not None:
         for text in (model.source.generation_config, model.source.config):
             ids = json.loads(text).get("eos_token_id") if text else None
@@ -27,7 +27,8 @@ def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
     folder that it is saved to (its generation_config.json). The model is changed in place, and returned. load_adapter
     and training call it.
 
-    Ids outside the vocabulary are left out, and a model without a Source, which was made from no files, stays as it is.
+    Ids of at least the vocabulary's size are left out, and a model without a Source, which was made from no files,
+    stays as it is.
     """
     source, ends = model.source, end_token_ids(model)
     more = [token for token in dict.fromkeys(tokens) if token not in ends and token < model.config.vocab_size]

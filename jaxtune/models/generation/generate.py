@@ -82,17 +82,17 @@ def generate(
         sequence: none.
       output_logprobs: also returns the log-probability of each new token under the model: log softmax of its logits,
         without temperature, penalty or filters.
-      deterministic: a row's tokens have the same bits whatever the other prompts are; then 32 rows decode at once for
-        any number of prompts. Log-probabilities are computed once more by the forward and the loss of training over
-        each whole text, with the kernels of a run with `deterministic: true`. Otherwise they are those of the decoding
-        steps, which differ by the rounding of the model's dtype.
+      deterministic: a row's tokens have the same bits whatever the other prompts are; then the sampler has 32 slots for
+        any number of prompts. Log-probabilities are then computed once more, by the forward and the loss of training
+        over each whole text (training_logprobs). Otherwise they are those of the decoding steps, which differ by the
+        rounding of the model's dtype.
     Returns:
       for each prompt its new tokens, up to and including the one that ended it; with output_logprobs (these,
         log-probabilities).
     Raises:
       ValueError: no prompts, an empty one, ids outside the vocabulary, too many tokens for the model's positions; a
         setting out of its range; stop_strings without a tokenizer; weights divided over devices; a model that scores
-        texts.
+        texts; too little device memory for a single row of this length, or for 32 if `deterministic`.
     """
     config = model.config
     if not config.head.is_text:
@@ -143,8 +143,8 @@ def generate(
 
 
 def _bucket(size: int, smallest: int) -> int:
-    """`size`, a number of rows or tokens, rounded up to a power of two, at least `smallest`, so that few programs are
-    compiled."""
+    """`size`, a number of rows or tokens, at least 1, rounded up to a power of two, and to at least `smallest`, so that
+    few programs are compiled."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
@@ -154,9 +154,10 @@ def training_logprobs(
     """The log-probabilities of answers to prompts under `model` as training computes them, for each answer a list with
     one number, in nats, for each of its tokens.
 
-    They are computed with the kernels of a run with `deterministic: true`; `generate` with `deterministic` returns
-    them. rows: the prompts' token ids; answers: their new tokens, at most max_new_tokens each, by which rows are padded
-    to lengths that few programs serve.
+    Attention runs in the kernel of a run with `deterministic: true`, but matrix products in the algorithms that are
+    fastest when timed. `generate` with `deterministic` and `output_logprobs` returns them. rows: the prompts' token
+    ids; answers: their new tokens, at most max_new_tokens each. Texts are padded to lengths that few programs serve,
+    which follow from the longest prompt and max_new_tokens.
     """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)
@@ -170,7 +171,8 @@ def training_logprobs(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _token_logprobs(graph, state, tokens, lengths) -> jax.Array:
-    """float32[B, T]: the log-probability of each token given those before it, as training computes it.
+    """float32[B, T]: the log-probability of each token given those before it, as training computes it, for
+    training_logprobs.
 
     The model is nnx.merge(graph, state); tokens are int32[B, T], of which the first lengths[i] (int32[B]) are real in
     row i. A row's first token has 0; the entries of padding have no meaning.

@@ -45,18 +45,19 @@ class JaxtuneLM(TemplateLM):
 
     Args:
       pretrained: a model, or the path that from_pretrained takes, also an adapter's folder.
-      tokenizer: of the model; None: the folder's.
-      batch_size: the number of rows of a forward pass, and of slots in which prompts are continued; lm-eval's command
-        line gives it as text, such as "8".
+      tokenizer: of the model; None: the folder's, if `pretrained` is a path.
+      batch_size: the number of rows of a forward pass, and the most slots in which prompts are continued; lm-eval's
+        command line gives it as text, such as "8".
       max_length: the most tokens of a row; None: the model's positions. Longer rows lose their first tokens.
       max_gen_toks: the most new tokens if a task names no number.
-      dtype, load_in: arguments of from_pretrained if `pretrained` is a path: the compute dtype, and the format in which
-        the weights are quantised; None: as the folder has them. They have no effect on a model that is passed.
+      dtype, load_in: arguments of from_pretrained if `pretrained` is a path: the compute dtype, and the format to which
+        the weights are quantised; None: as from_pretrained takes it (bfloat16, and as the files store them, unless an
+        adapter's folder records others). They have no effect on a model that is passed.
       seed: the seed of sampling, to which each request adds its index.
       others: lm-eval's options without an effect here, "device" and "max_batch_size".
     Raises:
-      ValueError: another option; a model that scores texts; no tokenizer; a batch_size or max_length out of range; or
-        from_pretrained refuses the folder.
+      ValueError: another option that is not None; a model that scores texts; no tokenizer; a batch_size or max_length
+        out of range; or from_pretrained refuses the folder.
     """
 
     def __init__(
@@ -130,7 +131,8 @@ class JaxtuneLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The token ids of the text `string`. add_special_tokens: True: with the tokenizer's special tokens, such as
         BOS; False: without them; None: with those that the tokenizer adds by default, or without them if the text
-        starts with BOS already. Other options of lm-eval have no effect."""
+        starts with BOS already. Other options of lm-eval have no effect. TemplateLM encodes by it the texts to score,
+        and the methods here encode prompts."""
         if add_special_tokens is None:
             has_bos = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
             return self.tokenizer.encode(string, **({"add_special_tokens": False} if has_bos else {}))
@@ -142,8 +144,8 @@ class JaxtuneLM(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Returns (log-probability of the continuation in nats, whether it is the greedy one) for each request, in
-        their order. A text with more tokens than max_length + 1 loses its first ones. Results are also given to
-        lm-eval's cache.
+        their order; TemplateLM's `loglikelihood` calls it. A text with more tokens than max_length + 1 loses its first
+        ones, which are not scored. Results are also given to lm-eval's cache, unless their key is None.
 
         requests: (key of lm-eval's cache or None, the context's token ids, the continuation's token ids). disable_tqdm,
         for a progress bar, is not used.
@@ -196,7 +198,8 @@ class JaxtuneLM(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Returns the model's answer to each request, cut off before the first of its stop strings, and gives them to
-        lm-eval's cache. A prompt that leaves no room in max_length for the new tokens loses its first tokens.
+        lm-eval's cache. Answers also end at the model's end tokens, or at EOS if it names none. A prompt that leaves no
+        room in max_length for the new tokens loses its first tokens.
 
         requests: lm-eval's Instances, whose arguments are the prompt and a dict of generation settings. disable_tqdm,
         for a progress bar, is not used.

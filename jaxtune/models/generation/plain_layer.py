@@ -2,11 +2,11 @@
 
 A step of few rows is bound by the bytes of the weights and by the number of its kernels. The operations of
 pallas/few_rows are one kernel each: the residual stream is added up and normed at once, also across the border of two
-layers, and a token's heads are normed, rotated and written into the caches at once. Layers of another kind, and chunks
-of prompts, run through Block.step.
+layers, and a token's heads are normed, rotated and written into the caches at once. If any layer of the model is of
+another kind, all run through Block.step, and so do chunks of prompts.
 
-`is_plain` says which layers `step` can run. A Stream is what one layer hands to the next; `norm_before` and `rounding`
-give the norms that the kernels compute, and their settings.
+The sampler's steps (slots.py) use it: `is_plain` says which layers `step` can run. A Stream is what one layer hands to
+the next; `norm_before` and `rounding` give the norms that the kernels compute, and their settings.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Stream(NamedTuple):
     same kernel computed."""
 
     x: jax.Array  # [N, hidden]
-    normed: jax.Array  # [N, hidden]: x after the norm of the part that reads it next
+    normed: jax.Array  # [N, hidden]: x after the norm of what reads it next, a part of a layer or the head
 
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
-    """Whether `step` can run this layer (`block`, of the kind `spec`); other layers run through Block.step, with more
-    kernels. It can if the layer is attention without gates, and then a feed-forward, each after an RMS norm and added
-    to the residual stream without a further norm or factor; if it exchanges nothing with other layers; if its norms
-    have no dtype of their own, queries and keys have none or one norm a head, and values are neither normed nor equal
-    to the keys; and if queries and keys are rotated over the whole head in halves, without a scale by position, or not
-    at all."""
+    """Whether `step` can run this layer (`block`, of the kind `spec`). If it cannot run one layer of a model, all run
+    through Block.step, with more kernels (slots._through_layers). It can if the layer is attention without gates, and
+    then a feed-forward, each after an RMS norm and added to the residual stream without a further norm or factor; if it
+    exchanges nothing with other layers; if its norms have no dtype of their own, queries and keys have none or one norm
+    a head, and values are neither normed nor equal to the keys; and if queries and keys are rotated over the whole head
+    in halves, without a scale by position, or not at all."""
     parts = [[(part.name, part.norm, part.post_norm) for part in stage.parts] for stage in spec.stages]
     if parts != [[("mixer", True, False)], [("mlp", True, False)]] or any(stage.post_norm for stage in spec.stages):
         return False
@@ -149,9 +149,10 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
 def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
     """Computes the output of a mixture of experts `moe` for one new token of each of N rows by few_rows' kernels, which
     need no sort of tokens by expert: [k, N, hidden], partial sums, one for each of a token's k experts. None if there
-    are no kernels for it here: with a shared expert, a scaled router, gpt-oss's activation, or experts that are not
-    plain ones (_are_plain). x: [N, hidden], the experts' normed input. context: its layout marks the rows that do not
-    decode as padding; they get no expert, and zeros."""
+    are no kernels for it here: with a shared expert, another router than the plain one (Router), gpt-oss's activation,
+    experts that are not plain ones (_are_plain), or where experts_have_kernels says so, as for many rows.
+    `_feed_forward` then runs the experts' segments. x: [N, hidden], the experts' normed input. context: its layout
+    marks the rows that do not decode as padding; they get no expert, and zeros."""
     settings, experts = moe.moe, (moe.experts.gate_up_proj, moe.experts.down_proj)
     other = settings.shared_size is not None or settings.swiglu_limit is not None or settings.interleaved
     if other or type(moe.router) is not Router or not all(_are_plain(matrix, x.dtype) for matrix in experts):
@@ -193,8 +194,8 @@ def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:
 
 def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
     """The products of x [N, in] with several linears, concatenated: [splits, N, sum of the linears' out], partial sums,
-    whose sum over the first axis is the product. The kernel few_rows.products computes them if all linears are plain
-    (_is_plain), adapters included; otherwise the linears compute the product as usual, and splits is 1."""
+    whose sum over the first axis is the product. few_rows.products computes them if all linears are plain (_is_plain),
+    adapters included; otherwise the linears compute the product as usual, and splits is 1."""
     if all(_is_plain(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears], _adapters(linears))
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]

@@ -1,6 +1,7 @@
 """Prefills prompts, once for all waiting rows that have the same prompt, and keeps their states until slots take them
-(`Prefills`). A `Batch` has the states of the prompts that one program prefilled. At most four batches of prompts are
-kept; if there are more, the oldest is dropped, and those of its prompts for which rows still wait are prefilled
+(`Prefills`, of which a sampler has one). A `Batch` has the states of the prompts that one program prefilled, or of one
+long prompt, and a `_Long` those of a long prompt of which chunks are missing. At most four batches of prompts are kept;
+if there are more, the oldest is dropped, and those of its prompts for which rows still wait are prefilled
 again."""
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
 
 @dataclasses.dataclass(eq=False)
 class Batch:
-    """Prompts that have been prefilled by one program, with their states (what the layers' mixers keep of earlier
-    tokens, such as caches of keys and values), until `insert` copies these into slots."""
+    """Prompts that have been prefilled by one program, or a long one by several, with their states (what the layers'
+    mixers keep of earlier tokens, such as caches of keys and values), until `insert` copies these into slots."""
 
     states: device.States  # those of all rows of the batch: arrays whose first axis is the row
     rows: dict[bytes, int]  # {Request.key: row of the batch that has this prompt}
@@ -57,7 +58,7 @@ class Batch:
 
 @dataclasses.dataclass
 class _Long:
-    """A prompt that is being prefilled in several chunks."""
+    """A prompt that is being prefilled in several chunks. Prefills has at most one at a time."""
 
     request: Request  # a waiting request with this prompt; others may have the same
     states: device.States  # the states after its first `done` tokens
@@ -70,15 +71,16 @@ class Prefills:
     prompt's states, and `take` hands them to a request that gets a slot.
 
     For models whose mixers are attention and whose layers exchange nothing, one program computes several prompts packed
-    into one row if they fill half of it, so that those of unequal lengths need no padding. All other prompts are padded
-    rows of a batch. A prompt longer than `chunk` tokens is prefilled in several programs: a forward pass over its first
+    into one row of `chunk` tokens, without padding between them, if their padded length (`_bucket`) is the same, from
+    128 tokens to half of `chunk`, and they fill half of the row. All other prompts are padded rows of a batch. A
+    prompt longer than `chunk` tokens is prefilled in several programs: a forward pass over its first
     tokens, as many as leave whole chunks, and then one program for each chunk.
 
     Args:
       programs: the compiled functions.
       structure: the model without its arrays.
       shapes: the shapes and dtypes of the model's arrays.
-      chunk: the most tokens that one program prefills.
+      chunk: the most tokens that one program prefills, without padding.
       one: True: each prompt is prefilled alone, so that its states do not depend on which other prompts wait; False:
         several prompts may share a program.
 

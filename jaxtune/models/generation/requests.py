@@ -1,6 +1,6 @@
 """What is requested of the sampler (sampler.py): the state of one row that it continues (`Request`), stop strings, at
-which a text ends (`StopStrings`), checks of prompts and lengths (`checked_prompt`, `checked_length`), and the seeds of
-rows (`seeds_of`)."""
+which a text ends (`StopStrings`, by a tokenizer that `Decodes`), checks of prompts and lengths (`checked_prompt`,
+`checked_length`), and the seeds of rows (`seeds_of`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class StopStrings:
         self._reach = 4 * max(map(len, strings)) + 8
 
     def end(self, new: Sequence[int], looked_at: int) -> int | None:
-        """The number of a row's new tokens up to the one that completes a string; None if none does.
+        """The number of a row's new tokens up to and including the first that completes a string; None if none does.
+        Request.take asks it for each round.
 
         new: the ids of all new tokens of the row. looked_at: how many of them were searched before without finding a
         string, so that only the others are looked at again, with the tokens in which a string may start.
@@ -78,7 +79,8 @@ class Request:
     ends: frozenset[int]  # tokens that end it
     stops: StopStrings | None  # strings that end it, or None
     slot: int | None = None  # the slot in which it decodes; None while it waits
-    placed: int = 0  # how often it was placed in a slot
+    # how often it was placed in a slot, by which the sampler knows results of an earlier stay in a slot
+    placed: int = 0
     rounds: int = 0  # how many rounds that decode it were dispatched to the device and have not been read
     # identifies the tokens of which its states are computed, so that requests with equal prompts share a prefill; set
     # when it is queued (Prefills.wanted)
@@ -155,8 +157,9 @@ def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions:
 
 def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int, int]]:
     """The pair (seed, index) of each of `count` rows, which determines what the row draws. seed: one for all rows, each
-    of which then has its own index; or one for each row, with the index 0, so that a row draws as it does alone. what:
-    the calling function, for the ValueError that is raised for a `seed` that is neither one integer nor `count`."""
+    of which then has its own index; or one for each row, with the index 0, so that a row draws as it does alone.
+    generate and Sampler.run call it. what: the calling function, for the ValueError that is raised for a `seed` that is
+    neither one integer nor `count`."""
     if isinstance(seed, int | np.integer):
         return [(int(seed), index) for index in range(count)]
     seeds = np.asarray(seed)
