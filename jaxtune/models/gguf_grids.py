@@ -19,7 +19,7 @@ from jaxtune.pallas.formats.division import divide
 
 def inverse(scales: jax.Array) -> jax.Array:
     """Returns 1 / scales, float32[...] in the shape of `scales`, and 0 where a scale is 0. Numbers are multiplied by it
-    to get their codes here and in export, so that a block of zeros has codes of zero."""
+    to get their codes here and in export, so that those of a block of zeros are the code that stands for zero."""
     return jnp.where(scales == 0, 0, divide(jnp.ones_like(scales), jnp.where(scales == 0, 1, scales)))
 
 
@@ -39,8 +39,9 @@ def q8_0_codes(blocks: jax.Array, dtype: str = "float32") -> tuple[jax.Array, ja
 
     Args:
       blocks: the numbers.
-      dtype: in which the products of scales and codes must be exact. In float32 all are, and a scale is the largest
-        magnitude / 127; in 16 bits it is the smallest power of two that is not below that.
+      dtype: the name of the dtype in which the products of scales and codes must be exact; a 16-bit one for weights
+        that were trained so. With "float32" a scale is the largest magnitude / 127; with others it is the smallest
+        power of two that is not below that (0 for a block of zeros).
 
     Returns:
       (scales float32[..., 1], which files round to float16; codes float32[..., 32], whole numbers from -127 to 127). A
@@ -58,15 +59,15 @@ def q8_0_codes(blocks: jax.Array, dtype: str = "float32") -> tuple[jax.Array, ja
 
 def signed_codes(blocks: jax.Array, middle: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
     """Quantises blocks float32[..., 32] for GGUF's types Q4_0 and Q5_0, which export writes; quantisation-aware
-    training rounds to the numbers of Q4_0. The number of the largest magnitude gets the code 0, so a scale has the
-    opposite sign of that number.
+    training rounds to the numbers of Q4_0. The number of the largest magnitude (the first of several) gets the code 0,
+    so a scale has the opposite sign of that number. In a block of zeros the scale is 0, and all codes are `middle`.
 
     Args:
       blocks: the numbers.
       middle: the code of zero, 8 for Q4_0 and 16 for Q5_0.
-      dtype: in which the products of scales and codes must be exact. In float32 all are. In 16 bits a scale is rounded
-        to five significant bits, enough for Q4_0. Products of Q5_0 would not be exact in bfloat16, so its dtype must be
-        "float32".
+      dtype: the name of the dtype in which the products of scales and codes must be exact; a 16-bit one for weights
+        that were trained so. With "float32" scales are not rounded; with others they are, to five significant bits,
+        enough for Q4_0. Products of Q5_0 would not be exact in bfloat16, so its dtype must be "float32".
 
     Returns:
       (scales float32[..., 1], which files round to float16; codes float32[..., 32], whole numbers from 0 to 2 * middle

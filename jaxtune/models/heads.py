@@ -3,8 +3,9 @@ says what it computes for a token, and its names in checkpoints and adapters.
 
 The usual head gives the logits of a language model. Another head, such as a reward model's, replaces it
 (models/reward.py) and is trained whole beside adapters. All code that depends on the head reads its declaration, a
-Head; `head_of_class` finds it by a model's class in config.json, and `head_of_task` by an adapter's task type. To add a
-head, add it to the list HEADS; an objective requests it by its attribute `head`."""
+Head; `head_of_class` finds it by a model's class in config.json when a model is loaded, and `head_of_task` by an
+adapter's task type when an adapter is. To add a head, add it to the list HEADS; an objective requests it by its
+attribute `head`."""
 
 from __future__ import annotations
 
@@ -33,15 +34,16 @@ class Head:
 
     def hf_config(self) -> dict[str, Any]:
         """The entries id2label and label2id of config.json, which name the outputs of a head that has a fixed number of
-        them; {} for a language model's head. They are {"0": "LABEL_0", ...} and its inverse. The entry `architectures`
-        is not among them (`architecture_of`)."""
+        them; {} for a language model's head. They are {"0": "LABEL_0", ...} and {"LABEL_0": 0, ...}. The entry
+        `architectures` is not among them (`architecture_of`). Both are written to config.json when a model gets this
+        head or is saved."""
         labels = {} if self.outputs is None else {str(index): f"LABEL_{index}" for index in range(self.outputs)}
         return labels and {"id2label": labels, "label2id": {label: int(index) for index, label in labels.items()}}
 
     def architecture_of(self, causal: str) -> str:
         """The name of Hugging Face's class of the same family with this head, such as "LlamaForSequenceClassification";
-        it is written to config.json. causal: the name of the family's language model class, such as "LlamaForCausalLM".
-        """
+        it is written to config.json. causal: the name of the family's language model class, such as "LlamaForCausalLM";
+        a name without "ForCausalLM" is returned unchanged."""
         return causal.replace(TEXT.architecture, self.architecture)
 
 
@@ -53,12 +55,12 @@ HEADS = [TEXT, SCORE]
 def head_of_class(architecture: str) -> Head:
     """Looks up the Head of a model class of the transformers library by the class's name, `architecture`, such as
     "LlamaForSequenceClassification", which config.json names (`architectures`); the language model's head (TEXT) if the
-    name ends like no other head's classes."""
+    name ends like no other head's classes. Reading config.json gives the model's config this head."""
     return next((head for head in HEADS if architecture.endswith(head.architecture)), TEXT)
 
 
 def head_of_task(task_type: object) -> Head:
     """Looks up the Head by the task_type of an adapter_config.json, such as "SEQ_CLS"; the language model's head (TEXT)
-    if it is none of PEFT's names that a Head has, also if it is no string. Loading an adapter gives the base this head.
-    """
+    if no Head has this name, or if it is no string. Loading an adapter gives this head to a base that has the language
+    model's, and reads by it which modules the adapter trained whole."""
     return next((head for head in HEADS if head.task_type == task_type), TEXT)

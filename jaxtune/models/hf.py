@@ -1,8 +1,8 @@
-"""Loads models from Hugging Face folders and saves them. Tensors are read and written one at a time, so that a model is
-never twice in memory. Users call from_pretrained, model_from_config (random weights) and save_pretrained. A run reads a
-folder in two steps by Pretrained, and load_base loads an adapter's base. save_weights saves a model whose tensors are
-computed while it is written. Exports do so in steps: checkpoint_tensors plans the tensors (as file tensors, by _group),
-hf_config_of makes config.json, write_checkpoint and write_companions write the files."""
+"""Loads models from Hugging Face folders and saves them. Host memory has only a few tensors at a time, so that a model
+is never twice in memory. Users call from_pretrained, model_from_config (random weights; runs call it too) and
+save_pretrained. A run reads a folder in two steps by Pretrained, and load_base loads an adapter's base. save_weights
+saves a model whose tensors are computed while it is written. Exports do so in steps: checkpoint_tensors plans the
+tensors (as file tensors, by _group), hf_config_of makes config.json, write_checkpoint and write_companions write."""
 
 from __future__ import annotations
 
@@ -64,14 +64,15 @@ _DTYPE = "bfloat16"  # the default
 
 
 class Pretrained:
-    """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read.
-    `device_bytes` says how much memory the model takes, and `load` then reads it, so that a plan can be made before.
+    """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read. So a
+    run knows its `config` before or while `load` reads the tensors. `device_bytes` is how much memory these take.
 
     Args:
       path: a folder with config.json and safetensors, or a hub name.
       dtype: of weights and compute: "bfloat16", "float16" or "float32".
       load_in: the format, such as "nf4", to which linears and experts of the layers are quantised on loading; None:
-        none is quantised then. A checkpoint whose own weights stay quantised is refused if they are in another format.
+        only those are for which `precision` says so. A checkpoint of which weights stay quantised (`packed`) is refused
+        if they are in another format; none of its other weights is quantised, whatever load_in and `precision` say.
       max_length: tokens of the longest row that will be used, which must not exceed the model's positions; None: not
         checked.
       precision: a precision map (models/precision.py), {pattern of module names: dtype or format}, of modules that are
@@ -79,13 +80,11 @@ class Pretrained:
         itself stores quantised.
 
     Attributes:
-      config: the DecoderConfig.
-      folder: the local folder.
+      config: the DecoderConfig. folder: the local folder.
       packed: whether the checkpoint has quantised weights that stay so in the model; False if all are decoded.
       stored_in: the name of the format of these quantised weights; None if `packed` is False.
     Raises:
-      ValueError: an unsupported model, missing or misshaped tensors, and the other errors of from_pretrained, but not
-        damaged bytes of a tensor, which `load` notices.
+      ValueError: as from_pretrained, but not for numbers that are not finite or too little memory, as `load` does.
     """
 
     def __init__(
@@ -158,9 +157,8 @@ class Pretrained:
         self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", whole)
 
     def device_bytes(self, load_in: str | None = None, stay: Collection[str] = ()) -> int:
-        """The bytes of the model on a device that has all of it, computed from the headers of the files.
-
-        load_in: a format in which all linears and experts would be, to tell how much smaller the model would be. None:
+        """The bytes of the model on a device that has all of it, computed from the headers of the files, which `load`
+        compares with the free memory. load_in: a format in which all linears and experts would be, for its error; None:
         the bytes of the model that `load` returns. stay: names of tensors that stay in host memory, not counted."""
         shapes = {name: v.get_value().shape for name, (_, v) in self._variables.items() if name not in stay}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
@@ -179,10 +177,10 @@ class Pretrained:
           cancelled: once another thread sets it, the load ends early with a CancelledError; None: it cannot be
             cancelled.
           mesh: the devices over which the model is divided, as `partition.shardings` says; neither the host nor a
-            device ever has the whole of a tensor that is divided. None: the model is placed on the default device.
+            device ever has the whole of a divided tensor, unless it is quantised. None: the default device has it all.
           stay: Hugging Face names of tensors that stay in host memory, as numpy arrays; a run moves them.
         Raises:
-          ValueError: damaged bytes of a tensor; without a mesh, weights too large for the default device's free memory.
+          ValueError: numbers that are not finite; without a mesh, weights larger than the first device's free memory.
         """
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
@@ -228,19 +226,19 @@ def from_pretrained(
         dtype that an adapter was trained in if its folder records it, else bfloat16.
       load_in: a format to which linears and experts of the layers are quantised on loading (jaxtune/pallas/formats),
         such as "nf4" (as in bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint
-        that is stored quantised stays so, and is refused if that is in another format. "stored": no weight is quantised
-        on loading. None: the format that an adapter was trained over if its folder records it (trained_over.py), else
-        "stored".
+        that is stored quantised stays so (MXFP4 is decoded), and is refused if that is in another format. "stored": no
+        weight is quantised on loading, except by `precision`. None: the format that an adapter was trained over if its
+        folder records it (trained_over.py), else "stored".
       max_length: tokens of the longest row that you mean to use; more than the model has positions for is refused.
       precision: modules that are stored and computed in another way than dtype and load_in say: {pattern of names:
         dtype or format}, such as {"lm_head": "fp32", "layers.0.*": "bf16"}; see models/precision.py. None: the map that
         an adapter was trained over if its folder records one, else none.
     Returns:
       (model, tokenizer). The tokenizer is None where there are no tokenizer files (for an adapter: neither in its
-        folder nor in its base's). The model is on the default device. All its weights are trainable; if any is
-        quantised, none is, or only an adapter. model.source says where it came from.
+        folder nor in its base's). The model is on the default device. Of a model with an adapter only the adapter is
+        trainable; else all weights are, or none if any is quantised. model.source says where it came from.
     Raises:
-      ValueError: an unsupported model or feature; missing, unexpected or misshaped tensors; a damaged file; pickles.
+      ValueError: an unsupported model; missing, extra or misshaped tensors; a damaged file; pickles; too little memory.
     """
     if base_of(path) is not None:
         model, tokenizer = load_base(path, dtype, load_in, max_length, precision)
@@ -256,8 +254,9 @@ def load_base(
     max_length: int | None = None,
     precision: Mapping[str, str] | None = None,
 ) -> tuple[Decoder, Any]:
-    """Loads the base model of an adapter, without the adapter, in the dtype and format over which the adapter was
-    trained if its folder records them. Its linears compute in FP8 if the adapter was trained so, in the same format.
+    """Loads the base model of an adapter, without the adapter, as it was in training if the adapter's folder records
+    that: in the same dtype and format, unless dtype or load_in say another. If FP8 weights were multiplied in FP8 in
+    training, they are again, unless load_in is another format. from_pretrained and the compat package call it.
 
     Args:
       adapter: a PEFT folder, whose config names the base.
@@ -267,7 +266,7 @@ def load_base(
       max_length: tokens of the longest row that will be used; more than the model has positions for is refused. None:
         not checked.
       precision: a precision map (models/precision.py); None: the one that the adapter was trained over if its folder
-        records one. Where dtype or load_in differ from the record, its entries that depended on them are left out.
+        records one, fitted to dtype and load_in where these are not the recorded ones (TrainedOver.words).
     Returns:
       (base, tokenizer): the adapter folder's tokenizer, with its training's chat template, else the base's, or None.
     Raises:
@@ -336,8 +335,8 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     """The content of config.json for a model that is saved: the one that the model was made from (Source.config), or a
     new one if there is none or the model's config was changed since. dtype, architectures, quantisation and the grid of
-    quantisation-aware training (QAT) are those of the model now. Beside passthrough tensors of a whole model, it is
-    that model's config.
+    quantisation-aware training (QAT) are those of the model now. If the model's passthrough tensors are of a whole
+    model in which it was nested (of a vision tower, for example), it is the config of the whole.
 
     tokenizer: gives the ids of special tokens that the config lacks; None: they stay missing. Raises ValueError for
     what config.json cannot say, such as several quantised formats or a QAT grid that model.dtype cannot represent."""
@@ -371,7 +370,8 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
     """Plans as which file tensors one tensor of a model is written: the returned Group (file_plan.py) lists their
-    names, shapes and dtypes and computes them later. A mixture's experts become several tensors where `files` says so.
+    names, shapes and dtypes and computes them later. Experts become several tensors, and feed-forwards get other names,
+    where `files` says so; a quantised weight becomes the tensors of its format.
 
     Args:
       name: Hugging Face's name of the tensor.
@@ -415,8 +415,8 @@ def save_pretrained(
       tokenizer: saved with the model; None: no tokenizer files are written.
       max_shard_bytes: larger weights are divided into several files with an index.
     Raises:
-      ValueError: adapters that are not merged; quantised experts that no checkpoint could store; weights in several
-        quantised formats; a path in use; a disk with too little space.
+      ValueError: adapters that are not merged; a model prepared for QAT; quantised experts that no checkpoint could
+        store; what config.json cannot say (hf_config_of); a path in use; a disk with too little space.
     """
     save_weights(Weights(model), path, tokenizer, max_shard_bytes)
 
@@ -424,12 +424,11 @@ def save_pretrained(
 def save_weights(
     weights: Weights, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Writes a model as a Hugging Face folder, with the arguments (path, tokenizer, max_shard_bytes) and errors of
-    save_pretrained, but with tensors that are computed one at a time when they are written. So a model with merged
-    adapters is saved without being in memory as a whole.
+    """Writes a model as save_pretrained does, with its arguments path, tokenizer and max_shard_bytes and its errors.
+    Tensors that `weights` has functions for are computed one at a time when they are written, so that a model with
+    merged adapters is saved without being in memory as a whole. save_pretrained calls it, and runs at their end.
 
-    weights: the model and how its tensors are computed, such as merged_weights returns it.
-    """
+    weights: the model and how its tensors are computed, such as merged_weights returns it."""
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
     with new_folder(path, "save_pretrained") as folder:
@@ -445,8 +444,8 @@ def checkpoint_tensors(weights: Weights) -> Planned:
     weights: the model, of which some tensors may be computed only when they are written.
 
     Raises:
-      ValueError: adapters that are not merged; quantised experts that no checkpoint could store; a passthrough tensor
-        that is no longer in the file from which the model was loaded.
+      ValueError: adapters that are not merged; a model prepared for QAT; quantised experts that no checkpoint could
+        store; a passthrough tensor that is no longer in the file from which the model was loaded.
     """
     model = weights.model
     dtype = jnp.dtype(model.dtype)
@@ -461,8 +460,8 @@ def checkpoint_tensors(weights: Weights) -> Planned:
 def write_checkpoint(
     folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int
 ) -> dict[str, shards.Written]:
-    """Writes weights, an index of several files, and config.json into a folder; the terminal shows the progress. One
-    tensor is computed at a time; host memory also has those that wait to be written (256 MiB, or one larger tensor).
+    """Writes weights, their index if they are in several files, and config.json into a folder; the terminal shows the
+    progress. One tensor is computed at a time; others wait in host memory (256 MiB, or one larger tensor).
 
     Args:
       folder: the empty folder.

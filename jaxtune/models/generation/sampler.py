@@ -1,15 +1,15 @@
 """The sampler: rows decode in a fixed number of slots, and when a row ends, the next prompt takes its slot.
 
-The host never waits for the device: a round of a few tokens is dispatched while the round before it runs, and the
-results of a round are read when they have arrived. What the host decides by them (a stop string, a free slot) takes
-effect in the round after the next one.
+The device does not wait for the host: a round of a few tokens is dispatched while the round before it runs, and only
+then does the host wait for the results of that earlier round. What it decides by them (a stop string, a free slot)
+takes effect in the round after the next one.
 
     sampler = jaxtune.Sampler(model, slots=64)
     for row in sampler.run(prompts, max_new_tokens=512, temperature=1.0):
         print(row.index, row.ids, row.finish_reason)
 
-`run` yields rows in the order of the prompts, or as they end (in_order=False). A server, or a trainer that learns from
-samples, uses `submit`, `step` and `cancel`, on which it is built.
+`run` yields each Row in the order of the prompts, or as it ends (in_order=False). It is built on `submit`, `cancel` and
+`step`, which returns new tokens as Pieces. A server, or a trainer that learns from samples, can call these itself.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Row:
     # log-probability of each new token under the model: log softmax of its logits, without penalty or filters, and
     # without temperature unless scaled_logprobs was set
     logprobs: list[float]
-    # "stop": an end token or a stop string; "length": max_new_tokens; "cancelled": `cancel` was called
+    # "stop": an end token or a stop string; "length": max_new_tokens, or no more room; "cancelled": `cancel` was called
     finish_reason: FinishReason
     # for each new token the most likely tokens in its place and their log-probabilities, in descending order: as many
     # as top_logprobs says; empty without it
@@ -87,7 +87,8 @@ class _Round:
     """A round: a call of `decode` (a few tokens in every slot) that was dispatched and whose results are not read."""
 
     emitted: device.Emitted  # its results, which may not have arrived
-    requests: dict[int, tuple[Request, int]]  # {slot: (the request that it decodes, Request.placed at that time)}
+    # {slot: (the request that it decodes, Request.placed at that time, by which `_look` sees if it was placed anew)}
+    requests: dict[int, tuple[Request, int]]
 
 
 class Sampler:
@@ -96,31 +97,31 @@ class Sampler:
 
     A row gets the same tokens whatever is in the other slots, up to the rounding of products whose shapes depend on how
     many prompts are prefilled at once; with `deterministic` the results are equal bit for bit. A sampler is used by one
-    thread at a time. Its programs are compiled when they are first needed, once for each bucket of capacity and of
-    prompt length, and shared by all samplers of equal models.
+    thread at a time. Its programs are compiled when they are first needed, for each bucket of capacity and of prompt
+    length and each Kind of sampling settings, and shared by samplers of equal models with equal slots.
 
     Args:
       model: with its adapters. Plain adapters are copied in the compute dtype, and so are weights that are converted
         (most_converted); other arrays are the model's own. `update` sets new weights.
-      slots: rows that decode in one batch. None: `most_slots`, or as many as there is memory for.
+      slots: rows that decode in one batch. None: `most_slots`, halved until there is memory for them (plan_slots).
       length: tokens that a row may have, its prompt included. None: as many as there is memory for, at most the model's
         positions. Caches grow in buckets up to the longest row that is requested.
       most_slots: the limit of slots if `slots` is None.
       most_converted: the most layers whose weights are converted once (converted.py); None: as many as fit.
       memory_share: the share of the free memory for slots and converted weights; the rest is for samplers made next.
       deterministic: a row's tokens and log-probabilities have the same bits whatever else is sampled, in any slot and
-        any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, and matrix products
-        use the vendor's first algorithm instead of the fastest.
+        any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, no weights are
+        converted, and matrix products use the vendor's first algorithm instead of the fastest.
       tokens_per_round: tokens that each row makes in one round. Fewer stream more smoothly and free slots earlier, but
         need more dispatches; each value needs a program of its own.
-      prefill_tokens: the most tokens that one program prefills, and that are prefilled between two rounds while at
-        least half of the slots decode, so that these rows do not stall.
+      prefill_tokens: the most tokens that one program prefills. While at least half of the slots decode, programs are
+        dispatched between two rounds only until they have as many, so that these rows do not stall.
       prefills_alone: True: each prompt has a prefill of its own, so that a row's bits do not depend on other prompts.
     Attributes:
       plan: the SlotPlan in use: slots, length, and the layers converted once. config: the model's DecoderConfig.
     Raises:
-      ValueError: a number that must be a positive integer and is not; a model that scores texts; weights that are
-        divided over devices; slots and length for which there is too little memory, or positions.
+      ValueError: a number that is not a positive integer; a model that scores texts; weights divided over devices;
+        slots and length for which there is too little memory, or positions.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class Sampler:
           the request's number, which pieces contain and `cancel` takes.
         Raises:
           ValueError: a prompt that is empty, has ids outside the vocabulary, or is too long with max_new_tokens; a
-            setting out of its range; stop_strings without a tokenizer.
+            setting out of its range; filters with temperature 0; stop_strings without a tokenizer, or an empty one.
         """
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
         whose = "the model has" if self.plan.length == self.config.context_length else "a row of this sampler has"
@@ -235,7 +236,7 @@ class Sampler:
         return request.number
 
     def cancel(self, request: int) -> None:
-        """Ends a request that waits or decodes; the next step returns its last piece. Other numbers have no effect."""
+        """Ends a request that waits or decodes; the next step returns an empty last piece. Other numbers do nothing."""
         found = self._requests.get(request)
         if found is not None:
             self._finish(found, [], [], "cancelled")
@@ -246,9 +247,9 @@ class Sampler:
         return len(self._requests)
 
     def step(self) -> list[Piece]:
-        """Makes about one round of progress: fills free slots, dispatches the next round, and reads the oldest of two
-        rounds, for which it waits. Returns the new pieces in no particular order, often those of the round before the
-        last one dispatched. An empty list does not mean that nothing is left to do; `pending` says that."""
+        """Makes about one round of progress: fills free slots, dispatches a round if a row needs it, and waits for the
+        oldest round if two are dispatched or none was needed. Returns the new pieces, at most one for each request, in
+        no particular order. An empty list does not mean that nothing is left to do; `pending` says that."""
         self._fill()
         if self._has_work():
             self._dispatch()
@@ -269,8 +270,8 @@ class Sampler:
         in_order: bool = True,
         **settings: Any,
     ) -> Iterator[Row]:
-        """Continues all prompts and yields each row that has ended. Nothing is submitted before the first row is asked
-        for. Closing the generator, or an error, cancels the rows that are left.
+        """Continues all prompts and yields each row that has ended. Nothing is checked or submitted before the first
+        row is asked for; nothing else may be submitted before the last. Closing it, or an error, cancels what is left.
 
         Args:
           prompts: token ids; for several answers to a prompt, repeat it in consecutive places.
@@ -317,10 +318,10 @@ class Sampler:
                 following += 1
 
     def update(self, model: Decoder) -> None:
-        """Sets the weights to those of a model with the same structure, such as one that is being trained. Only what
-        must be cast or decoded is copied: the model's arrays must not be deleted while the sampler uses them. Raises
-        ValueError for requests that are not done, as their states were computed with the old weights, and for another
-        structure."""
+        """Sets the weights to those of a model with the same structure, for a user's own training loop. Only what must
+        be cast or decoded is copied: the model's arrays must not be deleted while the sampler uses them. Raises
+        ValueError for requests that are not done, as their states were computed with the old weights, for another
+        structure, and for weights that are divided over devices."""
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
         structure, leaves = flattened(model)
@@ -340,10 +341,9 @@ class Sampler:
         (self._waiting.appendleft if first else self._waiting.append)(request)
 
     def _fill(self) -> None:
-        """Prefills the prompts of waiting requests, and gives them free slots as soon as their prompts are ready;
-        `step` calls it. While at least half of the slots are taken, a call dispatches programs until they have
-        prefill_tokens tokens, padding included: the last program may exceed it, and a long prompt, prefilled in chunks,
-        may take several calls."""
+        """For `step`: prefills prompts of waiting requests, and gives those that are ready free slots, in the queue's
+        order. While at least half of the slots are taken, a call dispatches programs until they have prefill_tokens
+        tokens, padding included: the last may exceed it, and a long prompt, in chunks, may take several calls."""
         free = [slot for slot, request in enumerate(self._slots) if request is None]
         if not free or not self._waiting:
             return
@@ -411,8 +411,8 @@ class Sampler:
         return slot_bytes(self._structure, self._shapes, slots, length)
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
-        """Grows the caches, if needed, for the whole rows of `nearest`, the requests that get a slot next: to the
-        capacity_bucket for all requests (if `deterministic`, for plan.length), as each size needs its own programs."""
+        """Allocates or grows the caches, if needed, for the rows of `nearest`, the requests that get a slot next: to
+        the capacity_bucket of the longest request (`deterministic`: of plan.length), as each needs its own programs."""
         if all(request.limit <= self._capacity for request in nearest):
             return
         everybody = [*self._waiting, *(request for request in self._slots if request is not None)]
@@ -454,15 +454,15 @@ class Sampler:
         self._rounds.append(_Round(emitted, requests))
 
     def _changes(self) -> tuple[np.ndarray, device.Live]:
-        """(bool[slots]: True for a slot that the host changed since the last round; the newest token, length and
-        activity of each slot, valid for these), copied because the dispatched round may read them later."""
+        """For `_dispatch`: (bool[slots]: True for slots that the host changed since the last call; the newest token,
+        length and activity of each slot, valid for these). Marks are cleared, numbers copied, as they are read late."""
         changed, self._changed = self._changed, np.zeros_like(self._changed)
         return changed, device.Live(*(array.copy() for array in self._given))
 
     def _look(self) -> None:
-        """Waits for the oldest round and makes pieces of its tokens, for the next step to return. Ends complete rows.
-        Rows that paused, as a longrope model changes its factors at their length and their states must be computed
-        anew, wait again at the head of the queue."""
+        """Waits for the oldest round and makes pieces of its tokens, which `step`, its caller, returns. Ends complete
+        rows. Rows that paused, as a longrope model changes its factors at their length and their states must be
+        computed anew, wait again at the head of the queue."""
         done = self._rounds.popleft()
         tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, done.emitted)
         for slot, (request, placed) in done.requests.items():
@@ -487,8 +487,8 @@ class Sampler:
                 self._wait(request, first=True)
 
     def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason, tops=()) -> None:
-        """Ends `request` with a last Piece of these ids, logprobs, reason and tops (its top_logprobs), which the next
-        step returns, and frees its slot or its entry in the queue."""
+        """Ends `request` with a last Piece of these ids, logprobs, reason and tops (its top_logprobs), which the step
+        in progress or, after `cancel`, the next one returns. Frees its slot, or removes it from the queue."""
         request.done = True
         del self._requests[request.number]
         self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops)))

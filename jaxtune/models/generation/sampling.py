@@ -2,8 +2,8 @@
 definitions are those of Hugging Face's generate.
 
 The compiled programs get the settings of all rows as arrays (Numbers), and as a static argument which operations they
-contain (Kind). They apply `penalised`, `filtered` and `drawn` in this order; `block_sums` has the sums of probabilities
-by which `drawn` finds a token."""
+contain (Kind). They apply `penalised`, the temperature, `filtered` and `drawn` in this order. `block_sums` adds up
+exponentials, by which `drawn` finds a token and log-probabilities get their normaliser."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MOST_RANKED = 20  # the most tokens of which top_logprobs gives log-probabilitie
 
 class Numbers(NamedTuple):
     """The sampling settings of N rows as arrays, one number for each row, which the compiled programs get as an
-    argument. So one program serves all values of the settings. `Sampling.numbers` makes them; the values of settings
-    that are off have no effect."""
+    argument. So one program serves all values of the settings. The sampler writes what `Sampling.numbers` returns for a
+    row into that row's entries; the values of settings that are off have no effect."""
 
     draws: Any  # bool[N]: whether the row samples its tokens; otherwise it takes the most likely one
     temperature: Any  # float32[N]; 1 where the row does not sample
@@ -28,14 +28,15 @@ class Numbers(NamedTuple):
     top_p: Any  # float32[N]; 1 where it is off
     min_p: Any  # float32[N]; 0 where it is off
     repetition_penalty: Any  # float32[N]; 1 where it is off
-    # float32[N]: the logits are divided by it before the log-probability of a token is computed; 1, or the row's
-    # temperature if its scaled_logprobs is True
+    # float32[N]: the logits are divided by it before the log-probability of a token is computed; 1, or `temperature` if
+    # the row's scaled_logprobs is True
     logprob_temperature: Any
 
 
 class Kind(NamedTuple):
     """Which operations a program must contain because at least one of its rows needs them. It is a static argument of
-    the programs, so that an operation that no row needs costs nothing. `a | b` has the operations that a or b needs."""
+    the programs, so that an operation that no row needs costs nothing. `a | b` has the operations that a or b needs; a
+    sampler joins so the kinds of all rows that it has ever placed in slots, and never drops one."""
 
     draws: bool  # the random choice of tokens; False: every row takes its most likely token
     filters: bool  # top_k, top_p or min_p, which all need the logits in sorted order
@@ -101,7 +102,7 @@ class Sampling:
     def numbers(self, vocab_size: int) -> Numbers:
         """The settings as a Numbers of numpy scalars, which the sampler writes into this row's entry of a program's
         arrays. Settings that are off get the values that have no effect (see the fields of Numbers). vocab_size: the
-        tokens of the model's vocabulary, which a top_k of 0 becomes."""
+        tokens of the model's vocabulary, which a top_k of 0, or a larger one, becomes."""
         top_k = min(self.top_k or vocab_size, vocab_size)
         top_p, min_p, penalty = map(np.float32, (self.top_p, self.min_p, self.repetition_penalty))
         draws, temperature = np.bool_(self.kind.draws), np.float32(self.temperature or 1.0)
@@ -111,7 +112,7 @@ class Sampling:
 
 def penalised(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:
     """Applies the repetition penalty: returns the logits, of which those of tokens that the row contains are divided by
-    the penalty if positive, and multiplied by it if negative. It is the first operation of a decoding step on logits.
+    the penalty if they are positive, and multiplied by it if negative. A decoding step calls it first (Kind.penalises).
 
     Args:
       logits: float32[B, V], one for each token of the vocabulary.
@@ -125,7 +126,8 @@ def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
     """Applies top_k, top_p and min_p: returns the logits [B, V] with -inf for the tokens that these remove.
 
     Each filter treats the tokens that the one before left as the whole distribution. A row whose filters are off keeps
-    all tokens, and every row keeps its most likely one. A decoding step calls it between temperature and draw.
+    all tokens, and every row keeps its most likely one. Of equally likely tokens all remain or none. A decoding step
+    calls it between temperature and draw (Kind.filters).
 
     Args:
       logits: [B, V], already divided by the temperature.
@@ -148,8 +150,8 @@ _BLOCK = 256  # tokens whose probabilities are added up before a draw looks for 
 
 def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
     """Sums exp(scores - top) over blocks of _BLOCK (256) consecutive tokens of the vocabulary: float32[B, blocks].
-    `drawn` finds the block of the drawn token by these sums; their sum over all blocks is the normaliser of the
-    softmax.
+    `drawn` finds the block of the drawn token by these sums. The sum over all blocks is the normaliser of the softmax,
+    by which a decoding step computes log-probabilities (slots.py).
 
     Args:
       scores: float32[B, V].

@@ -23,10 +23,11 @@ _SPARED = 0.1  # the share of free memory that is left for activations of prefil
 
 
 def capacity_bucket(tokens: int) -> int:
-    """The capacity, in tokens, of a row's caches of keys and values, for a row of this many tokens: the next number up
-    that is 128 times a power of two, or three quarters of such a number (from 384 on).
+    """The capacity, in tokens, of a row's caches of keys and values, for a row of this many tokens: the smallest number
+    not below `tokens` that is 128 times a power of two, or three quarters of such a number (from 384 on).
 
-    There are few capacities, because each needs compiled programs of its own.
+    There are few capacities, because each needs compiled programs of its own. The sampler and the plan of its memory
+    use it.
 
     >>> [capacity_bucket(tokens) for tokens in (1, 129, 300, 513, 800)]
     [128, 256, 384, 768, 1024]
@@ -39,8 +40,8 @@ def capacity_bucket(tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """The number of slots and the length of rows for which a sampler allocates memory, as plan_slots chooses them; as a
-    string, a line for reports."""
+    """The number of slots and the most tokens of a row for which a sampler has device memory, as plan_slots chooses
+    them. The sampler allocates caches of that length only when rows need it. As a string, it is a line for reports."""
 
     slots: int  # the number of rows that decode in one batch
     length: int  # the most tokens that a row may have, its prompt included
@@ -59,7 +60,7 @@ class SlotPlan:
 
 def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:
     """The device bytes of the states of `slots` slots with `length` tokens each, and of the values around the logits of
-    one step (16 bytes for each slot and token of the vocabulary).
+    one step (16 bytes for each slot and token of the vocabulary). plan_slots asks it what fits.
 
     Args:
       structure: the model without its arrays.
@@ -78,9 +79,9 @@ def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, d
     memory, of which a tenth is left for other buffers; and as many converted layers as fit beside these slots, if there
     are enough slots for conversion to be faster (converted.LEAST_ROWS).
 
-    model: its arrays may be jax.ShapeDtypeStructs, because only their shapes are read. deterministic: as the sampler's;
-    nothing is converted if it is True. Raises ValueError if there is no room for a single slot, or if the model has
-    fewer than `length` positions.
+    model: its arrays may be jax.ShapeDtypeStructs, because only shapes and dtypes are read. deterministic: as the
+    sampler's; nothing is converted if it is True. Raises ValueError if there is no room for a single slot, if the model
+    has fewer than `length` positions, or if length or most_slots is not a positive integer.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -105,26 +106,26 @@ def plan_slots(
 ) -> SlotPlan:
     """Chooses the number of slots, and then the length of rows, for which there is device memory: the slots are
     `most_slots`, halved until rows of 256 tokens (or of `length`) fit; the length is 256 tokens, doubled as long as it
-    fits.
+    fits and the model has positions. The constructor of Sampler calls it, and slots_for.
 
     Weights can also be converted once and kept so in memory (converted.py), those of as many layers as fit into what
     the slots leave (SlotPlan.converted_layers), if there are enough slots for this to be faster (converted.LEAST_ROWS).
     Slots never become fewer by it. A planned length is chosen beside the converted weights of all layers if these take
-    at most half of what is free, and otherwise as if none were converted.
+    at most half of what is free and leave room for the least length; otherwise as if none were converted.
 
     Args:
       bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.
       positions: the most tokens of a row that the model has positions for; no length exceeds it.
-      room_bytes: free device memory in bytes, of which a tenth is left for other buffers; None: it is not known, and
-        limits nothing.
+      room_bytes: free device memory in bytes, of which a tenth is left for other buffers; None: it is not known and
+        limits nothing, and nothing is converted.
       slots: a fixed number of slots; None: it is planned.
       length: a fixed length of rows in tokens; None: it is planned.
       most_slots: the limit of a planned number of slots.
-      convertible: what the model's converted weights would take, and what they leave free; None: nothing is
-        converted.
+      convertible: what the model's converted weights would take, and what must stay free beside them; None: nothing
+        is converted.
     Raises:
-      ValueError: fixed values that are not positive integers; a length above `positions`; no room for the fixed slots,
-        or for a single one, of the fixed or the least length.
+      ValueError: slots, length or most_slots that is not a positive integer; a length above `positions`; no room for
+        the fixed slots, or for a single one, of the fixed or the least length.
     """
     for name, value in (("slots", slots), ("length", length), ("most_slots", most_slots)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -156,7 +157,8 @@ def _planned(
 ) -> SlotPlan:
     """Makes the plan for which `room` bytes suffice, without converted weights: `most_slots` slots, halved until rows
     of 256 tokens (or of `length`) fit, and rows of 256 tokens, doubled as long as they fit, up to `positions`.
-    plan_slots calls it with all room, and again with the room that converted weights leave.
+    plan_slots calls it with all room, and, for the length beside converted weights, again with the room that they leave
+    and the number of slots fixed.
 
     Args:
       bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.
@@ -187,8 +189,9 @@ def _planned(
 
 
 def room_bytes(share: float = 1.0) -> float | None:
-    """The bytes of device memory that slots may take: the fraction `share` (0 to 1) of what is free on this process's
-    first device. None if the device does not report its memory, as a CPU. A sampler plans its slots by it."""
+    """The bytes of device memory by which a sampler plans its slots and converted weights (plan_slots): the fraction
+    `share` (0 to 1) of what is free on this process's first device. None if the device does not report its memory, as a
+    CPU."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None

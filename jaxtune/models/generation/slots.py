@@ -1,9 +1,9 @@
 """The device side of the sampler: its arrays and its compiled programs.
 
 A slot is one row of fixed arrays: for each mixer the row's state (caches of keys and values, or states of delta nets)
-and a few numbers. `Programs` are the compiled functions, which `programs` makes: `decode` makes the next tokens of all
-slots in one batch. A prompt's states are computed outside the slots, by `prefill` or `pack` and, for a long prompt,
-`extend`; `insert` copies them into the slots that take the prompt.
+and a few numbers. `Programs` are the compiled functions, which `programs` makes (`programs_of` for a sampler): `decode`
+makes the next tokens of all slots in one batch. A prompt's states are computed outside the slots, by `prefill` or
+`pack` and, for a long prompt, `extend`; `insert` copies them into the slots that take the prompt.
 
 The states of a row of n tokens cover its first n - 1 tokens: the newest token is the input of the next decoding step. A
 prompt's last token is therefore decoded too, and a prefill computes no logits.
@@ -11,7 +11,8 @@ prompt's last token is therefore decoded too, and a prefill computes no logits.
 `Live` and `Rows` are the numbers of the slots, which `decode` changes and does not change, and `Emitted` its results.
 `empty_rows` and `empty_states` make the arrays of empty slots, `states_shape` their shapes, `grown` longer caches, and
 `mark_seen` records the tokens of a row for the repetition penalty. Prompts run through the layers by `_forward`, the
-new tokens of a row by `_through_layers`, and `_chosen` chooses the next token.
+new tokens of a row by `_through_layers`, and `_chosen` chooses the next token. Sampler (sampler.py) is the host side,
+and Prefills (prefills.py) dispatches the prefills.
 """
 
 from __future__ import annotations
@@ -100,18 +101,20 @@ def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
 
 
 class Emitted(NamedTuple):
-    """The tokens that a call of `decode` made in the N slots. The host reads them one call later."""
+    """The tokens that a call of `decode` made in the N slots. The host reads them after it has dispatched the next
+    call, if there is one."""
 
     tokens: jax.Array  # int32[steps, N]: slot i made the tokens [:counts[i], i]; the others are to be ignored
     logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model (see _chosen)
     counts: jax.Array  # int32[N]: how many tokens the row in each slot made
-    # (int32[steps, N, MOST_RANKED], the most likely tokens in descending order, all if the vocabulary has fewer;
-    # float32, their log-probabilities), or None if no row asks for them
+    # (int32[steps, N, MOST_RANKED], the tokens with the largest logits in descending order, all if the vocabulary has
+    # fewer; float32 of the same shape, their log-probabilities), or None without Kind.ranks
     ranked: tuple[jax.Array, jax.Array] | None
 
 
 class Programs(NamedTuple):
-    """The compiled functions of the sampler, defined below."""
+    """The compiled functions of the sampler, defined below, which `programs` makes. Sampler calls `decode`; prefills.py
+    calls the others, which compute the states of prompts and copy them into slots."""
 
     prefill: Callable[..., States]  # _prefill: the states after prompts
     pack: Callable[..., States]  # _pack: the states after several prompts that were concatenated in one row
@@ -122,14 +125,15 @@ class Programs(NamedTuple):
 
 
 def programs_of(deterministic: bool, slots: int) -> Programs:
-    """The programs of a sampler with `slots` slots, for its constructor. deterministic: as for jaxtune.Sampler; it
-    makes a difference on a GPU only."""
+    """The programs of a sampler with `slots` slots, for its constructor, made by `programs`. deterministic: as for
+    jaxtune.Sampler; it makes a difference on a GPU only."""
     return programs(deterministic and jax.default_backend() == "gpu", slots > MOST_ROWS)
 
 
 @functools.cache
 def programs(same_choices: bool, many_rows: bool) -> Programs:
-    """The sampler's functions as jitted programs, each compiled when it is first called with new shapes.
+    """The sampler's functions as jitted programs, each compiled when it is first called with new shapes or static
+    arguments. Equal arguments give the same object, so that samplers share what is compiled.
 
     Args:
       same_choices: True (a sampler with `deterministic`, on a GPU): every process must compute the same bits, so
@@ -156,7 +160,8 @@ def programs(same_choices: bool, many_rows: bool) -> Programs:
 
 def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], rows: int, capacity: int) -> States:
     """The generation states (caches of keys and values, states of delta nets) of `rows` rows that have no tokens yet:
-    zeros, with room for `capacity` tokens in each row. The sampler allocates its slots so.
+    zeros, with room for `capacity` tokens in each row. The sampler allocates its slots so, and a prompt of one token
+    needs no other states.
 
     Args:
       structure: the model without its arrays.
@@ -179,7 +184,8 @@ def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...],
 
 
 def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, totals) -> States:
-    """The states after the first lengths[i] tokens of each row i, computed by the forward pass of training.
+    """The states after the first lengths[i] tokens of each row i, one prompt to a row, computed by the forward pass of
+    training. Prefills begins long prompts with it, and computes all that are not packed (`_pack`).
 
     Args:
       structure, leaves: the model without its arrays, and its arrays.
@@ -200,8 +206,9 @@ def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, total
 
 
 def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals) -> States:
-    """The states after G prompts that were concatenated in a single row, for models whose mixers are all attention. So
-    prompts of unequal lengths need no padding; they do not see each other.
+    """The states after G prompts, a row for each, which were concatenated in a single row, for models whose mixers are
+    all attention and whose layers exchange nothing. So prompts of unequal lengths need no padding; they do not see each
+    other.
 
     Args:
       structure, leaves: the model without its arrays, and its arrays.
@@ -321,7 +328,7 @@ def _decode(
       structure, leaves: the model without its arrays, and its arrays.
       kind: which sampling operations the program contains.
       states, live: of the N slots, as the last call returned them; donated.
-      seen: bool[N, V], whether each row contains a token; None if no row has a repetition penalty; donated.
+      seen: bool[N, V], whether each row contains a token; None without Kind.penalises; donated.
       changed: bool[N], the slots in which the host has started or ended a row since the last call.
       given: the values that replace those of `live` in the `changed` slots.
       rows: what does not change while rows decode.
@@ -450,7 +457,7 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows):
       model: the decoder, whose head computes the logits.
       kind: which sampling operations the program contains.
       hidden: [N, 1, hidden].
-      seen: bool[N, V], whether each row contains a token; None without repetition penalties.
+      seen: bool[N, V], whether each row contains a token; None without Kind.penalises.
       live, rows: what decoding changes of the rows, and what it does not.
     Returns:
       (the tokens int32[N], the log-probability of each under the model, float32[N]: that of the logits divided by the

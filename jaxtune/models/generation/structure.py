@@ -1,6 +1,6 @@
 """A model taken apart for the sampler's programs: its Structure, which is static, and the list of its arrays, of which
-the plain adapters of linears are cast to the compute dtype. `flattened` does it; `structure_of` makes the Structure,
-and `rounded_places` finds the arrays that are cast."""
+the plain adapters of linears are cast to the compute dtype. `flattened` does it for a sampler, when it is made and when
+its weights are updated; `structure_of` makes the Structure, and `rounded_places` finds the arrays that are cast."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from jaxtune.models.placement import partition
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Structure:
-    """A model without its arrays: the static argument of the sampler's programs, made by structure_of. The programs get
-    the arrays apart, as the argument `leaves`, and build the model from both (`model`)."""
+    """A model without its arrays: the static argument of the sampler's programs. The programs get the arrays apart, as
+    the argument `leaves`, and build the model from both (`model`). It is compared by identity, so `structure_of` makes
+    it: programs are compiled again for another object."""
 
     graph: nnx.GraphDef  # the model's structure
     treedef: Hashable  # the tree structure of nnx.state(model), by which the list of arrays becomes that state again
     config: DecoderConfig  # the model's config
 
     def model(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Decoder:
-        """Builds the model from its arrays; the programs call it while they are traced. leaves: in the order of
-        jax.tree.leaves(nnx.state(model)); jax.ShapeDtypeStructs give a model without numbers."""
+        """Builds the model from its arrays; the programs call it while they are traced, and plans with shapes alone.
+        leaves: in the order of jax.tree.leaves(nnx.state(model)); jax.ShapeDtypeStructs give a model without
+        numbers."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
 
 
@@ -45,8 +47,8 @@ def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) 
 def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
     """Takes a model apart for the programs: (its Structure, which has no arrays and is their static argument, the list
     of its arrays). The A and B of plain adapters of linears (`_rounded_sides`) are cast to the compute dtype, in new
-    arrays; all others are the model's own. The sampler does so once and not for each call, because flattening a deep
-    model takes the host as long as the device takes for many tokens.
+    arrays; all others are the model's own. The sampler does so once for the weights of a model and not for each call of
+    a program, because flattening a deep model takes the host as long as the device takes for many tokens.
 
     Raises:
       ValueError: weights are divided over devices.
@@ -73,8 +75,8 @@ def rounded_places(structure: Structure, shapes: tuple[tuple[int, ...], ...]) ->
 
 
 def _rounded_sides(model: Decoder) -> list[nnx.Variable]:
-    """The variables of `model` that a sampler casts to the compute dtype: the A and B of its adapters, which every
-    product casts, so that the products of a decoding step need no casts.
+    """The variables of `model` that a sampler casts to the compute dtype: the A and B of the adapters of its linears.
+    Each product would cast them, so that it computes the same with them, and a decoding step needs no casts.
 
     Adapters whose float32 numbers are used too are not among them: those with DoRA, and those of linears that round
     their weights. Neither are adapters of experts."""

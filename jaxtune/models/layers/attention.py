@@ -1,6 +1,6 @@
 """Softmax attention, a mixer: the projections of queries, keys and values, attention within the documents of a row, and
-the output projection. `Attention` runs in three segments (project, attend, mix) in training, and with caches of keys
-and values in generation (`_written_one` writes one token into a cache). AttentionShape has the settings in which one
+the output projection. `Attention` runs in three segments (project, attend, mix) in training and prefills, and decodes
+with caches of keys and values (`_written_one` writes a token into one). AttentionShape has the settings in which one
 layer's attention differs from the decoder's, such as heads and norms, but not its window and rotary base. Layers can
 share keys and values under the names from `_shared_names`. The segment `attend` has the hand-written derivative
 `_attend_backward`."""
@@ -83,10 +83,10 @@ class Attention(nnx.Module):
 
     Where queries, keys or values are normed, the residuals are the projections before the norm. The norm's derivative
     reads its input, which a matrix product would otherwise compute again. The backward norms and rotates them once
-    more. Values that are keys are no residual of their own.
+    more. Values that are keys are no residual of their own, unless later layers take them.
 
-    An attention can share its keys and values with later layers. One that gives them (`gives`) has them normed and
-    rotated as residuals, so that the later layers need none of its weights. One that takes them (`takes`) projects
+    An attention can share its keys and values with later layers. One that gives them (`gives`) has query, key and value
+    as residuals normed and rotated, so that later layers need none of its weights. One that takes them (`takes`) makes
     queries alone. `in_matrices` and `state_reads` name its input projections and the residuals that fill its caches;
     `first_state` and `step` run it in generation, and `backward_bytes` and `waiting_bytes` are estimates for the
     planner.
@@ -136,7 +136,7 @@ class Attention(nnx.Module):
     @property
     def gives(self) -> dict[str, str]:
         """{residual: the name under which later layers take it}, for this attention's residuals `key` and `value`; {}
-        if it gives none to later layers. The block reads it to pass the values on."""
+        if it gives none to later layers. The block reads it to pass these on."""
         return (
             {} if self.gives_keys is None else dict(zip(("key", "value"), _shared_names(self.gives_keys), strict=True))
         )
@@ -170,9 +170,8 @@ class Attention(nnx.Module):
 
     @property
     def _normed_late(self) -> bool:
-        """True: the residuals query, key and value are projections before norm and rotation, which `attended` applies
-        when attention reads them (keys and values taken from another layer have both already). False: the segment
-        `project` has applied both."""
+        """True: the residuals query, key and value are projections before norm and rotation, which `attended` and
+        `first_state` apply (keys and values of another layer have both already). False: `project` has applied both."""
         features = self.config.qk_norm is not None or self.config.value_norm or self.config.values_are_keys
         return bool(self.takes) or (features and not self.gives)
 
@@ -330,8 +329,8 @@ class Attention(nnx.Module):
         Args:
           context: has the rotary tables.
           query: the residual of the segment `project`.
-          key, value: residuals of the same segment, or as an earlier layer gives them; where values are keys, no value
-            is passed, and the returned one is computed from `key`.
+          key, value: residuals of the same segment (state_reads), or as an earlier layer gives them; where values are
+            keys and not given to later layers, no value is passed, and the returned one is computed from `key`.
         """
         if not self._normed_late:
             return query, key, *value
@@ -345,8 +344,8 @@ class Attention(nnx.Module):
         float32[B, heads, T], which the backward reads). Tokens attend within their document, to themselves and earlier
         ones. context: has the document boundaries and the window.
 
-        residuals: query, key and, unless values are keys, value. The segment `project` makes them, except a key and
-        value that an earlier layer gives."""
+        residuals: query, key and, if it is a residual of its own (state_reads), value. The segment `project` makes
+        them, except a key and value that an earlier layer gives."""
         query, key, value = self.attended(context, *residuals)
         return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
 
@@ -365,8 +364,8 @@ class Attention(nnx.Module):
         Args:
           values: {name: value} of the residuals that state_reads names, computed from the prompts.
           lengths: int32[B], tokens of each prompt.
-          new_tokens: for how many more tokens the caches have room; with a sliding window they have room for the
-            window at the most (rounded up to 128 tokens).
+          new_tokens: for how many tokens behind the padded prompts the caches have room; with a sliding window they
+            have room for the window at the most (rounded up to 128 tokens).
           context: the one with which the prompts ran, which has their rotary tables.
         """
         if self.takes:
@@ -379,7 +378,7 @@ class Attention(nnx.Module):
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
         """Runs the next N tokens of each row in generation: (output [B, N, hidden], the state after them, with their
-        keys and values).
+        keys and values). Block.step calls it if this attention gives no keys, else `step_giving`.
 
         Args:
           x: [B, N, hidden], the layer's normed input.
@@ -394,7 +393,8 @@ class Attention(nnx.Module):
     def step_giving(self, x: jax.Array, state, at: jax.Array, context: Context):
         """Runs the next N tokens of each row as `step` does (x: [B, N, hidden]; state: the caches; at: int32[B], the
         first position; context), and has a third result: {name under which later layers take them: (cache, new)} of the
-        keys and of the values that this layer gives to later layers; {} if it gives none. Block.step calls it.
+        keys and of the values that this layer gives to later layers; {} if it gives none. Block.step calls it for an
+        attention that gives them.
 
         If N is 1, `cache` [B, kv_heads, capacity, D] contains the new token, and `new` is None. Otherwise `cache` is
         the one before the N tokens, because a window's cache has no room for them and for all that they see, and `new`
@@ -435,8 +435,8 @@ class Attention(nnx.Module):
         the layer's peak.
 
         They are the gradients of query, key and value, a second array of the query's size, values of the residual
-        stream (a multiple of the layer's input), and queries and keys (with value_norm also values) as attention reads
-        them, if it norms or rotates them only then. If layers run in tiles of tokens, the backward's work space, a
+        stream (a multiple of the layer's input), and, if `_normed_late`, queries and keys (with value_norm also values)
+        as attention reads them. Keys and values of another layer count 0. If layers run in tiles, the work space, a
         multiple of the query, is added, and the stream has one value less. sizes: the bytes of the layer's residuals by
         name, of one micro-batch on one device, with the number of tiles and the device's name."""
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
@@ -451,8 +451,8 @@ class Attention(nnx.Module):
 
 
 def _shared_names(name: str) -> tuple[str, str]:
-    """The names ("{name}_key", "{name}_value") of the keys and the values that layers share, by which the block passes
-    them from one layer to another. name: the value of gives_keys or takes_keys."""
+    """The names ("{name}_key", "{name}_value") of the keys and the values that layers share, under which the stack and
+    generation pass them from one layer to another. name: the value of gives_keys or takes_keys."""
     return f"{name}_key", f"{name}_value"
 
 
@@ -473,12 +473,12 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
       module_of: builds the Attention from trainable tensors.
       trainable: its trainable tensors.
       context: what the forward received: the layer's spec and the batch's layout.
-      inputs: the residuals query, key and, unless values are keys, value; or query, and an earlier layer's key and
-        value.
+      inputs: what `_attend` read: query, key and, where it is a residual of its own, value; or query, and an earlier
+        layer's key and value.
       outputs: (the output [B, T, heads, D], the log-sum-exp of each query's scores, float32[B, heads, T]).
       gradients: (the gradient of the output,); the log-sum-exp has none.
     Returns:
-      (gradients of the trainable tensors, or None if attention reads none of them; one gradient for each input)
+      (gradients of the trainable tensors, or None if no sinks train and `_normed_late` is False; one for each input)
     """
     attention: Attention = module_of(trainable)
     options = attention.options(context.spec.window)
