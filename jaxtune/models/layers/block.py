@@ -1,7 +1,7 @@
 """One layer of the decoder: its parts, in stages, with norms and residual additions around them.
 
-All parts of a stage read the same value of the residual stream, each through a norm, and their outputs are added to the
-stream. The layer of most families has two stages of one part:
+All parts of a stage read the same value of the residual stream, through a norm or as it is, and their outputs are added
+to the stream. The layer of most families has two stages of one part:
 
     layer_input -> [norm, mixer] + layer_input -> mid -> [norm, feed-forward] + mid -> layer_output
 
@@ -9,9 +9,9 @@ A layer can also have a single part, parts in parallel on one norm (Command R), 
 (Gemma 4's experts beside the dense MLP); see Part, Stage and LayerSpec in models/config.py.
 
 A Block runs as a chain of segments (layers/segment.py): functions that read named values and compute named values, the
-residuals, each of which can be kept, offloaded or recomputed for the backward. A part brings its own segments.
-`_layout` says how parts are connected to the residual stream, as _Places and _SumNorms, and `_in_block` makes segments
-of the block: it renames values to names that are unique in the layer, and adds norms and additions to the stream."""
+residuals, which a plan keeps, offloads or recomputes for the backward. A part brings its own segments. `_layout` says
+how parts are connected to the residual stream, as _Places and _SumNorms. `_in_block` makes a part's segments those of
+the block: it renames values to names that are unique in the layer, and adds norms and additions to the stream."""
 
 from __future__ import annotations
 
@@ -51,20 +51,21 @@ LAYER_INPUT, MID, LAYER_OUTPUT = "layer_input", "mid", "layer_output"
 @dataclasses.dataclass(frozen=True)
 class _Place:
     """How one part (a mixer or feed-forward) is connected to the residual stream of its layer, as names of values and
-    of norms. _layout computes it from the layer's stages."""
+    of norms. _layout computes it from the layer's stages; the Block runs the part by it, in training and generation."""
 
     reads: str  # name of the value of the residual stream that the part reads, the same for all parts of its stage
-    norm: str | None  # the block's attribute with the norm before the part; None: the part reads the stream as it is
+    norm: str | None  # the block's attribute with the norm of the part's INPUT; None: INPUT is the stream as it is
     post_norm: str | None  # the block's attribute with the norm of the part's output; None: there is none
     adds_to: str | None  # name of the value that the part's output is added to; None for the first part of a normed sum
-    makes: str  # name of the result of that addition
-    # True: `makes` is a partial sum of a stage's outputs that is normed later; False: it is the residual stream
+    makes: str  # name of the result of that addition, or of the output itself where adds_to is None
+    # True: `makes` is the sum of its stage's outputs so far, which is normed later; False: it is the residual stream
     in_sum: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class _SumNorm:
-    """The norm of the sum of a stage's outputs (Stage.post_norm), and how it is connected to the residual stream."""
+    """The norm of the sum of a stage's outputs (Stage.post_norm), and how it is connected to the residual stream;
+    `_layout` computes it, and `_sum_norm_segment` makes a segment of it."""
 
     name: str  # the block's attribute that has the norm
     total: str  # name of the sum that it norms
@@ -73,7 +74,7 @@ class _SumNorm:
 
 
 class PartMatrix(NamedTuple):
-    """One weight matrix of a layer, with the names by which adapters, quantisation and tensor names refer to it."""
+    """One matrix of Block.matrices, with the names by which adapters, quantisation and tensor names refer to it."""
 
     part: str  # the block's attribute of the part that has it, such as "mixer"
     name: str  # its dotted name within the part, such as "q_proj" or "experts.down_proj"
@@ -82,15 +83,15 @@ class PartMatrix(NamedTuple):
 
 class Block(nnx.Module):
     """The modules of one layer: its mixers and feed-forwards (each part is the attribute that its Part names) and the
-    norms around them. `segments` is the chain in which training runs the layer; `first_state` and `step` run it in
-    generation; the methods that end in `_bytes` are the planner's estimates of its memory.
+    norms around them. `segments` is the chain that the stack runs (training, evaluation, prompts);
+    `first_state` and `step` serve generation; the methods in `_bytes` are the planner's estimates of its memory.
 
-    A block contains nothing that differs between layers of the same kind, such as an index, so that their programs are
-    traced once.
+    Apart from arrays, a block contains nothing that differs between layers of the same kind, such as an index, so that
+    their programs are traced once.
 
     Args:
       config: of the decoder.
-      spec: the kind of the layer: its parts, window and rotary base.
+      spec: the kind of the layer, for its stages and output_scale; its window and rotary base come with each Context.
       key: draws the initial weights.
       dtype: of the weights.
     """
@@ -122,13 +123,14 @@ class Block(nnx.Module):
 
     @property
     def mixers(self) -> dict[str, Mixer]:
-        """{name: module} of the parts that are mixers, such as attention: those with a state in generation."""
+        """{name: module} of the parts that are mixers, such as attention, which have `state_reads`. All others are
+        feed-forwards: they have no state in generation, and declare `order` and `forward_bytes`."""
         return {name: module for name, module in self.parts.items() if hasattr(module, "state_reads")}
 
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
         """{name: its shape for one token} of the values that the layer's parts read from outside the layer: keys and
-        values of an earlier layer, or what the decoder computes for each layer; {} for most. The stack passes them."""
+        values of an earlier layer, or what the decoder computes for each layer; {} for most. Its callers pass them."""
         taken: dict[str, tuple[int, ...]] = {}
         for module in self.parts.values():
             taken |= getattr(module, "takes", {})
@@ -137,7 +139,7 @@ class Block(nnx.Module):
     @property
     def gives(self) -> dict[str, str]:
         """{the block's name of a residual: the name under which later layers take it}, for the values that the layer
-        shares with later ones, such as keys and values; {} for most layers. The stack passes them on."""
+        shares with later ones, such as keys and values; {} for most layers. The stack and prefills pass them on."""
         return {
             self._own_segments()[part][1][own]: name
             for part, module in self.parts.items()
@@ -146,17 +148,17 @@ class Block(nnx.Module):
 
     def normed(self, part: str, x: jax.Array) -> jax.Array:
         """Applies the norm before the part named `part` to x [B, T, hidden], a value of the residual stream; returns x
-        unchanged if the part reads the stream without a norm."""
+        unchanged if the part reads the stream without a norm. `step` and the segments of `_in_block` call it."""
         norm = _layout(self.stages)[0][part].norm
         return x if norm is None else getattr(self, norm)(x)
 
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
-        """Adds a part's output to x: the output passes its post-norm first if it has one, and is returned alone if x is
-        None. On the residual stream it is scaled, as the layer's result is at the layer's end (_on_stream).
+        """Adds a part's output to x, after the part's post-norm if it has one; if x is None, the output is returned
+        alone. `_on_stream` adds to the residual stream, with the layer's factors; a sum that is normed later has none.
 
         part: the part's name. x: the value [B, T, hidden] that the output is added to: the residual stream, or in a
         stage whose sum is normed the sum of the outputs so far; None for the first part of such a stage. out: [B, T,
-        hidden]."""
+        hidden]. `step` and the segments of `_in_block` call it."""
         place = _layout(self.stages)[0][part]
         out = out if place.post_norm is None else getattr(self, place.post_norm)(out)
         if x is None:
@@ -168,8 +170,8 @@ class Block(nnx.Module):
     def _on_stream(self, x: jax.Array, out: jax.Array, makes: str) -> jax.Array:
         """Adds `out` times the config's residual_scale to x, a value of the residual stream; both are [B, T, hidden].
 
-        makes: the name of the result. If it is `layer_output`, the end of the layer, the result is multiplied by the
-        layer's scalar, if the layer has one."""
+        makes: the name of the result. If it is `layer_output`, the end of the layer, the result is multiplied by
+        `layer_scalar`, if the layer has one. `added` and the segment of a normed sum call it."""
         if self.residual_scale != 1.0:  # in float32, rounded once, as torch multiplies a tensor by a number
             out = (out.astype(jnp.float32) * self.residual_scale).astype(out.dtype)
         out = x + out
@@ -180,14 +182,14 @@ class Block(nnx.Module):
     # ---- the chain
 
     def segments(self, tile: int | None = None, aux: Collection[str] = ()) -> tuple[Segment, ...]:
-        """The chain of segments from layer_input to layer_output, which the stack runs for training. Their `run` and
-        `backward` take this block as their module.
+        """The chain of segments from layer_input to layer_output, in the order in which the stack runs them. Their
+        `run` takes this block as its module, and their `backward` a function that builds the block.
 
         Args:
-          tile: neighbouring tokenwise segments become one segment, which processes this many tokens of each row at a
-            time; None: every segment processes whole rows.
-          aux: names of the auxiliary values (such as router_sums, from which a router's losses are computed) that are
-            wanted beside the layer's output; segments that compute others are left out.
+          tile: neighbouring tokenwise segments become one (in_tiles), which processes this many tokens of each row at
+            a time; None: every segment processes whole rows.
+          aux: names of the auxiliary values (such as router_sums, for a router's losses) that are wanted beside the
+            layer's output; segments that compute others are left out, and other names are ignored.
         """
         chain = tuple(s for name in self.parts for s in self.part_segments(name))
         chain = tuple(s for s in chain if not s.aux or s.outputs[0] in aux)
@@ -196,23 +198,23 @@ class Block(nnx.Module):
     @property
     def aux(self) -> dict[str, Segment]:
         """{name: the segment that computes it} of all auxiliary values that the layer can return beside its output,
-        such as router_sums, from which a router's losses are computed; {} for a layer without experts."""
+        such as router_sums, for a router's losses; {} for a layer without experts. Training finds losses by it."""
         return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
     def part_segments(self, part: str) -> tuple[Segment, ...]:
         """The segments of the part named `part`, also those of auxiliary values (such as router_sums, for losses), as
         segments of the block: they include the norms around the part and the addition to the residual stream, and their
-        `run` takes the block as its module."""
+        `run` takes the block. Those of the last part of a stage whose sum is normed end with that norm's segment."""
         (segments, names), (places, norms) = self._own_segments()[part], _layout(self.stages)
         place = places[part]
         made = tuple(new for s in segments for new in _in_block(s, part, place, names))
         return made + (() if part not in norms else (_sum_norm_segment(norms[part], made[-1].tokenwise),))
 
     def _own_segments(self) -> dict[str, tuple[tuple[Segment, ...], dict[str, str]]]:
-        """{part's name: (its segments, with the block's names, {the part's name of a residual: the block's name of it,
-        for all residuals but OUTPUT})}. A segment or residual whose name an earlier part also uses is called
-        `{part}_{name}` in the block, because the names of a plan's residuals and of dropout keys must be unique within
-        a layer."""
+        """{part's name: (its own segments, of which only `name` is the block's, {the part's name of a residual: the
+        block's name of it, for all residuals but OUTPUT})}. A segment or residual whose name an earlier part also uses
+        is called `{part}_{name}` in the block, because the names of a plan's residuals and of dropout keys must be
+        unique within a layer."""
         found: dict[str, tuple[tuple[Segment, ...], dict[str, str]]] = {}
         taken: dict[str, set[str]] = {"segments": set(), "residuals": set()}
 
@@ -230,24 +232,24 @@ class Block(nnx.Module):
         return found
 
     def residuals(self) -> tuple[Residual, ...]:
-        """The values that the layer's backward may read, layer_input first, in the order in which they are computed. A
-        plan decides the placement of each. layer_output, which is the next layer's input, and auxiliary values are not
-        among them."""
+        """The values of the layer that its backward may read, in the order in which they are computed. A plan decides
+        the placement of each; the first, layer_input, cannot be recomputed. layer_output (the next layer's input),
+        auxiliary values and those from outside (`takes`) are not among them."""
         made = [residual for segment in self.segments() for residual in segment.makes]
         return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
 
     def matrices(self) -> list[PartMatrix]:
-        """The weight matrices of the layer that can have an adapter or be quantised, in the order of their products.
-        models/lora.py lists a model's matrices by it."""
+        """The weight matrices of the layer that can have an adapter or, if `quantizable`, be quantised, in the order of
+        their products. models/lora.py lists a model's matrices by it, and the planner counts their bytes."""
         named = (name for segment in self.segments() for name in segment.matrices)
         parted = ((name, name.partition(".")) for name in named)
         return [PartMatrix(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
 
     @property
     def order(self) -> BackwardOrder:
-        """The order in which the stack computes the layer's backward, combined from those that its feed-forwards
+        """The settings by which the stack runs the whole layer's backward, combined from those that its feed-forwards
         declare: derivatives_at_once if any has it, weights_first only if all have it, and all their `shared` and
-        `free`, by the block's names."""
+        `free`, by the block's names (INPUT becomes the stream's value that the part reads)."""
         orders, shared, free = [], [], []
         for part, module in self.parts.items():
             if part not in self.mixers:
@@ -265,10 +267,10 @@ class Block(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals; the
-        planner adds it to the peak. It is the largest need of a feed-forward; a layer without one needs its input, its
-        output and the difference of the two. sizes: the sizes of the residuals of one micro-batch on one device, by the
-        block's names."""
+        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
+        planner's forecasts of forwards. It is the largest need of a feed-forward; a layer without one needs its input,
+        its output and the difference of the two. sizes: the sizes of the residuals of one micro-batch on one device, by
+        the block's names."""
         found = [
             module.forward_bytes(self.sizes_of(part, sizes))
             for part, module in self.parts.items()
@@ -277,9 +279,9 @@ class Block(nnx.Module):
         return max(found, default=3.0 * sizes[LAYER_INPUT])
 
     def backward_bytes(self, part: str, sizes: Sizes) -> Scratch:
-        """The scratch memory, in bytes, that the backward of one part needs in addition to the residuals; the planner
-        adds it to its forecast of the peak. For a mixer `around` (bytes of other segments' partial gradients that exist
-        at the same time) is 0, because a mixer states only what its own computation needs.
+        """The scratch memory, in bytes, that the backward of one part needs in addition to the residuals; of a layer's
+        parts the planner counts the largest need. For a mixer `around` (bytes of other segments' partial gradients that
+        exist at the same time) is 0, because a mixer states only what its own computation needs.
 
         part: the name of a mixer or feed-forward of the layer. sizes: the sizes of the residuals of one micro-batch on
         one device, by the block's names."""
@@ -290,14 +292,15 @@ class Block(nnx.Module):
         """An estimate of the bytes of results of the mixer `part` that are in device memory while the backward of a
         later feed-forward of the layer runs, although the mixer's own backward comes after it.
 
-        It is a multiple of one of the mixer's residuals, fitted to compiled programs. The planner adds it to the memory
-        of that backward if the feed-forward's scratch memory covers the mixer (Scratch.covers_mixer). sizes: the sizes
-        of the residuals of one micro-batch on one device, by the block's names."""
+        It is a multiple (models/fitted.py) of one of the mixer's residuals. The planner adds it to the memory of that
+        backward only if the feed-forward's scratch memory covers the mixer (Scratch.covers_mixer). sizes: the sizes of
+        the residuals of one micro-batch on one device, by the block's names."""
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 
     def sizes_of(self, part: str, sizes: Sizes) -> Sizes:
         """A copy of the layer's Sizes in which the residuals of one part have the part's own names beside the block's,
-        because the formulas of the part look them up so; `sizes` itself if the names are the same.
+        because the part's formulas look them up so; `sizes` itself if the names are the same. An own name hides the
+        residual of an earlier part with this name, also in `recomputed`.
 
         part: the name of a mixer or feed-forward of the layer. sizes: by the block's names of residuals."""
         changed = {own: name for own, name in self._own_segments()[part][1].items() if own != name}
@@ -326,8 +329,8 @@ class Block(nnx.Module):
         Args:
           values: {name: value} of the residuals that `state_reads` names, computed from the prompts.
           lengths: int32[B], tokens of each prompt.
-          new_tokens: for how many more tokens the states must have room.
-          context: the layer's spec, and the layout with which the prompts ran.
+          new_tokens: for how many more tokens than `values` have positions the states must have room.
+          context: the layer's spec, and a layout of rows with one prompt each, with their rotary tables.
         """
         found: dict[str, object] = {}
         for part, mixer in self.mixers.items():
@@ -351,7 +354,8 @@ class Block(nnx.Module):
           state: {mixer's name: its state}, from `first_state` or the previous step.
           at: int32[B], the position of the first of the N tokens of each row, which is also the number of tokens that
             the state has already. A negative number marks a row that does not decode; its results are ignored.
-          context: the layer's spec, and a layout with the rotary tables of these positions.
+          context: the layer's spec, and a layout with the rotary tables of these positions, in which rows that do not
+            decode are padding.
           taken: {name: value} of what the layer takes from outside (`takes`) for these tokens, as the decoder or an
             earlier layer's `step` gave it; None: it takes nothing.
         Returns:
@@ -382,11 +386,8 @@ class Block(nnx.Module):
 
 @functools.lru_cache(64)
 def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _SumNorm]]:
-    """Computes from a layer's stages how its parts are connected to the residual stream.
-
-    Returns:
-      ({part's name: its _Place}, {name of the last part of a stage whose sum is normed: the _SumNorm of that sum})
-    """
+    """Computes from a layer's stages how its parts are connected to the residual stream: ({part's name: its _Place},
+    {name of the last part of a stage whose sum is normed: the _SumNorm of that sum})."""
     places, norms = {}, {}
     count, made, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
     for stage in stages:
@@ -409,15 +410,13 @@ def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _Su
 def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, str]) -> tuple[Segment, ...]:
     """Converts one segment of a part into one or two segments of the block, whose `run` takes the block as its module.
 
-    Values are renamed to the block's names, INPUT is computed by the norm before the part, and the part's output is
-    added to the residual stream. If the output has a norm, that norm and the addition are a segment of their own: the
-    norm's derivative reads the output, which would otherwise be computed again by a matrix product.
+    Values are renamed to the block's names, names of matrices get the part's name in front, each segment that reads
+    INPUT computes it by the norm before the part, and the part's output is added as `place` says. If the output has a
+    norm, that norm and the addition are a segment of their own: the norm's derivative reads the output, which would
+    otherwise be computed again by a matrix product. A segment with its own backward may not read INPUT or make OUTPUT
+    (AssertionError).
 
-    Args:
-      segment: a segment of the part.
-      part: the part's name.
-      place: how the part is connected to the residual stream.
-      names: {the part's name of a residual: the block's name of it}.
+    part: its name. names: {the part's name of a residual: the block's name of it}.
     """
     ending = segment.outputs == (OUTPUT,)
     reads = tuple(place.reads if name in (INPUT, STREAM) else names.get(name, name) for name in segment.reads)
@@ -473,7 +472,8 @@ def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple
 
 
 def _sum_norm_segment(norm: _SumNorm, tokenwise: bool) -> Segment:
-    """The segment of the block that norms the sum of a stage's outputs and adds it to the residual stream.
+    """The segment of the block that norms the sum of a stage's outputs and adds it to the residual stream
+    (Block._on_stream). It is the last of Block.part_segments of the stage's last part.
 
     norm: the names of the norm, of the sum and of the stream's values. tokenwise: whether the segment may run over
     tiles of tokens, with the segment before it (Segment.tokenwise); if False it runs on whole rows."""
@@ -487,8 +487,8 @@ def _sum_norm_segment(norm: _SumNorm, tokenwise: bool) -> Segment:
 
 
 def _backward_in_block(backward, part: str, block_of, trainable, *arguments):
-    """Calls the hand-written backward of a part's segment, which expects the part as its module, in a layer, where the
-    stack passes the whole block.
+    """Calls the hand-written backward of a part's segment, whose module is the part, in a layer, where the stack passes
+    the whole block. It returns the result, whose gradients are those of the block's trainable tensors.
 
     Args:
       backward: the Backward of the part's segment.

@@ -39,7 +39,7 @@ _OUT = "remembered"  # the recurrence's output, by the name that checkpoints of 
 class DeltaNetShape:
     """The sizes of a gated delta net, given as Part.config; `make` builds the module. Queries and keys have `key_heads`
     heads, and values have `heads`, a multiple of it. Raises ValueError for a size that is not a positive integer, or no
-    such multiple."""
+    such multiple, with the key of Hugging Face's config.json."""
 
     hf_name: ClassVar[str] = "linear_attn"  # the part's name in Hugging Face's tensor names
 
@@ -86,13 +86,13 @@ class DeltaNetShape:
         return DeltaNet(self, config, key, dtype)
 
     def derivative_bytes(self, sizes: Sizes) -> float:
-        """The bytes that the derivative of the recurrence keeps in memory, if the segment is recomputed in the
-        backward, from then until its gradient arrives; the planner counts them in addition to the residuals
-        (Segment.derivative_bytes). A segment that is kept has none of them.
+        """The bytes that the derivative of the segment `recur` keeps in memory from its recomputation in the backward
+        until its gradient arrives. It is the segment's Segment.derivative_bytes: the planner counts them in addition to
+        the residuals if a plan recomputes the segment, and not if its output is kept.
 
-        The kernels keep queries and keys after the convolution, the prediction errors, and for each chunk of tokens two
-        matrices and the state. The reference implementation keeps less. sizes: the bytes of the layer's residuals by
-        name, of one micro-batch on one device, as those of the result are."""
+        They are those of the kernels, in the compute dtype: queries and keys after the convolution, the prediction
+        errors, and for each chunk of tokens two matrices and the state. The reference implementation keeps less. sizes:
+        the bytes of the layer's residuals by name, of one micro-batch on one device; the result is for the same."""
         numbers = 2 * self.key_size + self.value_size + 2 * self.heads * CHUNK
         state = self.heads * self.key_dim * self.value_dim / CHUNK
         return sizes[_OUT] / self.value_size * (numbers + state)
@@ -120,9 +120,9 @@ class DeltaNet(nnx.Module):
 
     These are in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (or in_proj_qkvz and in_proj_ba), conv1d, norm and
     out_proj. A head's log decay is -exp(A_log) softplus(a + dt_bias), and its beta is sigmoid(b); a and b are called
-    rates. `segments` divides its computation in training into the steps that the stack runs, `first_state` and `step`
-    that in generation, and `backward_bytes` and `waiting_bytes` are estimates for the planner. `state_reads` names the
-    residuals from which the state is built after a prompt.
+    rates. `segments` divides its computation into the steps that the stack runs, in training and over prompts;
+    `first_state` and `step` run it in generation; `backward_bytes` and `waiting_bytes` are estimates for the planner.
+    `state_reads` names the residuals from which the state is built after a prompt.
 
     Args:
       shape: the sizes of the delta net.
@@ -207,7 +207,7 @@ class DeltaNet(nnx.Module):
 
         Queries, keys and values are concatenated, [B, T, 2 key_size + value_size]. Gates are [B, T, heads, value_dim].
         Rates are b and a, from which beta and decay are computed, concatenated: [B, T, 2 heads]. The segment `project`
-        calls it in training, and `step` in generation. key: draws the adapters' dropout masks; None: no dropout."""
+        calls it, and `step` in generation. key: draws the adapters' dropout masks; None: no dropout."""
         shape = self.shape
         if not shape.fused:
             qkv, gate, b, a = apply_fused(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), key)
@@ -238,14 +238,14 @@ class DeltaNet(nnx.Module):
         and decay (its logarithm) and beta are float32[B, T, heads]. The convolution is applied to qkv here.
 
         qkv: [B, T, 2 key_size + value_size], rates: [B, T, 2 heads], from `project`, for all tokens of each row.
-        layout: the document boundaries of the batch, which the convolution does not cross. Training and `first_state`
-        call it.
+        layout: the document boundaries of the batch, which the convolution does not cross. The segment `recur` and
+        `first_state` call it.
         """
         return self._split(short_convolution(qkv, self._taps(), layout), rates)
 
     def _taps(self) -> jax.Array:
         """The weight of the convolution without its middle axis of size 1: [channels, taps], the form for
-        short_convolution."""
+        short_convolution and short_convolution_step."""
         return self.conv1d.weight[...][:, 0]
 
     def _split(self, qkv: jax.Array, rates: jax.Array):
@@ -311,16 +311,18 @@ class DeltaNet(nnx.Module):
     # ---- for the planner: counted from chunked.py and triton.py; their memory has not been measured on a GPU yet.
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes of the delta net's partial results that are in memory while the backward of the
-        layer's feed-forward runs; the planner adds it to what that backward needs.
+        """An estimate of the bytes of the delta net's partial results that are in memory while the backward of a later
+        feed-forward of the layer runs; the planner adds it to what that backward needs if the feed-forward's estimate
+        covers the mixer (Scratch.covers_mixer).
 
-        It is a fixed multiple (models/fitted.py) of the bytes of the recurrence's output. sizes: the bytes of the
-        layer's residuals by name, of one micro-batch on one device, and the device's name."""
+        It is the bytes of the recurrence's output times a factor (models/fitted.py), which was taken over from
+        attention and not measured. sizes: the bytes of the layer's residuals by name, of one micro-batch on one device,
+        and the device's name."""
         return DELTA_NET_BYTES.of("triton", sizes.device).waiting * sizes[_OUT]
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes that the delta net's backward needs in addition to the residuals; the planner adds
-        it to the layer's peak.
+        """An estimate of the bytes that the delta net's backward needs in addition to the residuals, for the planner's
+        forecast of the peak (Block.backward_bytes). It is counted from the code and was not measured.
 
         It is the sum of: queries, keys and values after the convolution, and their gradients, each of which exists
         twice at a time, as arrays [B, T, ...] and rearranged into chunks of tokens; two arrays of the output's size;

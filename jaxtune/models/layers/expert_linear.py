@@ -1,6 +1,7 @@
-"""The matrices of a mixture of experts: `ExpertLinear` has one matrix of every expert, stacked in one array, and
-`ExpertLora` their LoRA adapters, one for each expert, stacked likewise. `_merged_and_rounded` computes the weights of
-quantisation-aware training (QAT): adapters merged in, and rounded to a grid."""
+"""The matrices of a mixture of experts: `ExpertLinear` has one matrix of every expert, stacked in one array (a layer of
+experts, experts.py, has two of them), and `ExpertLora` their LoRA adapters, one for each expert, stacked likewise.
+`_merged_and_rounded` computes the weights of quantisation-aware training (QAT) where they are frozen: adapters merged
+in, and rounded to a grid."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _RANK_STEP = 64  # grouped_matmul's kernels sum over multiples of this many numb
 
 class ExpertLora(nnx.Module):
     """The LoRA adapters of one matrix of every expert, stacked: a [E, r, in] and b [E, out, r] (zero at the start),
-    float32. It is the attribute `lora` of an ExpertLinear, whose output gets scale * b a x added.
+    float32. It is the attribute `lora` of an ExpertLinear, whose output gets scale * b a x added; under `fake_quant` it
+    is merged into the weight instead, before that is rounded. get_peft_model (models/lora.py) makes it.
 
     The scale follows from `alpha` and `rslora`, as in PEFT. There is no dropout, because PEFT has none on experts.
     `weights` gives the adapters to the kernels.
@@ -88,8 +90,9 @@ def _merged_and_rounded(
     spec: FakeQuant, transposed: bool, weight: jax.Array | Stored, lora: GroupedLora | None, x: jax.Array
 ) -> jax.Array:
     """The weights of all experts with their adapters merged in, if there are any, rounded to the grid `spec` one expert
-    at a time, in the shape of the stored ones and the grid's dtype. In the backward, the adapters get the gradient of
-    the rounded weights where the merged ones are in the grid's range; weight and x get none.
+    at a time, in the shape of the stored ones and the grid's dtype. ExpertLinear.rounded_weight calls it for frozen
+    weights. In the backward, the gradient of the rounded weights passes to the adapters where the merged weights are in
+    the grid's range; weight and x get none.
 
     Args:
       spec: the grid.
@@ -111,9 +114,10 @@ def _merged_and_rounded(
 
 
 def _merged_and_rounded_bwd(spec: FakeQuant, transposed: bool, residuals, dmerged: jax.Array):
-    """The backward rule of `_merged_and_rounded`: (None, the gradients of the adapters, None). spec: the grid.
-    transposed: whether the weights are [E, in, out]. residuals: (weight, lora) of the forward. dmerged: the gradient of
-    the rounded weights, in their shape."""
+    """The backward rule of `_merged_and_rounded`: (None for the weight, the gradients of the adapters in the form of
+    `lora`, None for x). Each expert's weight is merged again, one at a time. spec: the grid. transposed: whether the
+    weights are [E, in, out]. residuals: (weight, lora) of the forward. dmerged: the gradient of the rounded weights, in
+    their shape."""
     weight, lora, dmerged = optimization_barrier((*residuals, dmerged))
 
     def one(expert):
@@ -152,11 +156,12 @@ class ExpertLinear(nnx.Module):
       dtype: of weight and biases.
     Attributes:
       compute: the dtype's name in which the experts multiply, where a precision map names one (models/precision.py):
-        what they multiply is cast to it, and the output back; None: in that dtype itself.
-      fp8: whether a weight that is stored in FP8 is multiplied as it is, without decoding; False until compute_in_fp8
-        sets it.
+        what they multiply is cast to it, and the output back; None: in the dtype of what they multiply.
+      fp8: whether a weight that is stored in FP8 is multiplied as it is, without decoding, by inputs rounded to FP8;
+        not under `fake_quant`. False until compute_in_fp8 sets it.
       fake_quant: for quantisation-aware training: the grid to which the weights, with their adapters merged in, are
-        rounded before they multiply; None: they are not rounded.
+        rounded before they multiply; it may also round what they multiply (FakeQuant.round_inputs). None: nothing is
+        rounded.
       lora: the adapters (ExpertLora), or None.
     """
 
@@ -197,8 +202,9 @@ class ExpertLinear(nnx.Module):
 
     @property
     def product_has_weight_gradient(self) -> bool:
-        """Whether the backward of the product computes the gradient of its weight: if the weight trains, or if an
-        adapter that is merged into it gets its gradient through it, as with clipped gradients of `fake_quant`."""
+        """Whether the backward of the product must compute the gradient of its weight: if the weight trains, or if an
+        adapter that is merged into it gets its gradient through it, which is so where `fake_quant` clips gradients. The
+        grouped products get it as `weight_trains`."""
         through = self.lora is not None and self.fake_quant is not None and self.fake_quant.clips
         return self.trains or through
 
@@ -210,13 +216,14 @@ class ExpertLinear(nnx.Module):
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:
         """For quantisation-aware training: the weights in the shape of the stored ones, rounded to the grid of
-        `fake_quant`, with the adapters merged in first if there are any. A frozen weight is rounded one expert at a
-        time, so that one merged matrix is in float32, and the result has the grid's dtype; a trained one keeps its
-        dtype.
+        `fake_quant`. A frozen weight gets its adapters merged in first, if there are any, one expert at a time, so that
+        only one merged matrix is in float32, and the result has the grid's dtype. A trained one has no adapters, and
+        keeps its dtype. `of_tokens` and `to_tokens` multiply by the result.
 
         x: the activations that they multiply. As in Linear, the rounding is tied to them, so that forward and backward
         each round; the gradient passes the rounding to trained weights as `straight_through` says. Frozen ones get
-        none, and their adapters only if `fake_quant` clips gradients. `fake_quant` must not be None."""
+        none. Their adapters get gradients here only if `fake_quant` clips them; otherwise `of_tokens` and `to_tokens`
+        add the adapters' gradients. `fake_quant` must not be None (AssertionError)."""
         assert self.fake_quant is not None
         if self.trains:
             weight = self.weight[...].swapaxes(1, 2) if self.transposed else self.weight[...]
@@ -233,8 +240,8 @@ class ExpertLinear(nnx.Module):
     def adapter_bytes(self, itemsize: int) -> float:
         """Returns how many bytes the copies of the adapters A [E, r, in] and B [E, out, r] take that the Mosaic kernels
         of grouped_matmul read: in the compute dtype, with the rank r padded to a multiple of 64; 0.0 without adapters.
-        The planner adds it to its other estimates, which are floats. itemsize: bytes of one number in the compute
-        dtype."""
+        The planner adds it to its other estimates, which are floats, and the sampler's plan counts it too. itemsize:
+        bytes of one number in the compute dtype."""
         if self.lora is None:
             return 0.0
         experts, rank, in_size = self.lora.a.shape
@@ -243,7 +250,8 @@ class ExpertLinear(nnx.Module):
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
         """Multiplies each token of x [T, in] by the matrices of its experts: [rows, out], one row for each pair of
         token and expert, sorted by expert, in x's dtype, adapters and biases included. Empty rows pad the rows of each
-        expert to whole tiles. Under `fake_quant` weights and inputs are rounded. MoE.gate_up calls it.
+        expert to whole tiles. Under `fake_quant` the weights are rounded, and the inputs if it rounds inputs.
+        MoE.gate_up calls it.
 
         If a quantised weight must be decoded, the decoded weight is kept for the derivative, which is expected to be
         computed right after (`derivative_follows` of grouped_matmul). routing: which token and expert each row belongs
@@ -279,11 +287,12 @@ class ExpertLinear(nnx.Module):
     ) -> jax.Array:
         """Multiplies rows [rows, in], one for each pair of token and expert and sorted by expert, by the experts'
         matrices, and sums the results of each token: [T, out] in the rows' dtype, adapters and biases included. Under
-        `fake_quant` weights and rows are rounded. MoE.down calls it.
+        `fake_quant` the weights are rounded, and the rows if it rounds inputs. MoE.down calls it.
 
         Args:
           rows: they have been multiplied by the router's weights already.
-          lora: the adapters, from `adapter()`; None: there are none.
+          lora: the adapters, from `adapter()`, which the caller may have passed through an identity that orders their
+            gradients; None: there are none. Where `fake_quant` clips gradients, `self.lora` is merged instead.
           routing: which expert and token each row belongs to, from `route`.
           choice: int32[T, k], each token's experts; E for none.
           weights: float32[T, k], the router's weights of these experts, by which the biases are multiplied if there are

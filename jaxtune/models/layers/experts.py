@@ -1,9 +1,9 @@
 """A mixture of experts, a feed-forward: a router chooses experts for each token, and the tokens' rows are sorted by
 expert, so that each expert's matrix multiplies consecutive rows.
 
-`MoE` is the module, `Experts` has the experts' matrices, and ExpertsShape the settings of one layer's experts where
-layers differ. A token's weight for an expert is applied before the down projection, where the rows are narrow. The
-router's gradient then does not need the experts' outputs."""
+`MoE` is the module, `Experts` has the experts' matrices, and ExpertsShape the settings of experts beside an MLP.
+`_gradients_at_once` saves memory in the backward. A token's weight for an expert is applied before the down projection,
+where the rows are narrow. The router's gradient then does not need the experts' outputs."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ _gradients_at_once.defvjp(lambda values: (values, None), lambda _, gradients: (o
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsShape:
-    """The settings of the experts of a layer in a model whose other layers have none or other ones, given as
-    Part.config; `make` builds the module."""
+    """The settings of experts that are a further part of a layer beside its MLP (Gemma 4), given as Part.config; `make`
+    builds the module. Where experts take the place of the MLP, DecoderConfig.moe is enough."""
 
     moe: MoEConfig  # number and size of the experts, and how tokens are routed to them
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
@@ -94,8 +94,8 @@ class ExpertsShape:
 
 
 class MoE(nnx.Module):
-    """A mixture of experts: a router, the experts, and a shared expert, which every token passes, if the config has
-    one.
+    """A mixture of experts: `router`, `experts`, and if the config has one a shared expert, an MLP that every token
+    passes and whose output is multiplied by a learned gate (`shared_expert`, `shared_expert_gate`).
 
     In its methods x is [B, T, hidden], E is the number of experts, and choice is int32[B * T, k], the numbers of each
     token's k experts (E for none), as from `choose`. Norm and router run in each segment that reads them, because they
@@ -106,7 +106,7 @@ class MoE(nnx.Module):
     estimates of its memory.
 
     Args:
-      config: of the decoder, whose `moe` describes the experts.
+      config: of the decoder, whose `moe` describes the experts; it must not be None (AssertionError).
       key: draws the initial weights.
       dtype: of the weights.
     """
@@ -149,8 +149,8 @@ class MoE(nnx.Module):
 
     @jax.named_scope("router")
     def router_sums(self, x: jax.Array, choice: jax.Array) -> RouterSums:
-        """The sums over tokens from which the router's losses (load balancing and z-loss) are computed, by the segment
-        `balance`; padding is left out. They are a RouterSums, which can be added over layers and devices.
+        """The sums over tokens from which training computes the router's losses (load balancing and z-loss); padding is
+        left out. They are a RouterSums, which can be added over layers and devices. The segment `balance` calls it.
 
         x: [B, T, hidden], the part's input (a scaled router's logits [B, T, E]). choice: int32[B * T, k], each token's
         experts; E for padding."""
@@ -175,7 +175,7 @@ class MoE(nnx.Module):
           gate_up: [rows, 2 * expert_size], rows sorted by expert, from the method `gate_up`.
           choice: int32[B * T, k], each token's experts; E for none.
           x: [B, T, hidden], the part's input, from which the router's weights are computed again (a scaled router's
-            logits [B, T, E]). The products are computed in its dtype.
+            logits [B, T, E]). The products are computed in its dtype, unless down_proj has another one (`compute`).
         """
         weights = self.router.weights(self._logits(x), choice)
         routing = route(choice, self.moe.num_experts)
@@ -205,9 +205,9 @@ class MoE(nnx.Module):
     def segments(self) -> tuple[Segment, ...]:
         """Its segments, in the order in which they run: `score` (a scaled router's logits), `route` (computes
         `choice`), `balance` (the sums for the router's losses, which the stack runs only if they are wanted), `expand`
-        (gate and up), `expand_shared` (gate and up of a shared expert) and `contract` (activation and down projection).
-        `score` and `expand_shared` are left out where the model has no such router or expert. They tell the stack how
-        to run the experts and the planner what they cost."""
+        (gate and up), `expand_shared` (gate and up of a shared expert) and `contract` (activation and down projection,
+        also of the shared expert). `score` and `expand_shared` are left out where the model has no such router or
+        expert. They tell the stack how to run the experts and the planner what they cost."""
         active, hidden = self.moe.experts_per_token, self.config.hidden_size
         choice = Residual("choice", recomputable=False, small=True)
 
@@ -282,8 +282,9 @@ class MoE(nnx.Module):
         )
 
     def _contract(self, context: Context, gate_up, choice, x, shared_gate=None, shared_up=None):
-        """The function `run` of the segment `contract`: ([B, T, hidden],), the experts' output plus that of the shared
-        expert, if there is one, times the sigmoid of its gate. context: has the dropout key.
+        """The function `run` of the segment `contract`: ([B, T, hidden],), the experts' output; if there is a shared
+        expert, its output times the sigmoid of its gate is added. context: has the dropout key, which only the shared
+        expert's adapters need.
 
         gate_up [rows, 2 * expert_size], choice int32[B * T, k], and shared_gate and shared_up [B, T, shared_size] are
         the residuals of the other segments, the last two None without a shared expert. x is what the router's weights
@@ -306,25 +307,26 @@ class MoE(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals; the
-        planner adds it to the peak.
+        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
+        planner's forecasts of forwards.
 
         It is a multiple of the bytes of the layer's input that was fitted to compiled programs (models/fitted.py).
         sizes: the bytes of the layer's residuals by name, with the device's name and whether it is a Hopper GPU."""
         return EXPERTS_BYTES.of("mosaic" if sizes.hopper else "reference", sizes.device).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """An estimate of the bytes that the backward of the layer needs in addition to the residuals; the planner adds
-        it to the peak. It was fitted to the whole layer, so it covers the mixer's backward too (covers_mixer is True).
+        """An estimate of the bytes that the backward of the layer needs in addition to the residuals, for the planner's
+        forecast of the peak. It was fitted to the whole layer, so it covers the mixer too (covers_mixer is True).
 
         `own` of the result is a multiple of the layer's input plus twice the bytes of a shared expert's gate and up.
         `around` is the larger need of two moments (ExpertsBytes in models/fitted.py): in the first there are two arrays
-        of gate_up's size, in the second one of them with the gradients of the experts' rows (a copy of each token's
-        hidden state for each of its experts), which multiples stand for. If the matrix product does not gather rows
-        itself, sorted rows are added at the first moment and a decoded weight at the second. If FP8 codes are
-        multiplied, the rows' codes and the weight's transposed codes are added. sizes: the bytes of the layer's
-        residuals by name, the names of the recomputed ones, the compute dtype, the device's name and whether it is a
-        Hopper GPU.
+        of gate_up's size, in the second one of them and the gradients of the experts' rows (a copy of each token's
+        hidden state for each of its experts), for which a multiple of the rows' bytes stands. If the matrix product
+        does not gather rows itself (it does on Hopper, unless a quantised weight must be decoded), sorted rows are
+        added at the first moment and the largest decoded weight at the second; and if gate_up is recomputed, another
+        multiple of the rows' bytes is all else of the second moment. If rows are gathered and FP8 codes multiplied, the
+        rows' codes and the weight's transposed codes are added. sizes: the bytes of the layer's residuals by name, the
+        names of the recomputed ones, the compute dtype, the device's name and whether it is a Hopper GPU.
         """
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up

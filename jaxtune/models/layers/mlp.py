@@ -1,6 +1,6 @@
-"""The gated MLP, a feed-forward: down(activation(gate(x)) * up(x)). MLPShape has the width of one whose width differs
-from the decoder's, and `MLP` is the module. `_down`, its second half, has a hand-written derivative that needs less
-memory than jax.vjp's."""
+"""The gated MLP, a feed-forward: down(activation(gate(x)) * up(x)). `MLP` is the module. MLPShape has the width of one
+that a layer names itself instead of taking the decoder's feed-forward. `_down`, its second half, has a hand-written
+derivative that needs less memory than jax.vjp's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
 
 @dataclasses.dataclass(frozen=True)
 class MLPShape:
-    """The settings of an MLP whose width differs from the decoder's, given as Part.config; `make` builds the module.
-    Families use it where the layers of a model have MLPs of several widths."""
+    """The settings of an MLP that is not simply the decoder's feed-forward, given as Part.config; `make` builds the
+    module. Families use it where layers have MLPs of several widths, where some layers of a model with experts have an
+    MLP instead, and where a layer has an MLP beside its experts."""
 
     intermediate_size: int  # how many numbers gate and up have for each token
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
@@ -37,7 +38,7 @@ class MLP(nnx.Module):
 
     `segments` divides its computation into the steps that the stack runs forward and backward, and whose results a plan
     keeps, offloads or recomputes. `order` has settings of the stack's backward (BackwardOrder): here a recomputed step
-    runs again only when its gradient arrives, and the backward of a step waits for the weight gradients of later ones.
+    runs once more when its gradient arrives, and the backward of a step waits for the weight gradients of later ones.
     `forward_bytes` and `backward_bytes` are the planner's estimates of its memory.
 
     Args:
@@ -109,8 +110,8 @@ class MLP(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals; the
-        planner adds it to the peak.
+        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
+        planner's forecasts of forwards.
 
         It counts the activation's output, those of gate and up that are recomputed in the backward instead of kept, and
         values of the residual stream, a multiple of the layer's input (models/fitted.py). sizes: the bytes of the
@@ -119,8 +120,8 @@ class MLP(nnx.Module):
         return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """An estimate of the bytes that the MLP's backward needs in addition to the residuals; the planner adds it to
-        the peak.
+        """An estimate of the bytes that the MLP's backward needs in addition to the residuals, for the planner's
+        forecast of the peak.
 
         If a kernel overwrites gate and up with their gradients (`_in_place`), `own` of the result is the gradient of
         the activation's output alone, and covers_mixer is False: the mixer's memory is counted on its own. Otherwise
@@ -149,12 +150,11 @@ class MLP(nnx.Module):
         return MLP_BYTES.of("mosaic" if self._in_place(sizes) else "reference", sizes.device)
 
     def _in_place(self, sizes: Sizes) -> bool:
-        """Whether the kernel of pallas/gated computes the activation's gradient for these sizes, which writes the
-        gradients of gate and up over gate and up. True on a Hopper GPU, for shapes, dtypes and activations that the
-        kernel supports and fewer than 2^32 numbers; otherwise the reference implementation runs, which needs more
-        memory. sizes: the bytes of
-        `gate` among the layer's residuals, with the compute dtype, the tokens of a row, and whether the device is a
-        Hopper GPU."""
+        """Whether the planner expects the kernel of pallas/gated to compute the activation's gradient for these sizes,
+        which writes the gradients of gate and up over gate and up. True for a Hopper GPU, for shapes, dtypes and
+        activations that the kernel supports and fewer than 2^32 numbers of gate; otherwise the reference implementation
+        runs, which needs more memory. sizes: the bytes of `gate` among the layer's residuals, with the compute dtype,
+        the tokens of a row, and whether the device is a Hopper GPU."""
         numbers = sizes.length * self.config.intermediate_size
         runs = mosaic.unsupported(sizes.dtype, numbers, self.config.activation) is None
         return runs and sizes.hopper and sizes["gate"] / sizes.dtype.itemsize < mosaic.MOST
@@ -163,10 +163,11 @@ class MLP(nnx.Module):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _down(activation: str, graph, trainable, frozen, gate, up, key):
     """activation(gate) * up, multiplied by the linear (down_proj) that nnx.merge builds from graph, trainable and
-    frozen: [B, T, hidden].
+    frozen: [B, T, hidden]. MLP.down calls it.
 
     Its backward needs three arrays of gate's size, if the kernel of pallas/gated runs (MLP._in_place): gate, up and the
-    gradient of the activation's output, which it overwrites. The reference implementation needs up to six.
+    gradient of activation(gate) * up, over which it writes the gradients of gate and up, and activation(gate) * up,
+    which down_proj's trained tensors need for their gradients. The reference implementation needs up to six.
 
     Args:
       activation: a key of ACTIVATIONS, such as "silu".
@@ -187,8 +188,9 @@ def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
 def _down_bwd(activation, graph, residuals, dout):
     """The backward rule of `_down`: (gradients of trainable, None for frozen, gradients of gate and up, None for key).
 
-    activation, graph: the static arguments of `_down`, a key of ACTIVATIONS and the linear's structure. residuals: from
-    `_down_fwd`. dout: [B, T, hidden], the gradient of the output."""
+    It computes activation(gate) * up again, because the forward does not keep it. activation, graph: the static
+    arguments of `_down`, a key of ACTIVATIONS and the linear's structure. residuals: from `_down_fwd`. dout: [B, T,
+    hidden], the gradient of the output."""
     trainable, frozen, gate, up, key = residuals
 
     def linear(trainable, x):

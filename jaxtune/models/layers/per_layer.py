@@ -67,7 +67,8 @@ class PerLayerGate(nnx.Module):
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
         """{"per_layer_input": (size,)}, the name and the shape for one token of the value that the part reads from
-        outside the layer: the layer's embedding of the token, which the decoder gives; the block passes it in."""
+        outside the layer: the layer's embedding of the token, which the decoder gives (Decoder.given) and the segment
+        `project_per_layer` reads. Block.takes collects it."""
         return {PER_LAYER: (self.size,)}
 
     def segments(self) -> tuple[Segment, ...]:
@@ -159,7 +160,7 @@ class PerLayerInputs(nnx.Module):
           tokens: int32[B, T].
           x: [B, T, hidden], the tokens' embeddings as the first layer gets them.
           take: the function (table, tokens) -> rows [B, T, layers * size] that looks up the rows of the table, and
-            decides how the table's gradient is computed.
+            decides how the table's gradient is computed; not called if `rows` are given or the host looks them up.
           key: draws the dropout mask of the projection's adapter; None: no dropout.
           rows: [B, T, layers * size], the rows of the table for these tokens; None: they are looked up.
         Raises:
@@ -177,9 +178,10 @@ class PerLayerInputs(nnx.Module):
 
     def _looked_up(self, tokens: jax.Array, take) -> jax.Array:
         """The rows [B, T, layers * size] of the table for the tokens int32[B, T], by the function `take` of a call, in
-        the table's dtype. Of a table in host memory that is not an argument of a program (such as that of a model that
-        a run has returned), the host looks them up, so that the device never has the whole table. Raises ValueError if
-        the table here has no rows (needs_rows)."""
+        the table's dtype. Of a table in host memory that is not an argument of a program (a NumPy array, such as that
+        of a model that a run has returned), the host looks them up without `take`, so that the device never has the
+        whole table; in a traced call, where the tokens are not known, the table becomes a constant of the program.
+        Raises ValueError if the table here has no rows (needs_rows)."""
         table = self.weight.get_value()
         if self.needs_rows:
             raise ValueError("the table of per-layer embeddings is on the host: this pass must be given its rows")

@@ -13,15 +13,15 @@ from jaxtune.pallas.routing import expert_weights
 
 
 class Router(nnx.Module):
-    """The matrix that gives each token's logits over the experts: weight [E, hidden], optional bias [E]. Calling it
-    computes the logits; `weights` then computes the factors of the chosen experts.
+    """The matrix that gives each token's logits over the experts: weight [E, hidden], optional bias [E]. MoE calls it
+    to compute the logits, and `weights` to compute the factors of the chosen experts from them.
 
     Args:
       config: gives the hidden size and the range of initial weights.
       moe: gives the number of experts, whether there is a bias, and whether the weights of a token's experts sum to
         one.
       key: draws the initial weight.
-      dtype: of the weight.
+      dtype: of the weight and the bias.
     Attributes:
       compute: the dtype's name in which the logits' product is computed, where a precision map names one
         (models/precision.py); None: in x's dtype.
@@ -60,8 +60,8 @@ class ScaledRouter(nnx.Module):
         logits = proj(rms_norm(x) * scale / sqrt(hidden))
         weight of a chosen expert e = softmax over the chosen logits * per_expert_scale[e]
 
-    proj is a linear [E, hidden], which adapters can adapt as PEFT does; scale is [hidden] and per_expert_scale [E]. The
-    norm has no weight.
+    proj is a linear [E, hidden], which adapters can adapt as PEFT does and which is never quantised; scale is [hidden]
+    and per_expert_scale [E]. The norm has no weight. MoE calls it in a segment of its own, and `weights` afterwards.
 
     Args:
       config: gives the hidden size, the norm's eps and the range of initial weights.

@@ -2,9 +2,10 @@
 
 A layer is a block around parts: mixers, in which a token reads other tokens, and feed-forwards, which treat each token
 alone. Each part runs as a chain of segments, functions that read named values and compute named values, the residuals.
-The stack (models/stack.py) runs the chain and follows a plan that says for every residual whether it is kept, offloaded
-or recomputed. The planner, generation, adapters and the mapping of tensor names read the same declarations. None of
-them knows a segment, a residual or a kind of layer by name.
+The stack (models/stack.py) runs the chain and follows a plan that says for every residual whether it is kept (perhaps
+in FP8), offloaded or recomputed. The planner, generation, adapters and the mapping of tensor names read the same
+declarations. None of them knows a part's segments or residuals by name; only generation has faster programs for some
+kinds of layers (generation/plain_layer.py).
 
 Mixer, GivingMixer and FeedForward are the interfaces of the parts, with LayerPart, what they have in common. A Segment
 makes Residuals, is run with a Context, and can have a Backward (a hand-written derivative) and AuxLosses. BackwardOrder
@@ -37,10 +38,10 @@ class Residual:
     or recomputed."""
 
     name: str  # the name that plans, configs and reports use
-    # the name of another residual of the layer that always has the same placement, because treating the two differently
-    # gains nothing; None: its placement is its own choice
+    # the name of another residual of the layer to which the planner always gives the same placement, because treating
+    # the two differently gains nothing (a user's plan may do it); None: the planner places it alone
     decided_with: str | None = None
-    # whether running earlier segments again can compute it; False: it must be kept or offloaded
+    # whether a plan may drop it, so that earlier segments run again to compute it; False: it must be kept or offloaded
     recomputable: bool = True
     # True: the planner only considers plans that keep it, because it has few bytes or later layers take it
     small: bool = False
@@ -57,7 +58,8 @@ class Context:
     spec: LayerSpec  # the layer's kind: its parts, attention window and rotary base
     layout: PackedLayout  # document boundaries and rotary tables (by rotary base) of the batch
     key: jax.Array | None = None  # draws the adapters' dropout masks; None: no dropout
-    # in generation: {name: value} of what the part takes from outside of its layer (LayerPart.takes)
+    # in a step of generation: {name: value} of what the layer takes from outside (LayerPart.takes); {} otherwise, where
+    # segments read these values by name
     taken: Mapping = dataclasses.field(default_factory=dict)
 
     @property
@@ -72,11 +74,12 @@ class Backward(Protocol):
     `run`.
 
     Args:
-      module_of: builds the segment's module from trainable tensors like `trainable`.
-      trainable: the module's trainable tensors.
+      module_of: builds the segment's module (its part, or the block) from trainable tensors like `trainable`.
+      trainable: the trainable tensors, in training those of the whole block.
       context: what `run` received: the layer's spec, the batch's layout and the dropout key.
       inputs: the values that the segment read.
-      outputs: the values that the segment computed in the forward; None for one that was not saved.
+      outputs: the values that the segment computed in the forward or when it was recomputed; None for one that is not
+        there, such as layer_output.
       gradients: the gradients of the outputs, only of those that have one.
     Returns:
       (gradients of the trainable tensors, or None where there are none; one gradient for each input)
@@ -114,12 +117,13 @@ class Segment:
     """One step of a layer's computation: a function that reads named values and computes named values, the residuals.
     Residuals exist only between segments, so the segments decide what a plan can keep or recompute.
 
-    Only the first four fields are needed to run a segment; the others tell the stack how it may be run and tell the
-    planner what it costs."""
+    Only the first four fields are needed to run a segment. Of the others, `matrices` also lists what adapters and
+    quantisation can change, `aux` declares losses for training, and the rest tell the stack how the segment may be run
+    and the planner what it costs."""
 
     name: str  # its name in profiles and among the dropout keys, unique within a part
-    # names of the values it takes: residuals of earlier segments; INPUT and STREAM are the residual stream with and
-    # without the block's norm
+    # names of the values it takes: residuals of earlier segments, values from outside the layer (LayerPart.takes), and
+    # INPUT and STREAM, the residual stream with and without the block's norm
     reads: tuple[str, ...]
     # the residuals it computes; one named OUTPUT is the part's result, which the block adds to the residual stream
     makes: tuple[Residual, ...]
@@ -132,8 +136,8 @@ class Segment:
     backward: Backward | None = None  # its hand-written derivative; None: jax.vjp of `run`
     # whether any gradient flows through it; False for one with integer outputs, such as a choice of experts
     differentiable: bool = True
-    # the losses that are computed from its one output. That output is no residual: if a loss is wanted, it is returned
-    # beside the layer's output, summed over the layers that compute it.
+    # the losses that are computed from its one output. That output is no residual: if it is wanted, the layer returns
+    # it beside layer_output, and the stack sums it over the layers; otherwise the segment does not run.
     aux: tuple[AuxLoss, ...] = ()
     experts_per_token: int = 0  # for matrices with experts: how many experts each token is multiplied by
     # True: each of its outputs can be computed without the others, so recomputing one of them costs only its share;
@@ -146,13 +150,14 @@ class Segment:
     # they are decoded again
     decodes_once: bool = False
     # Sizes -> bytes that its derivative keeps. If set, a recomputed segment is differentiated when it is recomputed,
-    # and these bytes are kept until its gradient arrives. None: the segment runs once more when its gradient arrives,
-    # and takes no memory before.
+    # and these bytes are kept until its gradient arrives. None: the layer's BackwardOrder.derivatives_at_once decides;
+    # if that is False too, the segment runs once more when its gradient arrives, and takes no memory before.
     derivative_bytes: Callable[[Sizes], float] | None = None
     # True: its kernels have its name as their scope in profiles; False: it sets no scope, because it runs others that
     # do
     scoped: bool = True
-    # query heads times head dim of an attention, which costs 4 FLOPs per visible key for each of them
+    # query heads times head dim of an attention, whose forward costs 4 FLOPs per visible key of a token for each of
+    # them; 0: the segment is no attention
     attention_width: int = 0
     # (forward, backward): its attention's duration over that of usual head dims with as many FLOPs
     attention_slower: tuple[float, float] = (1.0, 1.0)
@@ -160,8 +165,9 @@ class Segment:
     # (forward, derivative): the time that its own kernels take for one token, beyond token_flops and beyond moving
     # inputs and outputs, stated as the bytes that a device copy moves in that time
     kernel_bytes: tuple[float, float] = (0.0, 0.0)
-    # (tokens of the batch, tokens of a row, True for the backward) -> its duration, stated as the number of
-    # multiplications that a large matrix product does in that time; None: computed from its matrices and token_flops
+    # (tokens of the micro-batch on one device, tokens of a row, True for the backward) -> its duration for the stack's
+    # schedules, stated as the number of multiplications that a large matrix product does in that time; None: computed
+    # from its matrices and token_flops (the function `multiplications`)
     multiplications: Callable[[int, int, bool], float] | None = None
 
     @property
@@ -174,21 +180,24 @@ class Segment:
 @dataclasses.dataclass(frozen=True)
 class BackwardOrder:
     """Settings of the backward of a layer: at which moment a recomputed segment is differentiated, and what waits for
-    what. Feed-forwards declare them where XLA's own order costs memory or time. The stack follows it in layer_backward.
-    The defaults suit an MLP."""
+    what. Feed-forwards declare them where XLA's own order costs memory or time, and Block.order combines them to those
+    of all segments of the layer, which the stack follows (layer_backward; `free` in _stack_bwd). The defaults suit an
+    MLP."""
 
-    # True: a recomputed segment is differentiated when it is recomputed, and what its derivative reads is kept; for
-    # thin products and rows sorted by expert, computing them twice takes longer than recomputing more of other layers.
-    # False: the segment is run once more when its gradient arrives.
+    # True: a recomputed segment that has no backward of its own is differentiated when it is recomputed, and what its
+    # derivative reads is kept until its gradient arrives. Experts have it: their thin products and sorted rows would
+    # otherwise be computed once more. False: it runs once more when its gradient arrives, unless it has
+    # derivative_bytes.
     derivatives_at_once: bool = False
-    # names of values that several segments read, and that may be computed before a segment's gradient arrives
+    # names of values that several segments read and that do not wait for a segment's gradient, so that XLA may compute
+    # what derivatives need of them (such as a norm) earlier, and once for all these segments
     shared: tuple[str, ...] = ()
     # True: a segment's backward waits for the weight gradients of the segments after it. Otherwise XLA puts the
     # adapters' gradients off to the end of the layer, and keeps the wide operands of these thin products until then.
     # False: it does not wait.
     weights_first: bool = True
-    # names of residuals that are not tied to the layer's gradient unless memory is short, so that XLA may keep what the
-    # forward computed from them alone, and does not compute it again
+    # names of residuals that, where they are kept, are not tied to the layer's gradient unless memory is short, so that
+    # XLA may keep what the forward computed from them alone, and does not compute it again
     free: tuple[str, ...] = ()
 
 
@@ -198,7 +207,9 @@ class Sizes:
     planner makes it; sizes[name] gives the bytes of the residual of that name."""
 
     residuals: Mapping[str, float]  # bytes of each residual by name; for tiled segments, of one tile
-    recomputed: frozenset[str]  # names of the residuals that the plan recomputes in the backward
+    # names of the residuals that the backward makes anew: those that the plan recomputes, and those that it keeps in
+    # FP8; in forecasts of passes without a backward, all
+    recomputed: frozenset[str]
     tiles: int  # number of tiles that tokenwise segments run over; 1: they run whole
     dtype: jnp.dtype  # compute dtype
     length: int  # number of tokens of a row
@@ -214,8 +225,8 @@ class Sizes:
 @dataclasses.dataclass(frozen=True)
 class Scratch:
     """The scratch memory, in bytes, that the backward of one part of a layer (a feed-forward, or a mixer such as
-    attention) needs in addition to the residuals; the planner adds `own` and `around` to its forecast of the peak. A
-    part runs as several segments."""
+    attention) needs in addition to the residuals: `own` plus `around`. For the peak, the planner takes the largest need
+    of a layer's parts. A part runs as several segments."""
 
     own: float  # bytes that the computation of the part's own gradients needs
     # bytes of partial gradients from other segments of the layer that are in memory while this part's backward runs
@@ -252,21 +263,23 @@ class Mixer(LayerPart, Protocol):
     generation. `backward_bytes` and `waiting_bytes` are estimates by which the planner predicts the peak memory of
     training.
 
-    To add one, write a file with the module and with a frozen dataclass whose `make(config, key, dtype)` builds it. A
-    LayerSpec names that dataclass as the `config` of a Part. Having `state_reads` is what marks a part as a mixer."""
+    To add one, write a file with the module and with a frozen dataclass that has `hf_name` and whose `make(config, key,
+    dtype)` builds it (PartConfig in models/config.py). A LayerSpec has an instance of it as the `config` of a Part.
+    Having `state_reads` is what marks a part as a mixer."""
 
     state_reads: tuple[str, ...]  # names of the residuals from which the state for generation is built after a prompt
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes that the mixer's own backward needs in addition to the residuals; the planner adds
-        it to its forecast of the peak.
+        """An estimate of the bytes that the mixer's own backward needs in addition to the residuals, for the planner's
+        forecast of the peak. It is not counted if a later feed-forward covers the mixer (Scratch.covers_mixer).
 
         sizes: of one micro-batch on one device, by the mixer's own names of residuals."""
         ...
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes of the mixer's partial results that stay in memory while the backward of the layer's
-        feed-forward runs, which comes before the mixer's own backward. The planner adds it to what that backward needs.
+        """An estimate of the bytes of the mixer's partial results that stay in memory while the backward of a later
+        feed-forward of the layer runs, which comes before the mixer's own backward. The planner adds it to what that
+        backward needs if the feed-forward covers the mixer (Scratch.covers_mixer).
 
         sizes: of one micro-batch on one device, by the mixer's own names of residuals."""
         ...
@@ -280,8 +293,8 @@ class Mixer(LayerPart, Protocol):
         Args:
           values: {name: value} of the residuals that `state_reads` names, computed from the prompts.
           lengths: int32[B], tokens of each prompt.
-          new_tokens: how many more tokens the state must have room for.
-          context: the layer's spec, and the layout with which the prompts ran.
+          new_tokens: for how many more tokens than `values` have positions the state must have room.
+          context: the layer's spec, and a layout of rows with one prompt each, with their rotary tables.
         """
         ...
 
@@ -295,8 +308,8 @@ class Mixer(LayerPart, Protocol):
           state: from `first_state` or the previous step.
           at: int32[B], the position of the first of the N tokens, which is also the number of tokens in the state. A
             negative number marks a row that is not decoding; its output and state are ignored.
-          context: the layer's spec, a layout with the rotary tables of these positions, and in `taken` what the part
-            takes from earlier layers, as their `step_giving` returned it.
+          context: the layer's spec, a layout with the rotary tables of these positions, and in `taken` what the layer
+            takes: from earlier layers as their `step_giving` returned it, and from the decoder.
         """
         ...
 
@@ -320,22 +333,23 @@ class FeedForward(LayerPart, Protocol):
     the layer, such as whether it waits for weight gradients; `forward_bytes` and `backward_bytes` are estimates by
     which the planner predicts the peak memory of training.
 
-    One is added like a mixer: by a file with the module and a frozen dataclass whose `make(config, key, dtype)` builds
-    it, which a LayerSpec names as the `config` of a Part.
+    One is added like a mixer: by a file with the module and a frozen dataclass that has `hf_name` and whose
+    `make(config, key, dtype)` builds it, and of which a LayerSpec has an instance as the `config` of a Part. The module
+    must not have `state_reads`.
     """
 
-    order: BackwardOrder  # the order in which the layer's backward computes
+    order: BackwardOrder  # what it wants of the layer's backward; Block.order combines those of all feed-forwards
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals; the
-        planner adds it to its forecast of the peak.
+        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
+        planner's forecasts of forwards.
 
         sizes: of one micro-batch on one device, by the feed-forward's own names of residuals."""
         ...
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """An estimate of the bytes that the feed-forward's backward needs in addition to the residuals; the planner
-        adds it to its forecast of the peak.
+        """An estimate of the bytes that the feed-forward's backward needs in addition to the residuals, for the
+        planner's forecast of the peak.
 
         sizes: of one micro-batch on one device, by the feed-forward's own names of residuals."""
         ...
@@ -343,8 +357,8 @@ class FeedForward(LayerPart, Protocol):
 
 def matrix_of(module: nnx.Module, name: str) -> Any:
     """Looks up the Linear or ExpertLinear of a part or block (`module`) by its dotted name, such as
-    "experts.down_proj", as Segment.matrices has it. The result is the module's own matrix, not a copy. Block.matrices
-    and the counts of work per segment call it."""
+    "experts.down_proj", as Segment.matrices has it ("mlp.experts.down_proj" in a block). The result is the module's own
+    matrix, not a copy. Block.matrices and the counts of work per segment call it."""
     for part in name.split("."):
         module = getattr(module, part)
     return module
@@ -362,7 +376,7 @@ def weights_per_token(segment: Segment, matrix: Any) -> int:
 def multiplications(segment: Segment, module: nnx.Module, tokens: int, length: int, backward: bool = False) -> float:
     """The duration of a segment for `tokens` tokens in rows of `length`, stated as the number of multiplications (not
     FLOPs) that large matrix products do in that time. By these durations the stack distributes copies and collectives
-    over the segments that they run beside.
+    over the segments that they run beside; the planner forecasts seconds in another way.
 
     Args:
       segment: of a block, or of a part.
