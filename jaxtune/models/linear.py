@@ -2,13 +2,14 @@
 
 Whether a tensor is trained is its type: an `nnx.Param` is trained, a `Frozen` is not. `nnx.split(model, nnx.Param,
 ...)` therefore gives (graph, trainable, frozen), and `nnx.value_and_grad` differentiates only what is trained. `frozen`
-and `trained` convert a variable from one to the other, and `not_differentiated` raises an error if a gradient of a
-frozen tensor is asked for.
+and `trained` make a variable of one type from one of the other, and `not_differentiated` raises an error if a gradient
+of a layer's frozen tensor is asked for.
 
 A layer is a `Linear`, its adapter a `Lora`, and its observed scale of activations an `InputScale`. `apply_fused`
 applies linears that share an input, such as query, key and value, in one operation. `row_norm` computes the norms of
 rows that DoRA needs, `merged_weight` adds an adapter to its weight, and `merged_and_rounded` also rounds the sum for
-quantisation-aware training (QAT)."""
+quantisation-aware training (QAT). lora.py selects the linears that get an adapter; experts have matrices and adapters
+of their own (layers/expert_linear.py)."""
 
 from __future__ import annotations
 
@@ -53,14 +54,16 @@ class InputScale(nnx.Variable):
 
 def frozen(variable: nnx.Variable) -> Frozen:
     """Makes a `Frozen` variable, which is not trained, with the value (an array or a quantised weight) and the metadata
-    (logical axes) of `variable`, which stays as it is. lora.freeze makes all tensors of a model so."""
+    (logical axes) of `variable`, which stays as it is. lora.freeze replaces all trained variables of a model so, and
+    generation/converted.py the quantised weights that it decodes."""
     return Frozen(variable.get_value(), **variable.get_metadata())
 
 
 def trained(variable: nnx.Variable, value: jax.Array | jax.ShapeDtypeStruct) -> nnx.Param:
     """Makes an `nnx.Param`, which is trained, with this value, or only its shape and dtype, and the metadata (logical
-    axes) of another variable. The caller puts it in that variable's place in a module; `variable` stays as it is. The
-    embedding and the head are trained whole beside adapters so."""
+    axes) of another variable. The caller puts it in that variable's place in a module; `variable` stays as it is. So
+    get_peft_model makes the weights of an embedding or head that is trained whole, and merge_adapter those of the
+    merged model, some of which have only a shape at first."""
     return nnx.Param(value, **variable.get_metadata())
 
 
@@ -89,11 +92,11 @@ not_differentiated.defvjp(_differentiated, lambda _, cotangents: (cotangents,), 
 
 class Lora(nnx.Module):
     """The LoRA adapter of one linear, its attribute `lora`: a [r, in] and b [out, r] (zero at the start), float32, and
-    with DoRA a magnitude [out].
+    with DoRA a magnitude [out] (zero at the start; None without DoRA). All are `nnx.Param`s, which are trained.
 
     The linear's output gets scale * b a x added, where the scale follows from alpha and rslora, as in PEFT. With DoRA
-    the rows of the sum are scaled to the magnitude. `weights` gives the adapter to the kernels. `magnitude` is None
-    without DoRA.
+    each row of the merged weight, W + scale b a, is scaled to the norm that the magnitude has for it. `weights` gives
+    the adapter to the kernels. get_peft_model makes adapters, and load_adapter does so by calling it.
 
     Args:
       in_size, out_size, rank: in, out and r of these shapes.
@@ -101,8 +104,8 @@ class Lora(nnx.Module):
       rate: of dropout on the adapter's input in training, at least 0 and below 1.
       key: draws the initial a.
       rslora: True: the output is multiplied by alpha / sqrt(r) instead; False: by alpha / r.
-      dora: True: the adapter has a magnitude, which get_peft_model then sets to the norms of the weight's rows; False:
-        it has none.
+      dora: True: the adapter has a magnitude, which get_peft_model sets to the norms of the weight's rows; False: it
+        has none.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class Lora(nnx.Module):
 
     def weights(self, base: jax.Array | Stored) -> LoraWeights:
         """The adapter as the argument of quant_matmul: a, b, the scale, and with DoRA the factor on each row of the
-        result (row_scale, float32[out]; None without DoRA).
+        merged weight, and so on each output (row_scale, float32[out]; None without DoRA). Merges read it too.
 
         base: the weight [out, in] that it adapts, an array or quantised. Only DoRA reads it, because its factor on a
         row is the magnitude divided by the norm of that row of the merged weight. No gradient passes through the norm,
@@ -151,8 +154,8 @@ class Lora(nnx.Module):
 
 
 def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """The Euclidean norms of the rows of weight + scale b a, float32[out], computed without forming the sum; DoRA
-    divides by them.
+    """The Euclidean norms of the rows of weight + scale b a, float32[out], computed without forming the sum. DoRA's
+    factors (Lora.weights) are the magnitude divided by them, and a new adapter's magnitude is set to them.
 
         |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b        (arXiv 2402.09353)
 
@@ -184,8 +187,9 @@ def merged_and_rounded(
     spec: FakeQuant, weight: jax.Array | Stored, lora: LoraWeights | None, x: jax.Array
 ) -> jax.Array:
     """The weight [out, in] with the adapter `lora` merged in unless it is None, rounded to the grid `spec`, in the
-    grid's dtype. In the backward, the adapter gets the gradient of the rounded weight where the merged weight is in the
-    grid's range; weight and x get none.
+    grid's dtype; Linear.rounded_weight calls it for frozen weights. In the backward, the adapter gets the gradient of
+    the rounded weight where the merged weight is in the grid's range, whatever the grid's `clips` says (the caller
+    stops the adapter's gradient if it is False); weight and x get none.
 
     x: the activations that the rounded weight will multiply; an optimization barrier makes the rounding depend on them,
     so that forward and backward each round and no rounded weight is kept in between."""
@@ -196,8 +200,8 @@ def merged_and_rounded(
 
 def _merged_and_rounded_bwd(spec: FakeQuant, residuals, dmerged: jax.Array):
     """The backward rule of `merged_and_rounded`: (None, the gradient of the adapter, None). spec: the grid. residuals:
-    (weight, lora) of the forward. dmerged: [out, in], the gradient of the rounded weight. Merging and rounding are
-    computed again, from the weight as it is stored."""
+    (weight, lora) of the forward. dmerged: [out, in], the gradient of the rounded weight. The merged weight is computed
+    again, from the weight as it is stored, to see which numbers are in the grid's range."""
     weight, lora, dmerged = optimization_barrier((*residuals, dmerged))
     weight = dense(weight, spec.dtype)
     return None, unclipped_gradients(spec, lambda lora: merged_weight(weight, lora), lora, dmerged), None
@@ -210,7 +214,8 @@ merged_and_rounded.defvjp(
 
 class Linear(nnx.Module):
     """A linear layer: weight [out, in] as in Hugging Face checkpoints or quantised, optional bias [out], optional
-    adapter. Calling it on x [..., in] gives [..., out].
+    adapter. Calling it on x [..., in] gives [..., out]. Weight and bias are `nnx.Param`s (trained) until lora.freeze
+    makes them `Frozen`.
 
     Args:
       in_size, out_size: in and out of these shapes.
@@ -221,11 +226,11 @@ class Linear(nnx.Module):
     Attributes:
       lora: the adapter (Lora), or None.
       fp8: True: a weight that is stored in FP8 is multiplied as it is, by inputs rounded to FP8; False (the default):
-        it is decoded first.
+        it is decoded first. It has no effect on other weights.
       compute: the dtype's name in which the linear multiplies, where a precision map names one (models/precision.py): x
         is cast to it, and the output back to x's dtype; None: in x's dtype.
       fake_quant: for quantisation-aware training: the grid to which the weight, with its adapter merged in, is rounded
-        before it multiplies; None: it is not rounded.
+        before it multiplies, and x too if `fake_quant.rounds_inputs`; None: nothing is rounded.
       input_scale: an InputScale, if `fake_quant` has a format whose activations are rounded under an observed scale;
         else None.
       observer: called on the host whenever the linear computes, with the largest magnitude of each token's inputs,
@@ -269,7 +274,7 @@ class Linear(nnx.Module):
         x: the activations that it multiplies. The rounding is tied to them; otherwise XLA would keep the rounded weight
         from the forward to the backward. The gradient passes the rounding to a trained weight as `straight_through`
         says. A frozen one gets none, and its adapter only if `fake_quant` clips gradients; otherwise _with_adapter
-        gives the adapter its own. `fake_quant` must not be None."""
+        gives the adapter its own. `fake_quant` must not be None. _fused calls it."""
         assert self.fake_quant is not None
         weight = self.stored_weight
         if isinstance(self.weight, nnx.Param):
@@ -288,12 +293,12 @@ class Linear(nnx.Module):
 def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None = None) -> tuple[jax.Array, ...]:
     """Applies several linears to the same x [..., in] in one operation, which reads x once: a tuple with one output
     [..., out] for each, in x's dtype, adapters and biases included. Projections that share an input, such as query, key
-    and value, are computed so.
+    and value, are computed so, and a Linear that is called applies itself by it.
 
-    key: draws the dropout mask, which the adapters of all these linears share, with the largest of their rates; None:
-    no dropout. Weights with a `fake_quant` are rounded with their adapters merged in, and x is rounded before it
-    multiplies them if the format rounds activations. Linears that multiply in different dtypes (`compute`) are one
-    operation for each dtype."""
+    Linears that multiply in different dtypes (`compute`) are one operation for each dtype, and linears that differ in
+    `fake_quant` are one each if any of these rounds x. Weights with a `fake_quant` are rounded with their adapters
+    merged in, and x is rounded before it multiplies them if `fake_quant.rounds_inputs`. key: draws the dropout mask,
+    which the adapters of an operation share, with the largest of their rates; None: no dropout."""
     kinds = dict.fromkeys(linear.compute for linear in linears)
     if any(kinds):
         found: dict[int, jax.Array] = {}
@@ -309,8 +314,9 @@ def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None
 def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> tuple[jax.Array, ...]:
     """Applies `linears`, which all multiply in x's dtype, to the same x [..., in] in one operation: a tuple with one
     output [..., out] for each, adapters and biases included. If they differ in their `fake_quant` and one of these
-    rounds x, each is an operation of its own. key: draws the dropout mask that their adapters share, with the largest
-    of their rates; None: no dropout."""
+    rounds x, each is an operation of its own. If one of them has `fp8`, all weights of the operation that are stored in
+    FP8 are multiplied so. key: draws the dropout mask that the adapters of an operation share, with the largest of
+    their rates; None: no dropout. apply_fused calls it for each dtype."""
     specs = {linear.fake_quant for linear in linears}
     if len(specs) > 1 and any(spec is not None and spec.rounds_inputs for spec in specs):
         return tuple(_fused(x, (linear,), key)[0] for linear in linears)  # some multiply x as it is
@@ -360,13 +366,13 @@ def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Arr
     changes, plus the bias if `_bias_follows` (otherwise `out` has it already). The noise is the adapter's product with
     dropout minus that without.
 
-    In the backward, the adapter, DoRA's magnitude included, gets its gradients from the result. If `fake_quant.clips`
-    (numbers outside the grid's range get no gradient), it gets them through the rounded weight, and from the result
-    only those of dropout's noise.
+    In the backward, the adapter, DoRA's magnitude included, gets its gradients from the result, as if it were not
+    rounded. Only if `fake_quant.clips` (numbers outside the grid's range get no gradient), it gets them through the
+    rounded weight instead (merged_and_rounded), and from the result only those of dropout's noise. _fused calls it.
 
     Args:
       out: [..., out], the product of x and the rounded weight.
-      linear: has an adapter.
+      linear: has an adapter and a `fake_quant`.
       x: [..., in], its input, rounded if the format rounds activations.
       dropped: x after dropout; x itself without dropout.
     """

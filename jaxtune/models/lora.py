@@ -1,11 +1,12 @@
 """Adds LoRA adapters to a model (`get_peft_model`): selects the matrices that get one, and freezes the rest.
 
 The module also removes adapters (`without_adapter`), lists the matrices that can have one (`linears`, `experts`,
-`matrices`), and describes the adapters of a model as arguments of `get_peft_model` (`adapter_settings`); with
-`gives_adapter` a run checks that a model's adapters are those of its config. `savable` names the whole matrices that
-can be trained beside adapters (modules_to_save). `select_targets`, `select_parameters` and `pattern_values` find
-modules by PEFT's rules (`name_matches`), also when adapters are loaded. Functions that return a model return a new
-module (`copy_structure`) that shares the frozen arrays; their argument is never changed."""
+`matrices`), and describes the adapters of a model as arguments of `get_peft_model` (`adapter_settings`); by
+`gives_adapter` a run decides whether its config describes them already. `savable` names the whole matrices that can be
+trained beside adapters (modules_to_save). `select_targets` and `select_parameters` find matrices by PEFT's rules;
+`name_matches` and `pattern_values`, which apply these rules to names, also serve the loading of adapters. Functions
+that return a model return a new module (`copy_structure`) that shares the frozen arrays; their argument is never
+changed. `stop_rounding` alone changes a matrix in place."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def savable(model: Decoder) -> tuple[str, str]:
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
     """Yields (Hugging Face module name, Linear) of all linears in the layers in order, such as
     model.layers.0.self_attn.q_proj. In a model with per-layer embeddings (Gemma 4 E2B), the linear that computes these
-    comes last. Matrices of experts, embedding and head are not among them."""
+    (model.per_layer_model_projection) comes last. Matrices of experts, embedding and head are not among them, nor are
+    routers except those that are a Linear (Gemma 4's). Adapters, quantisation and exports address linears by these
+    names."""
     yield from ((name, matrix) for name, matrix in _in_layers(model) if not matrix.num_experts)
     if model.per_layer is not None:
         yield "model.per_layer_model_projection", model.per_layer.projection
@@ -43,7 +46,7 @@ def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
 def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
     """Yields (Hugging Face parameter name, ExpertLinear) in order, such as model.layers.0.mlp.experts.gate_up_proj;
     each has one matrix (gate_up_proj or down_proj) of all experts of a layer. It yields nothing in a model without
-    experts."""
+    experts. Adapters, quantisation and exports address these matrices by the names."""
     yield from ((name, matrix) for name, matrix in _in_layers(model) if matrix.num_experts)
 
 
@@ -74,7 +77,8 @@ def stop_rounding(matrix: Linear | ExpertLinear) -> None:
 
 def has_adapter(model: Decoder) -> bool:
     """Whether any linear or expert matrix of the model has a LoRA adapter; matrices that are trained whole do not
-    count. Functions that need a base, such as get_peft_model, refuse a model by it."""
+    count. Functions that need a base, such as get_peft_model, refuse a model by it, and runs, exports and chat decide
+    by it what they save, merge or switch off."""
     return any(matrix.lora is not None for _, matrix in matrices(model))
 
 
@@ -87,9 +91,9 @@ def copy_structure(model):
 
 
 def name_matches(name: str, target: str) -> bool:
-    """Whether `target`, an entry of target_modules, target_parameters or a similar list, selects the module of the
-    dotted name `name` by PEFT's rule: it is the whole name, or the end of it after a dot ("q_proj" or
-    "self_attn.q_proj")."""
+    """Whether `target`, an entry of target_modules, target_parameters or a similar list (such as modules that are not
+    quantised), selects the module or parameter of the dotted name `name` by PEFT's rule: it is the whole name, or the
+    end of it after a dot ("q_proj" or "self_attn.q_proj")."""
     return name == target or name.endswith("." + target)
 
 
@@ -123,7 +127,8 @@ def _ends(name: str) -> list[str]:
 
 
 def select_targets(names: Sequence[str], target_modules: str | Sequence[str], experts: Sequence[str] = ()) -> list[str]:
-    """Returns the names of the linears that get_peft_model's argument target_modules selects, in the order of `names`.
+    """Returns the names of the linears that get_peft_model's argument target_modules selects, in the order of `names`;
+    `_chosen` calls it.
 
     Args:
       names: of all linears that can have an adapter, such as "model.layers.0.self_attn.q_proj".
@@ -131,8 +136,8 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
         a dot ("q_proj").
       experts: names of expert matrices, which target_parameters selects; only the error message names them.
     Raises:
-      ValueError: target_modules is empty or no regular expression, or a target matches no linear; the message has the
-        names that exist.
+      ValueError: target_modules is empty, or a regular expression that is not valid or backtracks for too long, or an
+        entry of the list, or the expression, matches no linear; then the message has the last parts of existing names.
     """
     known = sorted({name.rsplit(".", 1)[1] for name in names})
     if target_modules == "all-linear":
@@ -163,6 +168,7 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
 def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) -> list[str]:
     """Returns the names of the expert matrices that get_peft_model's argument target_parameters selects, in the order
     of `names`: a target is the whole name or its end after a dot, as in PEFT. Without targets the result is [].
+    `_chosen` calls it.
 
     Args:
       names: of all expert matrices, such as "model.layers.0.mlp.experts.down_proj"; [] in a model without experts.
@@ -183,9 +189,9 @@ def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) ->
 
 
 def freeze(model: Decoder) -> Decoder:
-    """Makes a new model over the same arrays whose tensors are all `Frozen`, also those of adapters, so that none of
-    them is trained. Adapters are added to such a model, and reference models and teachers are such. `model` is not
-    changed."""
+    """Makes a new model over the same arrays in which every `nnx.Param` has become a `Frozen`, also those of adapters,
+    so that nothing in it is trained. Adapters are added to such a model, and quantised models, reference models and
+    teachers are such. `model` is not changed."""
     model = copy_structure(model)
     for _, module in nnx.iter_modules(model):
         for name, value in list(vars(module).items()):
@@ -197,12 +203,14 @@ def freeze(model: Decoder) -> Decoder:
 def _chosen(
     model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
 ) -> dict[str, tuple[int, float]]:
-    """Finds the matrices of `model` that get_peft_model would adapt: {matrix's name: (rank, alpha)}, linears first. The
-    other arguments are those of get_peft_model: r and lora_alpha, the default rank and alpha; target_modules and
-    target_parameters, which select matrices; rank_pattern and alpha_pattern, the exceptions.
+    """Finds the matrices of `model` that get_peft_model would adapt: {matrix's name: (rank, alpha)}, linears first.
+    get_peft_model makes adapters by it, and gives_adapter compares it with those of a model. The other arguments are
+    those of get_peft_model: r and lora_alpha, the default rank and alpha; target_modules and target_parameters, which
+    select matrices; rank_pattern and alpha_pattern, the exceptions.
 
     Raises:
-      ValueError: a target or pattern that matches nothing, or a rank or alpha in a pattern that is out of range.
+      ValueError: a target that matches nothing, a pattern that matches none of the selected matrices, or a rank or
+        alpha in a pattern that is out of range. r and lora_alpha are not checked.
     """
     expert_names = [name for name, _ in experts(model)]
     parameters = select_parameters(expert_names, target_parameters or ())
@@ -242,25 +250,27 @@ def get_peft_model(
       model: a model without adapters; it is not changed.
       r: rank of the adapters.
       lora_alpha: the adapters' output is multiplied by alpha / r, or alpha / sqrt(r) with use_rslora.
-      target_modules: linears: "all-linear", every linear in the layers; a regular expression over whole names; or a
-        list of names or last parts of names. It may be empty if target_parameters is given.
+      target_modules: linears: "all-linear", all that `linears` yields; a regular expression over whole names; or a list
+        of names or last parts of names. It may be empty if target_parameters is given.
       target_parameters: expert matrices, such as ["experts.gate_up_proj", "experts.down_proj"]; each expert gets rank
-        r. Without dropout or DoRA, as in PEFT. None: no experts.
+        r. With them, lora_dropout must be 0 and use_dora False, as in PEFT. None: no experts.
       lora_dropout: rate of dropout on the adapters' input, at least 0 and below 1; linears with the same input share
         one mask.
       use_rslora: True: the scale is alpha / sqrt(r) (arXiv 2312.03732); False: alpha / r.
       use_dora: True: weight-decomposed adapters, which also train the norms of the rows (arXiv 2402.09353).
-      modules_to_save: "embed_tokens" and "lm_head" are trained whole in float32 if named; tied heads stay tied. None:
-        neither is. A head that is not a language model's, such as "score", is always trained.
-      rank_pattern, alpha_pattern: {regular expression over the end of a module's name: value} for modules that differ;
-        None: none does.
+      modules_to_save: "embed_tokens" and "lm_head" are trained whole in float32 if named; tied heads stay tied, so that
+        either name trains both. None: neither is. A head that is not a language model's, such as "score", is always
+        trained.
+      rank_pattern, alpha_pattern: {regular expression over the whole name of a module or its end after a dot: value}
+        for modules that differ; None: none does.
       seed: draws the initial A; B starts at zero.
 
     Returns:
       a new model that shares every array of the base with `model`. Only adapters and modules_to_save are trained in it.
 
     Raises:
-      ValueError: a target, pattern or module that matches nothing; a rank or rate out of range; a model with adapters.
+      ValueError: a target, pattern or module that matches nothing; a rank, alpha or rate out of range; dropout or DoRA
+        with experts; a model with adapters.
     """
     values.whole("r", r)
     values.positive("lora_alpha", lora_alpha)
@@ -303,13 +313,14 @@ def without_adapter(model: Decoder) -> Decoder:
 
     Adapters of linears and experts are removed with DoRA's magnitudes, modules_to_save have their original weights, and
     a model that was prepared for QAT computes without rounding weights and inputs. Quantised weights stay quantised.
-    Objectives that compare with a reference, such as DPO, compute it with this model.
+    Objectives that compare with a reference, such as DPO, compute it with this model, and chat and the server answer
+    with it as the base.
 
     Returns:
       a new model, all frozen, that shares every array with `model`; it needs no memory, and training `model` does not
         change it.
     Raises:
-      ValueError: the model has no adapter. If it was trained whole, its original weights are lost.
+      ValueError: the model has no adapter. The original weights of a model that was trained whole are lost.
     """
     if not has_adapter(model):
         raise ValueError("without_adapter: this model has no adapter to leave out; load its base (from_pretrained)")
@@ -328,13 +339,13 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     """Describes the adapters of a model as the arguments of get_peft_model (without the seed) that would give them:
     {name: value}; None if the model has no adapters.
 
-    The most common rank and alpha are `r` and `lora_alpha`, and the others are in the patterns. A target is the last
-    part of names (of experts what follows the layer's number, such as mlp.experts.down_proj) if all matrices with that
-    part are adapted, else a whole name. adapter_config.json is written from these arguments, and gives_adapter compares
-    them with a config.
+    The most common rank and alpha are `r` and `lora_alpha`, and the others are in the patterns. A target is a whole
+    name, or, if all matrices of the model with the same last part (linears and experts alike) are adapted, only that
+    part (of experts what follows the layer's number, such as mlp.experts.down_proj). adapter_config.json is written
+    from these arguments, and a run records them where its config does not describe the model's adapters.
 
     Raises:
-      ValueError: a setting that differs between modules although PEFT has one value for all.
+      ValueError: a dropout rate, use_rslora or use_dora that differs between modules; PEFT has one value for all.
     """
     everything = dict(matrices(model))
     loras = {name: matrix.lora for name, matrix in everything.items() if matrix.lora is not None}
@@ -374,11 +385,12 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
 
 
 def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
-    """Whether get_peft_model(base, **settings) would give adapters like those of `model`, apart from their values. A
-    run checks by it that the model that it was given has the adapters of its config.
+    """Whether get_peft_model(base, **settings) would give adapters like those of `model`, apart from their values, and
+    train the same modules whole. If so, a run records the adapter section of its config as it was written; otherwise it
+    records what the model has (adapter_settings). The run does not refuse the model.
 
     settings: every argument of get_peft_model but the seed. The result is False too if the model has no adapters, or if
-    a setting matches nothing in it.
+    a target or pattern matches nothing in it or is not valid.
 
     Raises:
       ValueError: the model's adapters cannot be described as settings (adapter_settings).
@@ -403,7 +415,8 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
 
 def _saved(model: Decoder) -> list[str]:
     """The value of modules_to_save for the model: those of the names ("embed_tokens", the head's name) whose weight is
-    trained whole. If the head is tied to a trained embedding, both names are in it; [] if neither is trained."""
+    trained whole. If the head is tied to a trained embedding, both names are in it; [] if neither is trained.
+    adapter_settings calls it."""
     holders = zip(savable(model), (model.embedding.weight, model.head_variable), strict=True)
     return [name for name, variable in holders if isinstance(variable, nnx.Param)]
 
@@ -428,5 +441,6 @@ def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _number(value: float) -> int | float:
-    """A rank or alpha as PEFT writes it to JSON: `value` as an int if it is a whole number, otherwise unchanged."""
+    """An alpha as PEFT writes it to JSON: `value` as an int if it is a whole number, otherwise unchanged. With it
+    adapter_settings gives 16 and not 16.0."""
     return int(value) if float(value).is_integer() else value

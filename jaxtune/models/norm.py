@@ -1,5 +1,6 @@
 """RMSNorm and LayerNorm. Each casts to the compute dtype at the same point of its computation as the families do that
-use it, so that results agree with transformers'. `norm_of` makes the one that a decoder's config asks for."""
+use it, so that results agree with transformers'. `norm_of` makes the one that a decoder's config asks for; layers, the
+final norm, and norms of queries and keys are made so."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class RMSNorm(nnx.Module):
       float32: True: the product with the weight is computed in fp32 although there is no offset; False: only with one.
     Attributes:
       compute: the dtype's name in which the product with the weight is computed, where a precision map names one
-        (models/precision.py); None: as described here.
+        (models/precision.py); it has no effect on a norm that computes in fp32 already. None: as described here.
     """
 
     compute: str | None = None
@@ -39,8 +40,9 @@ class RMSNorm(nnx.Module):
 
     @property
     def float32(self) -> bool:
-        """Whether the product with the weight is computed in fp32, before the cast to x's dtype: if the model was built
-        so, as with an offset, or a precision map asks for it."""
+        """Whether the product with the weight is computed in fp32, before the cast to x's dtype: if the norm was made
+        so or has an offset, or a precision map asks for it. Kernels of generation that compute this norm inside another
+        operation get it as a setting."""
         return self._float32 or self.compute == "float32"
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -59,7 +61,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer normalisation over the last axis, without bias: (x - mean(x)) / sqrt(variance(x) + eps) * weight.
 
-    Everything is computed in fp32 before the cast, as in transformers' CohereLayerNorm.
+    Everything is computed in fp32 before the cast to x's dtype, as in transformers' CohereLayerNorm.
 
     Args:
       size: of the last axis, which is normed.
@@ -87,8 +89,8 @@ class LayerNorm(nnx.Module):
 
 def norm_of(config: DecoderConfig, size: int, dtype) -> RMSNorm | LayerNorm:
     """Makes the norm over `size` numbers that the decoder's config asks for: a LayerNorm if it says `centred_norm`,
-    otherwise an RMSNorm with the config's offset and rounding. Both have the config's norm_eps. dtype: of its weight.
-    """
+    otherwise an RMSNorm with the config's offset (`norm_offset`) and rounding (`float32_norm`). Both have the config's
+    norm_eps. dtype: of its weight."""
     if config.centred_norm:
         return LayerNorm(size, config.norm_eps, dtype)
     return RMSNorm(size, config.norm_eps, config.norm_offset, dtype, config.float32_norm)

@@ -1,7 +1,7 @@
 """The scales under which quantisation-aware training (QAT) rounds activations in formats that observe them, such as
 nvfp4-nvfp4: `observed_scales` measures them by forward passes, `with_input_scales` puts them into a model that is
-prepared for QAT, `known_scales` reads those that a model has, and `recorded` gives them to the files that record the
-grid.
+prepared for QAT, `known_scales` reads those that a model has, and `recorded` makes the grid with them that files
+record.
 
 A linear's scale follows from the largest magnitude of its inputs over the rows that were observed, and does not change
 after that: training, checkpoints and exported files have the same number. Linears that share an input, such as query,
@@ -26,8 +26,8 @@ from jaxtune.models.placement import partition
 
 
 class _Largest:
-    """Collects the largest magnitudes of the inputs of linears while rows run through a model. `note` is called from
-    compiled programs, in any order."""
+    """Collects the largest magnitudes of the inputs of linears while rows run through a model. observed_scales makes
+    one and sets `real` before each row; `note` is called from the compiled program, for linears in any order."""
 
     def __init__(self):
         self.real = np.zeros(0, bool)  # bool[tokens], of the row that runs: False on padding
@@ -49,12 +49,13 @@ def observed_scales(
     segment_ids: np.ndarray | None = None,
     positions: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Measures the scales of activations: {name of a linear: scale} for all linears. Those of nvfp4-nvfp4 are the
-    numbers that compressed-tensors calls input_global_scale: 448 * 6 / the largest magnitude of the linear's inputs,
-    computed in the dtype in which the linear multiplies, and 1 for a linear whose inputs are all zero.
+    """Measures the scales of activations: {name of a linear: scale} for all linears, also those that are not rounded.
+    Those of nvfp4-nvfp4 are the numbers that compressed-tensors calls input_global_scale: 448 * 6 / the largest
+    magnitude of the linear's inputs, rounded to the dtype in which the linear multiplies, and 1 for a linear whose
+    inputs are all zero.
 
     The model runs forward, its linears without rounding, over one row at a time. Padding is left out. Training with
-    such a format calls it before the first step.
+    such a format calls it before the first step, if the model has no scales yet (known_scales).
 
     Args:
       model: the model, with or without an adapter. It is not changed.
@@ -93,9 +94,9 @@ def observed_scales(
 
 
 def with_input_scales(model: Decoder, scales: Mapping[str, float]) -> Decoder:
-    """A new model over the same arrays whose linears round their activations under these scales; prepare_qat and
-    training call it. model: prepared for QAT in a format that observes scales; it is not changed. scales: {name of a
-    linear: scale}; names of linears that are not rounded have no effect.
+    """A new model over the same arrays whose linears round their activations under these scales. quant.rounded_by
+    (prepare_qat, and the loading of adapters) and training call it. model: prepared for QAT in a format that observes
+    scales; it is not changed. scales: {name of a linear: scale}; names of linears that are not rounded have no effect.
 
     Raises:
       ValueError: a linear that is rounded has no scale.
@@ -115,8 +116,8 @@ def with_input_scales(model: Decoder, scales: Mapping[str, float]) -> Decoder:
 def known_scales(model: Decoder) -> dict[str, float]:
     """The scales of activations that a model has already, {name of a linear: scale}: those of a model that is prepared
     for QAT, or else of the QAT that rounded its weights (model.qat); {} if it has neither. Scales of which a traced
-    model has only the shapes do not count. Training observes no scales if the model has some, and checkpoints record
-    them."""
+    model has only the shapes do not count. Training observes no scales if the model has some, prepare_qat takes them by
+    default, and checkpoints and files record them."""
     found = {name: linear.input_scale.get_value() for name, linear in linears(model) if linear.input_scale is not None}
     known = {name: float(scale) for name, scale in found.items() if not isinstance(scale, jax.ShapeDtypeStruct)}
     return known or dict(() if model.qat is None else model.qat.input_scales)

@@ -17,7 +17,7 @@ from jaxtune.models.layers.segment import Context, Segment, multiplications
 
 def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
     """Names of the values that neighbouring tokenwise segments of a layer pass to each other, such as an MLP's gate and
-    up; () if the layer has no such segments. segments: the layer's chain.
+    up, in the runs that `_chains` finds; () if it finds none. segments: the layer's chain.
 
     If these segments run over tiles, the values exist for one tile only. So tiles are possible only if a plan
     recomputes all of them in the backward; `described` (models/stack_layers.py) and the planner check that."""
@@ -49,7 +49,7 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
     Args:
       module: the block of the segments, from whose matrices the duration of the joined segment is computed.
       segments: the chain.
-      tile: tokens of each row in a tile. The gradients of weights are summed tile by tile.
+      tile: tokens of each row in a tile; it divides the rows' length. The gradients of weights are summed tile by tile.
     """
     for chain in _chains(segments):
         first = segments.index(chain[0])
@@ -65,7 +65,7 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
       module: the block of the segments, from whose matrices the duration of the new segment is computed.
       chain: consecutive tokenwise segments, as `_chains` finds them. The last value that they read from outside has the
         shape of their output, which overwrites it (the residual stream to which the output is added).
-      tile: tokens of each row in a tile.
+      tile: tokens of each row in a tile; it divides the rows' length.
     """
     made = {name for segment in chain for name in segment.outputs}
     reads = tuple(dict.fromkeys(name for segment in chain for name in segment.reads if name not in made))
@@ -119,12 +119,13 @@ def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], beside: tuple[jax.Arr
     """Runs `step` for each tile of the second axis and overwrites `arrays` with its results: (the last sums, arrays).
     The forward and the backward of a joined segment (`_joined`) call it.
 
-    This is no lax.scan, because a scan stacks its outputs in new arrays, and XLA keeps inputs and outputs until the
-    backward.
+    This is no lax.scan, because a scan stacks its outputs in new arrays, and XLA then keeps inputs and outputs in
+    memory until the backward.
 
     Args:
-      step: (sums, tiles of `arrays`, tiles of `beside`) -> (sums, new tiles of `arrays`); each tile is an argument.
-      sums: a pytree that each step updates, such as the sums of the weights' gradients.
+      step: (sums, tiles of `arrays`, tiles of `beside`) -> (sums, tuple of new tiles of `arrays`); each tile is an
+        argument of its own.
+      sums: a pytree that each step updates, such as the sums of the weights' gradients; None in the forward.
       arrays: [B, T, ...], overwritten in place.
       beside: [B, T, ...], only read.
       tile: tokens of a tile, which divides T, so that the steps cover all tokens in order.

@@ -1,7 +1,8 @@
-"""Gathers and scatters of tensors that devices divide, as functions with a derivative. A Shard (partition.py) is one
-device's part of such a tensor. `gather` makes the whole tensor of all devices' parts; `scatter` sums the devices'
-gradients of it, and leaves each device its part of the sum. Embeddings are read by `rows_of`, and the head's weight by
-`whole_beside`. `shards_of_layer`, `first_gathered` and `with_gradients` say what the stack gathers and scatters."""
+"""Gathers and scatters of tensors that devices divide. A Shard (partition.py) is one device's part of such a tensor.
+`gather` makes the whole tensor of all devices' parts; `scatter` sums the devices' gradients of it, and leaves each
+device its part of the sum. Functions with a derivative of their own combine the two: embeddings are read by `rows_of`,
+and the head's weight by `whole_beside`. The stack writes its derivative itself: `shards_of_layer` and `with_gradients`
+list what it gathers and scatters beside a layer (collectives.py), and `first_gathered` gathers the first layer."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
     divide. Token embeddings and per-layer embeddings are looked up by it.
 
     A divided table is not gathered for a few of its rows: each device takes the rows that it has for the indices of all
-    devices, and receives those for its own indices from the others. It is gathered whole if all devices in all look up
-    more rows than it has, or if it is divided along another axis than the first.
+    devices, and receives those for its own indices from the others. It is gathered whole if the devices that divide it
+    look up more rows in all than it has, or if it is divided along another axis than the first.
 
     Args:
       variable: the table, such as an embedding's weight.
       index: int32[...] in [0, n), this device's row numbers.
-      take: (table, index) -> table[index], with the derivative that the lookup is to have; for a divided table it gets
-        this device's part and row numbers in it.
+      take: (table, index) -> table[index], with the derivative that the lookup is to have. Where rows are exchanged, it
+        gets this device's part and row numbers in it, int32[devices, ...].
     Returns:
       take(table, index) of the whole table, [*index.shape, ...], complete on this device. The table's gradient is a
         Shard if the table is divided.
@@ -46,12 +47,12 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
     """Looks up rows of a table that the devices divide along its first axis: the rows of `index`, complete on this
-    device.
+    device. `rows_of` calls it for few rows.
 
     The derivative is written by hand, because it exchanges gradients between devices as the forward exchanges rows.
 
     Args:
-      take: (part of the table, row numbers within it) -> those rows.
+      take: (part of the table, row numbers within it, int32[devices, ...]) -> those rows.
       shard: this device's part of the table.
       index: int32[...], numbers of the rows in the whole table that this device wants; other devices want others.
     """
@@ -132,7 +133,8 @@ _gathered.defvjp(lambda shard: (gather(shard), shard), lambda shard, gradient: (
 
 def gather(shard: Shard) -> jax.Array:
     """Gathers `shard`, this device's part of a tensor, from the devices along the mesh axis `fsdp`: returns the whole
-    array. It has no derivative of its own (`_gathered` has). Call it inside `partition.divided`."""
+    array. It has no derivative that sums gradients as `scatter` does; for Shards that train, the callers `_gathered`,
+    `_gathered_beside` and the stack write their own. Call it inside `partition.divided`."""
     return jax.lax.all_gather(shard.array, TENSORS, axis=shard.axis, tiled=True)
 
 
@@ -140,9 +142,9 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
     """Sums the gradients that the devices along the mesh axis `fsdp` have computed of a divided tensor, and returns
     this device's part of the sum as a Shard, in the gradient's dtype. Call it inside `partition.divided`.
 
-    The sum is computed in float32. With two devices the gradients are sent in their own dtype, which are half the
-    bytes, because a sum of two numbers is rounded only once in either case. If the Shard names a format (`sync`), they
-    are sent in that one (low_format.py).
+    If the Shard names a format (`sync`), the gradients are sent in it and added in float32 (low_format.py). Otherwise
+    they are sent and added in float32, but between two devices in their own dtype, which is half the bytes with 16
+    bits, because a sum of two numbers is rounded only once in either case.
 
     Args:
       shard: this device's part of the tensor, of which only the axis, the number of parts and `sync` are read.
@@ -158,15 +160,15 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:
     """The Shards of layer number `index` (from 0), which the stack must gather before that layer runs, in the order of
-    leaves; [] if no layer has that number, as after the last one or before the first, or if nothing in it is divided.
-    trainables, frozens: for each layer its trained tensors, and its other tensors."""
+    leaves (trained tensors first); [] if no layer has that number, as after the last one or before the first, or if
+    nothing in it is divided. trainables, frozens: for each layer its trained tensors, and its other tensors."""
     return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
 
 
 def first_gathered(trainables, frozens) -> list[jax.Array]:
     """Gathers the Shards of the first layer, which no earlier layer can gather while it computes: returns their whole
-    arrays, in the order of leaves. The stack's forward begins with it. trainables, frozens: for each layer its trained
-    tensors, and its other tensors."""
+    arrays, in the order of shards_of_layer. The stack's forward begins with it. trainables, frozens: for each layer its
+    trained tensors, and its other tensors."""
     return [gather(shard) for shard in shards_of_layer(trainables, frozens, 0)]
 
 

@@ -18,8 +18,8 @@ _PATH = ("per_layer", "weight")
 
 def table_of(state: nnx.State) -> Array | None:
     """The table of per-layer embeddings in a Decoder's `state`, [vocabulary, layers * size]; None if the state has
-    none. It is a numpy array in host memory if the run keeps it there, else an array on the device or only its shape.
-    """
+    none, as that of another family, or the frozen part of a state whose table is trained. It is a numpy array in host
+    memory if the run keeps it there, else an array on the device or only its shape."""
     return next((variable.get_value() for path, variable in nnx.to_flat_state(state) if path == _PATH), None)
 
 

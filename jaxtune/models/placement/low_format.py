@@ -1,9 +1,11 @@
-"""Sums of arrays over devices that exchange numbers of 16, 8 or 4 bits.
+"""Sums of arrays over devices that exchange numbers of 16, 8 or 4 bits. Gradients are summed so if mesh.gradient_sync
+names one of these formats.
 
 A sum has two legs, as in NCCL's all-reduce: `reduce_scatter` sends each device its part of all devices' arrays, and
-`all_gather` sends the parts of the sum to all devices. `part_of_sum` is the first leg alone, for an array of any shape.
-Numbers are in the low format on both legs (`encode`, `decode`), and are added in float32. `weights_in_blocks` gives
-weights with which int4 loses less of small numbers. What a format is:
+`all_gather` sends the parts of the sum to all devices; train/program/gradient_sync.py calls both. `part_of_sum` is the
+first leg alone, for an array of any shape; gathers.scatter calls it. Numbers are in the low format on both legs
+(`encode`, `decode`), and are added in float32. `weights_in_blocks` gives weights with which int4 loses less of small
+numbers. What a format is:
 
 - `bf16`: bfloat16 numbers, 2 bytes each.
 - `int8`: integers from -127 to 127 with a float32 scale, max |x| / 127, for each block of 64 numbers; 1.06 bytes each.
@@ -91,20 +93,22 @@ def _encode_int4(blocks: jax.Array, draws: jax.Array | None) -> dict[str, jax.Ar
 
 
 def _rounded(x: jax.Array, draws: jax.Array | None) -> jax.Array:
-    """The float32 numbers `x` rounded to integers: stochastically by `draws`, numbers of the same shape that are
-    uniform from 0 to 1; to the nearest if it is None."""
+    """The float32 numbers `x` rounded to integers, which stay float32: stochastically by `draws`, numbers of the same
+    shape that are uniform from 0 to 1; to the nearest (even) if it is None. The encoders round codes by it."""
     return jnp.round(x) if draws is None else jnp.floor(x + draws)
 
 
 def _int4_scales(scales: jax.Array, largest: jax.Array) -> jax.Array:
     """The scales, float32[..., blocks], that the bytes `scales`, uint8[..., blocks], stand for in rows with the largest
-    numbers `largest`, float32[..., 1]: `largest` times 2^(-byte / 8)."""
+    numbers `largest`, float32[..., 1]: `largest` times 2^(-byte / 8). _encode_int4 calls it, and decode, which passes a
+    49th of the largest numbers and so gets a 49th of the scales."""
     return largest * jnp.exp2(scales.astype(jnp.float32) * (-1 / _STEPS))
 
 
 def _inverse(scales: jax.Array) -> jax.Array:
     """1 / scales, float32 of the same shape, by which numbers are multiplied before they are rounded to codes; 0 for
-    scales that are zero or subnormal, which some devices take for 0, so that their inverse would not be finite."""
+    scales that are zero or subnormal, which some devices take for 0, so that their inverse would not be finite, and for
+    scales that are infinite or NaN."""
     return jnp.where(scales >= jnp.finfo(jnp.float32).tiny, 1 / scales, 0)
 
 
@@ -121,7 +125,7 @@ def weights_in_blocks(usual: jax.Array) -> jax.Array:
     Args:
       usual: float32[n], the numbers' usual sizes, in any unit; n is a multiple of 16.
     Returns:
-      float32[n], from 1/8 to 1; 1 in blocks of zeros.
+      float32[n], from 1/8 to 1; 1 in blocks of zeros (or only subnormal numbers).
     """
     blocks = usual.reshape(-1, INT4_BLOCK)
     inverse = _inverse(blocks.max(-1, keepdims=True))
@@ -173,7 +177,8 @@ def all_gather(x: jax.Array, axes: Axes, format: SyncFormat, seed=None, stream: 
 def part_of_sum(gradient: jax.Array, axes: Axes, axis: int, count: int, format: SyncFormat) -> jax.Array:
     """Sums an array, `gradient` (of any floating-point dtype), over the `count` devices along the mesh axes `axes`, and
     returns this device's equal part of the sum, float32, cut along `axis` of the array: jax.lax.psum_scatter in a low
-    format, rounded stochastically. gathers.scatter calls it, within jax.shard_map. `count` divides that axis.
+    format, rounded stochastically, without error feedback. gathers.scatter calls it, within jax.shard_map. `count`
+    divides that axis.
 
     The seed is a checksum of the array's bits, so that the same arrays give the same sum, without a key that would have
     to be passed to each layer's backward.

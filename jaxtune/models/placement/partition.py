@@ -120,7 +120,7 @@ def make_mesh(*sizes: int) -> Mesh:
     (mesh_shape). It has the first devices of the run; in one process others may be left over.
 
     Raises:
-      ValueError: there are fewer devices, -1 gives no whole number, or processes would be left without a device.
+      ValueError: there are fewer devices, or in a run of several processes more devices; -1 gives no whole number.
     """
     devices, shape = jax.devices(), mesh_shape(*sizes)
     asked = " and ".join(_keys(shape)) or f"mesh.{AXES[0].name} = 1"
@@ -160,7 +160,7 @@ def compiling(mesh: Mesh) -> Iterator[None]:
 def put(tree: Any, where: Any) -> Any:
     """Places a tree of arrays, which every process has whole or which are on the mesh already, as jax.device_put does;
     with several processes, device_put itself would let them compare the values first, in a collective. where: a
-    sharding, or a tree of them; None: this process's default device."""
+    sharding, or a tree of them (or a prefix of the tree); None: this process's default device."""
     if jax.process_count() == 1 or where is None:
         return jax.device_put(tree, where)
     return jax.tree.map(_put, tree, jax.tree.broadcast(where, tree))
@@ -168,7 +168,7 @@ def put(tree: Any, where: Any) -> Any:
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """Places one array by `sharding`, as `put` does in a run of several processes. If every process has it whole, each
-    places the parts on its own devices; if it is on the mesh already, it is copied between the devices."""
+    places the parts on its own devices; if it is on the mesh but placed otherwise, it is copied between the devices."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
     if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # does not copy on a device that has it
@@ -187,8 +187,8 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
-    """Places two trees of arrays, a run's trained tensors and the rest of its model, on the same devices, so that one
-    computation can take both: (trained, rest). In a run of one process they stay as they are. If each of several
+    """Places two trees of nnx variables, a run's trained tensors and the rest of its model, on the same devices, so
+    that the finished model can compute: (trained, rest). In one process they stay as they are. If each of several
     processes has every array whole, it gets its own copies on one device; otherwise they are placed by `shardings`."""
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
@@ -244,17 +244,17 @@ def _row_axes() -> tuple[str, ...]:
 
 
 def part_of_rows() -> jax.Array | int:
-    """The index, int32[] from 0, of this device's equal part of the batch's rows, by which dropout and noise are drawn
-    as if one device drew them for all rows; 0 outside `divided`."""
+    """The index, int32[] from 0, of this device's equal part of the batch's rows; 0 outside `divided`. By it dropout
+    and noise are drawn as if one device drew them for all rows, and a quantised sync gives each device its own seed."""
     axes = _row_axes()
     return jax.lax.axis_index(axes) if axes else 0
 
 
 def total(sums: Any) -> Any:
-    """Sums a tree of arrays over devices: sums over this device's rows become sums over all rows; Shards are summed
-    over `fsdp` already. It serves values that are no sum over rows, such as a product of two sums. The gradient of the
-    total is that of this device's share; since every device computes the same from the total, the gradients add up to
-    the whole once. Outside of `divided` it returns `sums` unchanged."""
+    """Sums a tree of arrays over devices: sums over this device's rows become sums over all rows. Shards, which are
+    summed over `fsdp` already, are summed over the other axes. Steps add up their sums by it, and losses that are no
+    sum over rows, such as a product of two sums, call it. The gradient of the total is passed to this device's share
+    unchanged; gradients then add up to the whole once. Outside of `divided` it returns `sums` unchanged."""
     return _total(sums) if _row_axes() else sums
 
 
@@ -321,19 +321,20 @@ def _is_shard(leaf: Any) -> bool:
 
 def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
     """Marks which arrays of a tree of nnx variables the mesh divides: each of these is wrapped in a Shard, the others
-    stay as they are, as all do without a mesh (None). sync: that of the Shards. Quantised tensors are divided between
-    blocks, with their scales. Tensors that cannot be divided evenly are whole. Returns a new tree; no array is cut."""
+    stay as they are, as all do without a mesh (None) or if `fsdp` is 1. sync: that of the Shards. Quantised tensors are
+    divided between blocks, with their scales. Tensors that cannot be divided evenly are whole. No array is cut."""
     return divided_into(tree, 1 if mesh is None else MeshShape.of(mesh).parts, sync)
 
 
 def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
-    """For each array of a tree of nnx variables, in the order of leaves, whether devices divide it, which the optimizer
-    must know; none is divided without a mesh (None)."""
+    """For each array of a tree of nnx variables, in the order of leaves, whether devices divide it; none is without a
+    mesh (None). The optimizer's kernel (adam8) must know it, because XLA divides only plain operations itself."""
     return [_is_shard(leaf) for leaf in jax.tree.leaves(divide(tree, mesh), is_leaf=_is_shard)]
 
 
 def bytes_per_device(tree: Any, parts: int) -> float:
-    """Bytes of a tree of nnx variables (also abstract) on each device if `parts` devices divide tensors, for plans."""
+    """Bytes of a tree of nnx variables (also abstract) on each device if `parts` devices divide tensors: a part of what
+    is divided, and all of the rest. The planner calls it."""
 
     def one(leaf):
         size = float(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize)
@@ -352,8 +353,7 @@ def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
 
 def divided_into(tree: Any, count: int, sync: SyncFormat | None = None) -> Any:
     """Marks the arrays of a tree of nnx variables as `divide` does, for a number of parts (the size of the mesh axis
-    fsdp) instead of a mesh, for plans that are made without one. For count 1 the tree is unchanged. sync: of the
-    Shards."""
+    fsdp) instead of a mesh, which plans do not have. For count 1 it returns the tree itself. sync: of the Shards."""
     if count == 1:
         return tree
 
@@ -385,8 +385,8 @@ def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
 
 def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
     """The state `frozen` with empty `axes` in the metadata of the variables of the first `resident` of `layers` layers,
-    so that `divide` leaves them whole on every device. If these are all layers, all other variables (embedding, head)
-    get them too. `frozen` is returned unchanged for `resident` 0. The plan says how many layers (ResidualPlan)."""
+    so that `divide` leaves them whole on every device. If these are all layers, all other variables (embedding, head, a
+    teacher) get them too. For `resident` 0 it returns `frozen`. The plan says how many layers (ResidualPlan)."""
     if not resident:
         return frozen
 
@@ -425,8 +425,8 @@ def specs(tree: Any) -> Any:
 
 
 def unsummed_specs(tree: Any) -> Any:
-    """The PartitionSpecs of a tree from `divide` that has sums which are not added up over devices yet. Its arrays have
-    a leading axis with an entry for each device, or for Shards, summed over `fsdp` already, each along `data`."""
+    """The PartitionSpecs of a tree from `divide_like` of sums that are not added up over devices yet. Its arrays have a
+    leading axis, which a Shard's `axis` does not count: an entry for each device, in Shards for each along `data`."""
     names = tuple(axis.name for axis in AXES)
     return _specs(tree, (names,), (tuple(name for name in names if name != TENSORS),))
 
@@ -463,8 +463,8 @@ def require_undivided(states: Any, what: str) -> None:
 
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     """The NamedShardings on a mesh of opt_state, an optimizer's states, in its structure. In parts that have a state
-    for each tensor of `trainable`, a state of its tensor's shape is divided along the same axis, another one (blocks of
-    8-bit states, factors) along its first, if evenly. All others are whole. The update works with every sharding."""
+    for each tensor of `trainable`, those of divided tensors are divided, if evenly: one of its tensor's shape along the
+    same axis, another (blocks of 8-bit states, factors) along its first. All others are whole. Any would be right."""
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
     everywhere = NamedSharding(mesh, WHOLE)
@@ -489,7 +489,7 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
 
 
 def shards(tree: Any) -> list[Shard]:
-    """Collects the Shards of a tree, in the order of its leaves, for gathers; other leaves are left out."""
+    """Collects the Shards of a tree, in the order of its leaves, for gathers and sizes; other leaves are left out."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_shard) if isinstance(leaf, Shard)]
 
 
