@@ -31,7 +31,8 @@ class Component:
     name: str  # its name in checkpoints, such as "model.layers.0.mlp.down_proj"
     kind: str = ""  # "router" or "norms" for such a module, which this pattern selects; "" for others
     aliases: tuple[str, ...] = ()  # further names: "lm_head" of an embedding that is the head too
-    # whether it can be stored in a format, as linears and experts of the layers can (routers cannot)
+    # whether it can be stored in a format, as linears and experts of the layers can (routers, norms, embedding and head
+    # cannot)
     quantizable: bool = False
 
     def matches(self, pattern: str) -> bool:
@@ -57,18 +58,18 @@ def check_words(key: str, words: Mapping[str, str]) -> None:
 
 def resolve(components: Sequence[Component], words: Mapping[str, str], rest: str | None = None) -> dict[str, str]:
     """Decides the precision of modules: {module's name: word}, for the modules that `words` names or that `rest`
-    quantises; the others are stored and computed in the model's dtype.
+    quantises; the others are stored and computed in the model's dtype. models/components.py calls it for a model.
 
     The first pattern that matches a module decides. Of the modules that a pattern with a format matches, those that
-    cannot be quantised (norms, routers, embedding and head) are left out, and a later pattern can name them.
+    cannot be quantised (Component.quantizable) are left out, and a later pattern can name them.
 
     Args:
       components: the model's modules that have a weight.
       words: the precision map, {pattern: word}, whose order counts.
       rest: the format of the modules that no pattern matches and that can be quantised (model.load_in); None: none.
     Raises:
-      ValueError: an unknown word; a pattern that matches no module, only modules that earlier patterns matched, or,
-        with a format, none that can be quantised.
+      ValueError: an unknown word; a pattern that matches no module, or only modules that earlier patterns decided; a
+        pattern with a format if none of the modules that earlier patterns left to it can be quantised.
     """
     check_words("precision", words)
     found: dict[str, str] = {}

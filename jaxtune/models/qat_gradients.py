@@ -4,7 +4,8 @@
 With qat.gradients = straight_through the adapter's gradients are those of the adapter without rounding, for which no
 dense gradient of the merged weight is needed (`adapter_gradients`, `gradients_of`, `magnitude_gradients`). With clipped
 the gradient of the merged weight is computed, and passes only where the grid clips nothing (`unclipped_gradients`).
-`adapter_noise` is what dropout on the adapter's input adds to such a product."""
+`adapter_noise` is what dropout on the adapter's input adds to such a product; then its derivative takes the place of
+`adapter_gradients`. The callers are models/linear.py and models/layers/expert_linear.py."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from jaxtune.models.fake_quant import FakeQuant
 def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Array:
     """A weight [..., out, in] rounded to the grid `spec`, in the weight's own dtype. In the backward, the gradient of
     the result is passed to the weight, unchanged, or if `spec` clips gradients, with zeros where the weight is
-    outside the grid's range; x gets none. Linears whose weights are trained whole round them so in quantisation-aware
-    training.
+    outside the grid's range; x gets none. Linears and experts whose weights are trained whole round them so in
+    quantisation-aware training.
 
     x: the activations that the rounded weight will multiply. An optimization barrier makes the rounding depend on them,
     so that forward and backward each round. Otherwise XLA would round once for both, and keep the rounded weight in
@@ -40,9 +41,10 @@ def _straight_through_fwd(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> t
 
 
 def _straight_through_bwd(spec: FakeQuant, weight: jax.Array | None, dweight: jax.Array):
-    """The backward rule of `straight_through`: (the gradient of the weight, None for x). spec: the grid. weight: what
-    the forward saved, the weight if gradients are clipped, else None. dweight: [..., out, in], the gradient of the
-    rounded weight."""
+    """The backward rule of `straight_through`: (the gradient of the weight, None for x). The gradient is dweight, with
+    zeros where the weight is outside the grid's range if gradients are clipped. spec: the grid. weight: what the
+    forward saved, the weight if gradients are clipped, else None. dweight: [..., out, in], the gradient of the rounded
+    weight."""
     if weight is None:
         return dweight, None
     tied, dweight = optimization_barrier((weight, dweight))
@@ -58,9 +60,9 @@ def unclipped_gradients[A](spec: FakeQuant, merge: Callable[[A], jax.Array], lor
     backwards of linears and experts with clipped gradients call it.
 
     Args:
-      merge: (the adapter) -> the merged weight, float32[out, in].
+      merge: (the adapter) -> the merged weight, float32[out, in], of one linear or one expert.
       lora: the adapter, a pytree such as LoraWeights.
-      dmerged: [out, in], the gradient of the rounded weight.
+      dmerged: [out, in] in any floating-point dtype, the gradient of the rounded weight.
     """
     merged, pullback = jax.vjp(merge, lora)
     (dlora,) = pullback(jnp.where(spec.within(merged), dmerged, 0).astype(merged.dtype))
@@ -71,16 +73,16 @@ def unclipped_gradients[A](spec: FakeQuant, merge: Callable[[A], jax.Array], lor
 def adapter_gradients(out: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """Returns `out`, a linear's output [..., out], unchanged. In the backward the adapter's matrices a [r, in] and b
     [out, r] get the gradients that the term `scale b a x` would give, so that the adapter trains although `out` was
-    computed from the rounded merged weight. x: [..., in], the linear's input, which gets no gradient here. scale: the
-    adapter's scale."""
+    computed from the rounded merged weight. Linears call it with straight-through gradients and without dropout. x:
+    [..., in], the linear's input, which gets no gradient here. scale: the adapter's scale."""
     del x, a, b, scale
     return out
 
 
 def _adapter_gradients_bwd(scale, residuals, dout):
-    """The backward rule of `adapter_gradients`: (dout itself for out, None for x, the gradients of a and b that the sum
-    `scale b a x` would give). scale: the adapter's scale. residuals: (x, a, b) of the forward. dout: [..., out], the
-    gradient of `out`."""
+    """The backward rule of `adapter_gradients`: (dout itself for out, None for x, the gradients of a and b that the
+    term `scale b a x` would give, in the dtypes of a and b). scale: the adapter's scale. residuals: (x, a, b) of the
+    forward. dout: [..., out], the gradient of `out`."""
     x, a, b = residuals
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dy, x = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -101,8 +103,9 @@ adapter_gradients.defvjp(lambda out, x, a, b, scale: (out, (x, a, b)), _adapter_
 @jax.custom_vjp
 def gradients_of(out: jax.Array, term: jax.Array) -> jax.Array:
     """Returns the array `out` unchanged. In the backward the gradient of the result is passed to `out` and also to
-    `term`, an array of the same shape, whose value is not used. So the adapters of experts get the gradients of the
-    term that they would add, although `out` was computed from their rounded merged weights."""
+    `term`, an array of the same shape, whose value is not used. So, with straight-through gradients, the adapters of
+    experts get the gradients of the term that they would add, although `out` was computed from their rounded merged
+    weights."""
     del term
     return out
 
@@ -112,16 +115,18 @@ gradients_of.defvjp(lambda out, term: (out, None), lambda _, dout: (dout, dout))
 
 @jax.custom_vjp
 def magnitude_gradients(out: jax.Array, magnitude: jax.Array) -> jax.Array:
-    """Returns `out`, the product [..., out] of x and a rounded merged weight with DoRA, unchanged. In the backward the
-    magnitude [out] gets its gradient: the merged weight's rows are proportional to it, and so are the rounded rows,
-    because scales are proportional to their largest numbers. A magnitude of 0 gets none."""
+    """Returns `out` unchanged: [..., out], the product of x and a rounded merged weight with DoRA, without the bias and
+    with dropout's noise if there is dropout. In the backward the magnitude [out] gets its gradient: the merged weight's
+    rows are proportional to it, and so are the rounded rows, because scales are proportional to their largest numbers.
+    A magnitude of 0 gets the gradient 0. Linears call it with straight-through gradients."""
     del magnitude
     return out
 
 
 def _magnitude_gradients_bwd(residuals, dout):
     """The backward rule of `magnitude_gradients`: (dout, the sum of dout * out over tokens divided by the magnitude). A
-    magnitude of 0 gets 0. residuals: (out, magnitude) of the forward. dout: [..., out], the gradient of `out`."""
+    magnitude of 0 gets 0. The sums are in float32, the gradient in the magnitude's dtype. residuals: (out, magnitude)
+    of the forward. dout: [..., out], the gradient of `out`."""
     out, magnitude = residuals
     sums = (dout.astype(jnp.float32) * out.astype(jnp.float32)).reshape(-1, out.shape[-1]).sum(0)
     return dout, jnp.where(magnitude == 0, 0, sums / jnp.where(magnitude == 0, 1, magnitude)).astype(magnitude.dtype)
@@ -135,6 +140,7 @@ def adapter_noise(
 ) -> jax.Array:
     """What dropout adds to a product with a rounded merged weight: the adapter's term `scale b a x` with dropout minus
     the term without it, whose mean over masks is zero. [..., out] in x's dtype. Both x and `dropped` get gradients.
+    Linears add it to the product; with straight-through gradients a and b get all their gradients by it.
 
     Args:
       x: [..., in], the linear's input.
@@ -143,7 +149,7 @@ def adapter_noise(
       b: [out, r].
       scale: the adapter's.
       both: True: a and b get the gradients of both terms, which are zero on average, for products whose weight passes
-        its own gradient to them. False: those of the term with dropout.
+        its own gradient to them (clipped gradients). False: only those of the term with dropout.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 

@@ -81,7 +81,7 @@ _LANGUAGE = "model.language_model."
 def text_parts() -> dict[str, tuple[str, ...]]:
     """Lists the models with a vision tower, of which only the text part is loaded: {the whole model's model_type: the
     model_types that its text part may have}. A text part whose config names none has the first. text_config and
-    is_nested recognise such models by it."""
+    is_nested recognise such models by it, and `family` lists them in its error."""
     parts: dict[str, tuple[str, ...]] = {}
     for name, declared in FAMILIES.items():
         for whole in declared.text_of:
@@ -90,12 +90,14 @@ def text_parts() -> dict[str, tuple[str, ...]]:
 
 
 def text_config(hf: dict) -> dict:
-    """The config of the text model: `hf`, a parsed config.json, unchanged if it is a text model's; otherwise its entry
-    text_config, with the outer file's quantisation, special tokens, dtype and tied embeddings where it has none of its
-    own, and the model_type of a family that is supported (if only one can be the text part, that one).
+    """The config of the text model: `hf`, a parsed config.json, unchanged if it is not one of a model with a vision
+    tower (`text_parts`); otherwise its entry text_config, with the outer file's quantisation, special tokens, dtype and
+    tied embeddings where it has none of its own, and the model_type of a family that is supported (if only one can be
+    the text part, that one, whatever the entry says). Loading and config_from_hf read configs by it.
 
     Raises:
-      ValueError: a model with a vision tower whose text part is missing or not supported.
+      ValueError: a model with a vision tower whose config has no text_config, or one whose model_type is none of the
+        several that can be its text part. Other model_types are not checked (`family` does).
     """
     parts = text_parts()
     if hf.get("model_type") not in tuple(parts):  # a tuple, because the value may be of a type that has no hash
@@ -125,7 +127,8 @@ def text_config(hf: dict) -> dict:
 def text_tensor_name(name: str) -> str | None:
     """Converts the name of a tensor in a checkpoint of a model with a vision tower to its name in the text model alone,
     such as model.layers.0...; None for a name with "vision_tower." or "multi_modal_projector.", whose tensor is not
-    loaded. Towers with other names are passthrough tensors, which the caller has taken out (is_passthrough)."""
+    loaded. It reads the names that transformers 4 and 5 write. Towers with other names are passthrough tensors, which
+    the caller, loading, has taken out (is_passthrough)."""
     if any(part in name for part in ("vision_tower.", "multi_modal_projector.")):
         return None
     # transformers 4 wrote language_model.model.layers..., 5 writes model.language_model.layers...
@@ -154,8 +157,8 @@ def is_nested(hf: dict) -> bool:
     the text model is nested in it and its tensors have longer names.
 
     It does so for Gemma 3 and 4 and Mistral 3, but builds the text model alone for Qwen3.5. An adapter's names must be
-    those of the class that transformers builds. hf: the folder's parsed config.json; ValueError if its text part is
-    missing or not supported."""
+    those of the class that transformers builds, so loading records the answer (Source.nested). hf: the folder's parsed
+    config.json; False if it is not one of a model with a vision tower; ValueError as from text_config."""
     if hf.get("model_type") not in tuple(text_parts()):
         return False
     return not family(text_config(hf)["model_type"]).text_alone
@@ -163,8 +166,10 @@ def is_nested(hf: dict) -> bool:
 
 def whole_tensor_name(name: str) -> str:
     """Converts the name of a text model's tensor or module to its name in a checkpoint that also has a vision tower
-    ("model.language_model." in place of "model."), as transformers 5 writes it; a name without "model.", such as
-    lm_head.weight, is returned unchanged. It is the inverse of text_tensor_name."""
+    ("model.language_model." in place of "model."), as transformers 5 writes it; a name that does not begin with
+    "model.", such as lm_head.weight, is returned unchanged. text_tensor_name is its inverse. A model is saved under
+    these names if a vision tower's passthrough tensors are saved with it, and an adapter if transformers builds the
+    whole model for its base (is_nested)."""
     return name if not name.startswith("model.") else _LANGUAGE + name.removeprefix("model.")
 
 
@@ -184,14 +189,14 @@ def family(model_type: str | None) -> Family:
 
 
 def weights_stored_in(hf: dict) -> str | None:
-    """The name of the format, such as "nf4", in which a checkpoint stores its linears, by its parsed config.json
-    (`hf`).
+    """The name of the format, such as "nf4", in which a checkpoint says that it stores its quantised weights, by its
+    parsed config.json (`hf`). Plans of models that are not loaded go by it; loading only compares the tensors with it.
 
-    It reads the key quantization_config. None: weights of 16 bits or more, or a format that is decoded on loading, such
-    as MXFP4.
+    It reads the key quantization_config. None: there is none, so that weights have 16 bits or more, or it is a format
+    that is decoded on loading, such as MXFP4.
 
     Raises:
-      ValueError: a quantisation that cannot be read.
+      ValueError: a quantisation that cannot be read; what text_config raises.
     """
     hf = text_config(hf)
     quantization = hf.get("quantization_config")
@@ -214,8 +219,9 @@ def weights_stored_in(hf: dict) -> str | None:
 
 def config_from_hf(hf: dict) -> DecoderConfig:
     """Converts a parsed config.json (`hf`) to the DecoderConfig by which a model is built; for a model with a vision
-    tower, to that of its text part. The head follows from `architectures`: a ...ForSequenceClassification with one
-    label is a reward model.
+    tower, to that of its text part. The head follows from the first of `architectures`: a ...ForSequenceClassification
+    with one label is a reward model, and with more it is refused. Loading and plans of models that are not loaded call
+    it.
 
     Raises:
       ValueError: a feature that is not supported or a value that cannot be right, with its key and value.

@@ -25,8 +25,8 @@ class LayerPlan(Mapping[str, Placement]):
 
     Residuals that are not named have the placement `rest`. If that is recompute, residuals that cannot be recomputed
     are kept; if it is fp8, residuals that may not be rounded are kept. As a mapping {name: placement} it contains only
-    the residuals whose placement differs from `rest`; `of` gives the placement of any residual. It is immutable and
-    hashable, because programs are compiled for it.
+    the residuals that are named with another placement than `rest`; `of` gives the placement of any residual. It is
+    immutable and hashable, because programs are compiled for it.
 
     Raises:
       ValueError: a placement that does not exist. Names are not checked: run_stack refuses those that no layer has.
@@ -73,7 +73,7 @@ class LayerPlan(Mapping[str, Placement]):
         residual cannot have the placement `rest`.
 
         Raises:
-          ValueError: the plan names the residual as recompute or fp8, which this residual cannot be.
+          ValueError: the plan names the residual, other than by `rest`, as recompute or fp8, which it cannot be.
         """
         placement = self._named.get(residual.name, self.rest)
         cannot = None
@@ -88,18 +88,18 @@ class LayerPlan(Mapping[str, Placement]):
         return "keep"
 
     def named(self, placement: Placement, residuals: Iterable[Residual]) -> tuple[str, ...]:
-        """Returns the names of the residuals to which the plan gives this placement, in the order of `residuals`. The
-        stack keeps, offloads or recomputes the residuals that have these names. residuals: all residuals of the layer.
-        Raises ValueError if the plan names a residual for recompute or fp8 that cannot be so."""
+        """Returns the names of the residuals to which the plan gives this placement (`of`), in the order of
+        `residuals`. `described` sorts a layer's residuals by it for the stack, and the report of a plan counts them.
+        residuals: all residuals of the layer. Raises ValueError as `of` does."""
         return tuple(residual.name for residual in residuals if self.of(residual) == placement)
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:
         """Of the three plans with the `rest` keep, fp8 and recompute that give these residuals the same placements as
         this one, the plan that is written with the fewest entries (str), the first of several. So plans with equal
-        placements become equal values, for which a program is compiled only once.
+        placements become equal values, for which a program is compiled only once. The planner and the reading of
+        configs return such plans.
 
-        residuals: all residuals of the layer. Raises ValueError if the plan names one for recompute or fp8 that cannot
-        be so.
+        residuals: all residuals of the layer; other names are left out. Raises ValueError as `of` does.
         """
         forms, residuals = [], tuple(residuals)
         for word in (KEEP, IN_FP8, RECOMPUTE):
@@ -133,19 +133,22 @@ class ResidualPlan:
     # backward. Those of the very last layer always do.
     whole_weights: int = 0
     # where weights are divided over devices: the number of first layers whose frozen weights are whole on each device
-    # all the time, and are never gathered. If it is all layers, embedding and head are too.
+    # all the time, and are never gathered. If it is all layers, embedding and head are too. The planner counts with it
+    # and training places the weights by it; the stack does not read it.
     resident: int = 0
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
         """The plan in which each of num_layers layers has the plan `layer`, such as run_stack's default, in which all
-        are kept. tile_tokens: the field of that name, tokens of each row in a tile; None: there are no tiles."""
+        residuals are kept; whole_weights and resident are 0. tile_tokens: the field of that name, tokens of each row in
+        a tile; None: there are no tiles."""
         return cls((layer,) * num_layers, tile_tokens)
 
 
 def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
-    """All residuals that these `layers` (Blocks) have, each name once, in the order in which they are computed. Their
-    names are those that a plan may contain, by which run_stack and the planner check plans."""
+    """All residuals that these `layers` (Blocks) have, each name once, as the first layer that has it declares it, in
+    the order in which layers compute them. run_stack checks the names in a plan by it, and the planner lists by it what
+    it can place."""
     found: dict[str, Residual] = {}
     for layer in layers:
         for residual in layer.residuals():

@@ -1,6 +1,6 @@
 """Replaces the head of a causal language model by another (`with_head`), for example by one that gives a text a score,
-which makes it a reward model (`reward_model`, for users). Training whose objective needs another head, and the loading
-of adapters that were trained with one, call `with_head`."""
+which makes it a reward model (`reward_model`, for users and the compat package). Training whose objective needs
+another head, its planner, and the loading of adapters that were trained with one, call `with_head`."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ def reward_model(model: Decoder, seed: int = 0) -> Decoder:
     which mean nothing until the head is trained.
 
     Args:
-      model: without adapters; a reward model is returned unchanged.
+      model: without adapters; a reward model is returned unchanged, with or without adapters.
       seed: draws the head's weight.
     Returns:
-      a new model that shares every other array with `model`.
+      a new model that shares every other array with `model`, or `model` itself if it is a reward model.
     Raises:
-      ValueError: a model with adapters, or with a head that is neither a language model's nor `score`.
+      ValueError: a language model with adapters, or a head that is neither a language model's nor `score`.
     """
     return with_head(model, SCORE, seed)
 
 
 def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     """Makes a copy of the model with a new head in place of its own; a model that has that head already is returned
-    unchanged. The copy's config, and the config.json that it is saved with, name the new head.
+    unchanged. The copy's config, and the config.json that it is saved with, name the new head. An embedding that was
+    tied to the old head stays, untied.
 
     Args:
-      model: without adapters; get_peft_model then adds them, and the head is trained with them.
+      model: without adapters, unless it has that head; get_peft_model adds them later, and the head is trained with
+        them.
       head: the declaration of the new head, whose weight is [outputs, hidden]; not that of a language model.
       seed: draws the weight from a normal distribution with the config's initializer_range as standard deviation, as
         transformers does, in the dtype of the model's weights.
     Returns:
       a new model that shares every other array with `model`. It is saved as a text model, without passthrough tensors.
     Raises:
-      ValueError: a model with adapters, or with another head that is not a language model's; `head` is a language
-        model's, and the model's own is another.
+      ValueError: unless the model has that head already: a model with adapters, or with a head that is not a language
+        model's; `head` is a language model's.
     """
     if model.config.head == head:
         return model

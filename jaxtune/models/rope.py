@@ -28,11 +28,12 @@ class RotaryFrequencies(NamedTuple):
     short: np.ndarray
     # the same for documents that are longer than the original context; None for every kind of base but longrope
     long: np.ndarray | None
-    scale: float  # the factor by which cos and sin are multiplied; 1 for most kinds
+    scale: float  # the factor by which cos and sin are multiplied; 1 for every kind but longrope and yarn
 
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> RotaryFrequencies:
     """Computes the angles by which a rotary base turns the pairs of a head from one position to the next.
+    `rotary_table` makes tables of them; the export to GGUF derives scaling factors from them.
 
     The formulas are those of transformers' modeling_rope_utils: llama3 from the Llama 3.1 reference code, longrope from
     arXiv 2402.13753, yarn from arXiv 2309.00071. Those of "proportional" (Gemma 4) cover the whole head, and are 0 for
@@ -46,7 +47,7 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
     Returns:
       RotaryFrequencies (short, long, scale). `short` has the angle of each pair, float32[rotary_dim / 2]. `long` has
         the angles for documents that are longer than the original context; it is None for every kind but longrope. cos
-        and sin are to be multiplied by `scale`, which is 1 for most kinds.
+        and sin are to be multiplied by `scale`, which is 1 for every kind but longrope and yarn.
     Raises:
       ValueError: the kind is unknown.
     """
@@ -99,7 +100,8 @@ def rotary_table(
     rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, lengths: jax.Array | None = None
 ):
     """Computes the table by which queries and keys of a batch are rotated: (cos, sin), each float32[B, T, rotary_dim /
-    2]. With llama_4_scaling_beta a third array follows, the factor on queries by position, float32[B, T, 1].
+    2] and multiplied by RotaryFrequencies.scale. With llama_4_scaling_beta a third array follows, the factor on queries
+    by position, float32[B, T, 1]: 1 + beta * log(1 + floor(position / original context)).
 
     Args:
       rope: the rotary base: its kind, theta and scaling factors.
@@ -132,7 +134,8 @@ def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
 
     Args:
       x: queries or keys.
-      table: from rotary_table, of which cos and sin are read; None: x is returned unchanged.
+      table: from rotary_table, of which cos and sin are read; None, of a layer without rotary embedding: x is returned
+        unchanged.
       interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2.
     """
     return x if table is None else _rotated(interleaved, x, *table[:2])
@@ -190,7 +193,8 @@ _rotated.defvjp(_rotated_fwd, _rotated_bwd)
 
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
     """Computes the rotary tables of a batch, once for all layers: a tuple with one table (rotary_table) for each of the
-    decoder's rotary bases. LayerSpec.rotary is the index of a layer's table in it.
+    decoder's rotary bases. LayerSpec.rotary is the index of a layer's table in it. The decoder, generation and the
+    planner put it into the batch's layout (PackedLayout.rotary).
 
     config: of the decoder. positions: int32[B, T], each token's position in its document. lengths: int32 that
     broadcasts to [B, T], the length of each token's document; None: each row is one document."""

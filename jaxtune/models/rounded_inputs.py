@@ -16,8 +16,7 @@ from jaxtune.pallas.formats.division import divide
 def int8_by_token(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to symmetric int8 with one scale for each token (each vector of the last axis):
     integers from -128 to 127 times its largest magnitude / 127.5, computed in float32. This is compressed-tensors'
-    definition for W4A8 (dynamic, by token). The result has x's dtype. `FakeQuant.round_inputs` adds the
-    straight-through gradient."""
+    definition for W4A8 (dynamic, by token). The result has x's dtype. `FakeQuant.round_inputs` adds the gradient."""
     wide = x.astype(jnp.float32)
     scale = _token_scales(wide)
     codes = jnp.clip(jnp.round(divide(wide, jnp.broadcast_to(scale, wide.shape))), -128, 127)
@@ -37,7 +36,7 @@ def int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to int8 with one scale and one zero point for each token (each vector of the last
     axis), as torchao's Int8DynamicActivationInt4WeightConfig does: the scale is (max - min) / 255, where min is at most
     0 and max at least 0, and the zero point -128 - round(min / scale). Computed in float32; the result has x's dtype.
-    `FakeQuant.round_inputs` adds the straight-through gradient."""
+    `FakeQuant.round_inputs` adds the gradient."""
     wide = x.astype(jnp.float32)
     scale, zero = _token_zero_points(wide)
     # torchao multiplies by the reciprocal of the scale.
@@ -60,14 +59,14 @@ def _token_zero_points(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
 def fp8_by_token(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in] to e4m3 with one float32 scale for each token (each vector of the last axis), its
     largest magnitude / 448, as servers do with FP8 checkpoints whose activation scales are dynamic. The result has x's
-    dtype. `FakeQuant.round_inputs` adds the straight-through gradient."""
+    dtype. `FakeQuant.round_inputs` adds the gradient."""
     return formats.FP8.encode(x.reshape(-1, x.shape[-1])).decode(x.dtype).reshape(x.shape)
 
 
 def mxfp4_activations(x: jax.Array) -> jax.Array:
     """Rounds activations [..., in], `in` a multiple of 32, to MXFP4 with a scale for each block of 32 numbers, as
     compressed-tensors does in its scheme MXFP4 (MXFP4.encode_activations). The result has x's dtype.
-    `FakeQuant.round_inputs` adds the straight-through gradient."""
+    `FakeQuant.round_inputs` adds the gradient."""
     return formats.MXFP4.encode_activations(x).decode(x.dtype)
 
 
@@ -75,15 +74,16 @@ def nvfp4_activations(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Rounds activations [..., in], `in` a multiple of 16, to NVFP4 with a scale in e4m3 for each block of 16 numbers
     under the observed scale of the whole tensor, as compressed-tensors does in its scheme NVFP4
     (NVFP4.encode_activations). Numbers beyond what that scale allows, 448 * 6 / scale, become that bound. The result
-    has x's dtype. `FakeQuant.round_inputs` adds the straight-through gradient. scale: float32[], input_global_scale of
-    compressed-tensors' files, by which the scales of blocks are divided."""
+    has x's dtype. `FakeQuant.round_inputs` adds the gradient. scale: float32[], input_global_scale of
+    compressed-tensors' files, the observed scale (`nvfp4_scale`), by which the scales of blocks are divided."""
     return formats.NVFP4.encode_activations(x, scale).decode(x.dtype)
 
 
 def nvfp4_scale(largest: jax.Array, dtype: str) -> jax.Array:
     """The scale for `nvfp4_activations`, float32[], of activations in `dtype` (its name) whose largest magnitude is
-    `largest`, float32[]: 448 * 6 / largest, rounded to `dtype`; 1 where that is infinite, as for activations of zero.
-    models/observed_inputs.py computes a linear's scale by it (Rounding.observed)."""
+    `largest`, float32[]: 448 * 6 * (1 / largest), whose quotient and product are rounded to `dtype`; 1 where that is
+    infinite, as for activations of zero. models/observed_inputs.py computes a linear's scale by it (Rounding.observed).
+    """
     return formats.NVFP4.global_scale(largest, jnp.dtype(dtype))
 
 
@@ -101,8 +101,9 @@ def between(numbers: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 
 def within_stored(stored: formats.Stored, numbers: jax.Array) -> jax.Array:
     """Returns a bool array of the shape of `numbers`: whether each number's magnitude is at most the largest that a
-    format of quantised weights has with the number's scale; clipped gradients pass only to those. stored: the numbers,
-    encoded in the format. numbers: of any floating-point dtype."""
+    format of quantised weights has with the number's scale, compared as `between` does; clipped gradients pass only to
+    those. stored: the numbers, encoded in the format, which must be one to which QAT rounds (Stored.largest). numbers:
+    of any floating-point dtype."""
     largest = stored.largest()
     return between(numbers.astype(jnp.float32), -largest, largest)
 
@@ -119,7 +120,8 @@ def within_int8_by_token(x: jax.Array) -> jax.Array:
 def within_int8_by_token_asymmetric(x: jax.Array) -> jax.Array:
     """Returns a bool array of the shape of `x`, activations [..., in]: whether each number is in the range of
     int8_by_token_asymmetric, from (-128 - zero point) to (127 - zero point) times the token's scale; clipped gradients
-    pass only to those. The rounded zero point moves that range by up to half a scale to one side."""
+    pass only to those. The rounded zero point moves that range by up to half a scale to one side, so that the numbers
+    nearest to the other end can be outside."""
     wide = x.astype(jnp.float32)
     scale, zero = _token_zero_points(wide)
     return between(wide, (-128 - zero) * scale, (127 - zero) * scale)

@@ -10,8 +10,7 @@ custom_vjp around the whole stack). It calls jax.vjp on a segment at its saved i
 
 The layers are unrolled in one jitted step. On an H200, 8B shape, a scan costs 7 % for copying residuals into stacked
 buffers, and slices of one stacked host buffer do not overlap with compute; separate buffers do. The layer functions are
-module-level and jitted, so layers of one kind are traced once; XLA still compiles each layer.
-"""
+module-level and jitted, so layers of one kind are traced once; XLA still compiles each layer."""
 
 from __future__ import annotations
 
@@ -55,8 +54,8 @@ def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
 
 
 def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -> tuple[tuple, Callable]:
-    """Runs a segment for its derivative: (outputs, the function that maps the outputs' gradients to those of the
-    trainable tensors and of each input).
+    """Runs a segment for its derivative: (outputs, the function from the outputs' gradients to the tuple of the
+    gradients of the trainable tensors and of each input), where the segment has no Backward of its own.
 
     Args:
       block_of: builds the block from trainable tensors.
@@ -77,7 +76,7 @@ def _barrier(order, saved_inputs, doutputs, total):
 
     Args:
       order: the layer's BackwardOrder. total is tied to the others only if its weights_first is True.
-      saved_inputs: {name: value} that the segment's derivative reads.
+      saved_inputs: {name: value} that the segment's derivative reads, without those of order.shared.
       doutputs: the gradients of the segment's outputs.
       total: the sum of the layer's weight gradients so far; None before the first.
     """
@@ -107,8 +106,9 @@ def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Calla
     """Returns a function (segment, values) -> (the segment's Context, the values) for the segments of a layer; the
     context has the segment's own dropout key.
 
-    The dropout keys are the same however the layer is tiled and whichever auxiliary values it computes. A mask is drawn
-    only when the values are there; otherwise XLA draws the masks of all layers at once, or keeps the forward's.
+    The dropout keys are the same however the layer is tiled and whichever auxiliary values it computes; segments that
+    exist only for these get none. A mask is drawn only when the values are there; otherwise XLA draws the masks of all
+    layers at once, or keeps the forward's.
 
     Args:
       block: the layer.
@@ -145,7 +145,7 @@ def layer_forward(
     taken=None,
 ):
     """Runs the forward of one layer, and at the same time copies residuals of the layer before to the host and gathers
-    weights of the next layer.
+    weights of the next layer. _stack, _stack_fwd and generation call it; the planner traces it.
 
     Args:
       graph, trainable, frozen: the layer's Block, as nnx.merge takes it.
@@ -158,7 +158,7 @@ def layer_forward(
         meanwhile.
       gathers: Shards (this device's parts) of weights that the next layer needs whole.
       tile: tokens of each row that tokenwise segments process at a time; None: whole rows.
-      in_fp8: those of the wanted names that are rounded to e4m3.
+      in_fp8: those of the wanted names whose values are returned rounded to e4m3, as FP8 (in_e4m3).
       taken: {name: value} of what the layer takes from outside (Block.takes); None: nothing.
     Returns:
       (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole)
@@ -205,7 +205,7 @@ def layer_backward(
 
     Args:
       graph, spec, trainable, frozen, layout, key, tile: the arguments that the layer's forward had (layer_forward).
-      saved: {name: value} of residuals and of what the layer takes from outside; what is missing is recomputed.
+      saved: {name: value} of residuals, arrays or FP8, and of what the layer takes; missing residuals are recomputed.
       doutput, dothers: layer_output's gradient; {name: gradient} of auxiliary values and of what later layers took.
       to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer that is next.
       scatters: pairs (Shard, gradient of the whole tensor) of the layer that ran before, to be summed over devices.
@@ -294,7 +294,7 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
     When it is differentiated, `_stack_fwd` and `_stack_bwd` run instead, which save residuals by plan.
 
     Args:
-      static: the layers' static descriptions and the plan.
+      static: the layers' static descriptions under the plan, and the wanted auxiliary values.
       x: the first layer's input [B, T, hidden].
       layout: the batch's document boundaries and rotary tables.
       trainables, frozens: for each layer its trained tensors, and its other tensors.
@@ -456,14 +456,15 @@ def run_stack(
       dropout_key: draws the adapters' dropout masks; None means no dropout.
       gradient_sums: {layer's index: state like that of its `nnx.Param`s}, sums to which gradients are added layer by
         layer, so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s
-        get none. None: the `nnx.Param`s get gradients as usual.
+        get none. A layer without them may be left out. None: the `nnx.Param`s get gradients as usual.
       aux: names of auxiliary values that are wanted of the layers that have them, such as router_sums.
       given: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes); None: nothing.
     Returns:
       (the last layer's output [B, T, hidden], {name: sum over the layers} of auxiliary values)
     Raises:
-      ValueError: a plan with another number of layers or with residuals that no layer has; tiles that do not divide the
-        rows, or with dropout; a name in `aux` that no layer has; a layer that takes what nothing gives.
+      ValueError: a plan with another number of layers, a residual that no layer has, or a placement that one cannot
+        have; tiles that do not divide the rows, or with dropout; a name in `aux` that no layer has; a layer that takes
+        what nothing gives.
       TypeError: a gradient by a `Frozen` tensor.
     """
     plan = plan or ResidualPlan.uniform(KEEP, len(layers))

@@ -1,8 +1,9 @@
 """Static descriptions of a model's layers under a plan, by which the stack's program is compiled.
 
 The stack (models/stack.py) makes a StackLayer of each block and its plan (`described`), checks that each layer's inputs
-from other layers exist (`require_given`), and joins the layers in a StackProgram. Both classes are hashable arguments
-of jitted functions, so that JAX compiles one program for each description."""
+from other layers exist (`require_given`), and joins the layers in a StackProgram. Both are hashable: a StackProgram is
+the static argument of `_stack`, and fields of a StackLayer are static arguments of the jitted `layer_forward` and
+`layer_backward`, so that layers with equal descriptions are traced once."""
 
 from __future__ import annotations
 
@@ -21,18 +22,19 @@ from jaxtune.models.residual_plan import LayerPlan
 @dataclasses.dataclass(frozen=True)
 class StackLayer:
     """The static description of one layer under a plan: everything but arrays by which its program is compiled. Equal
-    layers have equal descriptions and are traced once. `described` makes it."""
+    layers with equal plans have equal descriptions and are traced once. `described` makes it."""
 
     graph: nnx.GraphDef  # the structure of the layer's Block
     spec: LayerSpec  # the layer's kind: its parts, window and rotary base
     kept: tuple[str, ...]  # names of the residuals that are kept in device memory
-    in_fp8: tuple[str, ...]  # names of the residuals that are kept in FP8
+    in_fp8: tuple[str, ...]  # names of the residuals that are kept in device memory in FP8, which `kept` lacks
     offloaded: tuple[str, ...]  # names of the residuals that are copied to the host and back
     aux: tuple[str, ...]  # names of the auxiliary values that it can return beside its output
     tile: int | None  # tokens of each row in a tile of its tokenwise segments; None: they run whole
     free: tuple[str, ...]  # names of the residuals that need not be tied to the layer's gradient (BackwardOrder.free)
     shared: tuple[str, ...]  # names of the values that it takes from earlier layers, such as their keys and values
-    # the items of Block.gives: pairs (its name of a residual, the name under which later layers take it)
+    # the items of Block.gives (it is what this layer gives, not what it is given): pairs (its name of a residual, the
+    # name under which later layers take it)
     given: tuple[tuple[str, str], ...]
 
     @property
@@ -41,7 +43,7 @@ class StackLayer:
         return dict(self.given)
 
     def taken(self, given: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Collects the values that the layer takes from outside: {name: value}.
+        """Collects the values that the layer takes from outside, for layer_forward: {name: value}.
 
         Args:
           given: {name: value} of what the decoder gives to this layer; all of it is in the result.
@@ -57,7 +59,8 @@ class StackProgram:
     layers: tuple[StackLayer, ...]  # the descriptions of all layers, in order
     aux: tuple[str, ...]  # names of the auxiliary values, such as router_sums, that the caller wants
     # True: the plan of some layer is another than KEEP (it offloads, recomputes or rounds residuals), which means that
-    # memory is short; False: every layer's plan is KEEP
+    # memory is short, and the backward ties more values to gradients, because XLA would keep them otherwise; False:
+    # every layer's plan is KEEP
     short: bool
     # how many of the last layers keep their weights gathered (ResidualPlan.whole_weights), at least 1
     whole_weights: int
@@ -81,7 +84,7 @@ def require_given(layers: Sequence[StackLayer]) -> None:
 def described(
     block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None, given: tuple[str, ...]
 ) -> StackLayer:
-    """Makes the static description of a layer under a plan, by which its program is compiled.
+    """Makes the static description of a layer under a plan, by which its program is compiled. run_stack calls it.
 
     Args:
       block: the layer; its arrays are not read.

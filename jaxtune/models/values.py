@@ -96,9 +96,9 @@ def texts(key: str, value: Any) -> None:
 
 
 def token_ids(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a token id (an integer of at least 0), or a list or tuple of token ids,
-    which may be nested; an upper bound, the vocabulary, is not checked. Special tokens of config files are checked so.
-    key: the name by which the error mentions the value."""
+    """Raises ValueError unless the value is a token id (an integer from 0 to 2^31 - 1), or a list or tuple of token
+    ids, which may be nested; whether the vocabulary has them is not checked. Special tokens of config files are checked
+    so. key: the name by which the error mentions the value."""
     if isinstance(value, list | tuple):
         items(key, value, token_ids)
     else:

@@ -5,6 +5,7 @@ A stage is one segment that a layer runs. Each copy is bound by optimization_bar
 layer than the one whose residuals are copied: it starts within the window and is complete when the window's last stage
 ends. Windows follow one another and are chosen by the durations of copies and stages (`windows`). Copies to the device
 are as late as possible and copies to the host end as early as possible, so that little memory is used in both places.
+The stack's programs of a layer (models/stack.py) are the callers.
 
 Without this, XLA's scheduler starts a copy five kernels before its end, whatever the sizes of kernels and copy, and
 allows two copies at a time. By compiled schedules (not by a trace), an 8B step in 24 GB then waited for 91 ms, and a
@@ -30,13 +31,13 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.lax import optimization_barrier
 
-# The least size of a piece of an array, because pieces must be joined again.
+# Arrays of up to this size are never cut, because pieces must be joined again.
 PIECE_BYTES = 512 << 20
 # Multiplications of large products in the time that a byte takes to or from the host: on an H200, 350e12 and 54e9 a
 # second.
 _MULTIPLICATIONS_PER_BYTE = 6500
 _ROOM = 1.1  # windows allow a copy this much more time than it should take
-# XLA's limit of copies at a time; no window has as many.
+# The compiler option by which XLA runs up to 64 copies at a time (xla_options.py); windows have fewer.
 IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 
 
@@ -66,10 +67,11 @@ def cut(arrays: Sequence[jax.Array], stages: Sequence[float]) -> tuple[Pieces, .
 
     Arrays are cut along the first axis, or along the second if the first has size 1 and there is a second. A slice has
     at most about PIECE_BYTES (512 MiB), or as many bytes as can be copied during the longest stage if these are more.
+    Slices are larger only where the axis has too few indices. The stack's forward cuts offloaded residuals.
 
     Args:
       arrays: on the device.
-      stages: the durations of the layer's stages, as the number of multiplications that large products do in that time.
+      stages: the durations of a layer's stages, as the number of multiplications that large products do in that time.
     """
     piece = max(PIECE_BYTES, int(max(stages) / _MULTIPLICATIONS_PER_BYTE))
     return tuple(_cut(array, piece) for array in arrays)
@@ -78,8 +80,8 @@ def cut(arrays: Sequence[jax.Array], stages: Sequence[float]) -> tuple[Pieces, .
 def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
     """Cuts an array along its first axis (or its second, if the first has size 1 and there is a second) into slices of
     at most about `piece_bytes` (more if the axis is too short), so that each can be copied while a stage computes. The
-    result has the slices and the axis, from which `join` makes the array again. An array that is smaller than
-    `piece_bytes` stays one slice."""
+    result has the slices and the axis, from which `join` makes the array again. An array of at most `piece_bytes` stays
+    one slice."""
     axis = 0 if array.shape[0] > 1 or array.ndim == 1 else 1
     count = max(1, min(-(-array.nbytes // piece_bytes), array.shape[axis]))
     bounds = [array.shape[axis] * i // count for i in range(count + 1)]
@@ -95,9 +97,11 @@ def join(pieces: Pieces) -> jax.Array:
 def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -> list[tuple[int, int]]:
     """Chooses for each copy the window, the consecutive stages during which it runs: (index of the first stage, index
     of the last stage) for each copy. Consecutive copies may share a window, and windows follow one another.
+    TransferSchedule starts and ends its copies by them.
 
     The choice minimises the time that the device waits for copies and, with a hundredth of that weight, the time for
-    which copies occupy memory in both places.
+    which copies occupy memory in both places, weighted by their bytes. If the copies take longer than all stages, all
+    stages are taken to last longer by the same factor.
 
     Args:
       sizes: bytes of the copies, in order.
@@ -139,8 +143,9 @@ def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -
 
 
 class TransferSchedule:
-    """Copies arrays to device or host memory while a layer computes, in a program that is being traced. The layer calls
-    `start` before and `finish` after each of its stages, and reads the copies, `arrays`, at the end.
+    """Copies arrays to device or host memory while a layer computes, in a program that is being traced. The layer's
+    program (layer_forward or layer_backward) calls `start` before and `finish` after each of its stages, and reads the
+    copies, `arrays`, at the end.
 
     Args:
       arrays: a pytree of arrays, such as Pieces of residuals.
