@@ -243,8 +243,8 @@ class _Forward:
 
     def _fits(self, thread: Any, node: _Call) -> bool:
         """Whether the forward of `node`, a call of a backward operator, may have run on `thread`; the thread on which
-        most nodes fit is taken. It must have a forward operator with the node's sequence number, and this, or a call
-        around it, must have the node's name without "Backward" and its number: aten::addmm for AddmmBackward0."""
+        most nodes fit is taken. There must be a forward operator there with the node's sequence number, and it, or a
+        call around it, must have the node's name without "Backward" and its number: aten::addmm for AddmmBackward0."""
         call = self._calls.get((thread, node.args["Sequence number"]))
         if call is None:
             return False
@@ -322,7 +322,7 @@ def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> E
 
     Args:
       row: its trace event, as JSON.
-      call: the CPU call that launched it; None if the trace lacks it: in other categories scope and phase stay "".
+      call: the CPU call that launched it; None if the trace lacks it; other scopes and phases then stay "".
       forward: finds the forward operator of a launch in the backward.
       origin: the start of the first kernel or copy in microseconds, from which the Event's times count.
     """

@@ -39,8 +39,9 @@ class Comparison(ComparisonData):
     a terminal (`to_text`, `str`) and as an HTML page."""
 
     def to_text(self, width: int = 120) -> str:
-        """The comparison as plain text for a terminal: sentences on what changed, then the tables of categories, scopes
-        and kernels. width: columns of the terminal, to which the tables are fitted."""
+        """The comparison as plain text for a terminal: both headlines, the notes, sentences on what changed, then the
+        tables of the step and its categories, of at most 15 scopes or regions, and of at most 15 kernels that changed.
+        width: columns of the terminal, to which the tables are fitted."""
         return comparison_text(self, width)
 
     def to_html(self) -> str:

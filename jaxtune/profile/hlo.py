@@ -313,8 +313,8 @@ def flops(instruction: Instruction) -> int:
     not tell. Products are dots, library calls with "matmul" in the target, and those inside a fusion. A cuDNN attention
     call counts 2 products of length x length a head in the forward, 5 in the backward, half if its mask is causal;
     packed rows count as one document each, which is too much. Of Pallas kernels only Mosaic's `grouped_matmul` and
-    `fp8_matmul` count, not attention (x [., K] is the first operand, [rows, N] the result, with rows that fill up
-    tiles)."""
+    `fp8_matmul` count (x [., K] is the first operand, [rows, N] the result, rows that fill up tiles included); others,
+    attention among them, are 0."""
     operands = instruction.operand_shapes
     if instruction.is_mosaic:
         out = _first(instruction.shape).dims
