@@ -7,9 +7,10 @@
     print(jaxtune.profile.show("profiles/a"))
     print(jaxtune.profile.compare("profiles/a", "profiles/b"))
 
-`show` returns a Report and `compare` a Comparison; both raise TraceError for a profile that cannot be read. `ceilings`
-returns the Ceilings of this machine's device: the highest rates that it reaches, with which a report compares the
-kernels. The package works on any JAX program and reads PyTorch's Chrome traces too. Of jaxtune it imports only
+`capture` records what runs in its `with` block. `show` returns a Report and `compare` a Comparison; both raise
+TraceError for a profile that cannot be read. `ceilings` measures the highest rates of this machine's device, once, and
+returns them as Ceilings. A report compares kernels with the rates measured on its device, or else with those of the
+data sheet. The package works on any JAX program and reads PyTorch's Chrome traces too. Of jaxtune it imports only
 `jaxtune.system`. README.md in this folder says how each number is made.
 """
 
@@ -39,9 +40,10 @@ __all__ = ["capture", "show", "compare", "ceilings", "Report", "Comparison", "Ce
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the package's public name `name`, such as "capture", and imports the module that defines it. Python calls
-    this when a name is used for the first time, so that `import jaxtune.profile` loads none of its modules. Raises
-    AttributeError if the package has no such name."""
+    """Returns what the package's public name `name` stands for, such as the function `capture`, by importing the module
+    that defines it, and keeps it as an attribute of the package. Python calls this for a name that the package has no
+    attribute for yet, so that `import jaxtune.profile` loads none of its modules. Raises AttributeError if `name` is
+    not public."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_WHERE[name]}")
@@ -51,6 +53,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Returns the package's public names, sorted, for dir(jaxtune.profile): also those that have not been used yet,
-    which Python would not list, because __getattr__ loads them at their first use."""
+    """Returns the package's public names alone, sorted, for dir(jaxtune.profile): also those that have not been used
+    yet, which Python would not list, because __getattr__ loads them at their first use."""
     return sorted(__all__)

@@ -1,11 +1,11 @@
 """Reader of Chrome traces that PyTorch's profiler writes. `read_chrome` makes the Trace (trace.py) from which the
 report is computed, as read_xplane does for JAX.
 
-A kernel is joined by its correlation id to the CPU call that launched it, and so to the operators and ranges around
-that call. Its scope is the path of the ranges that the program marks (torch.profiler.record_function) and of the
-modules in a profile taken with with_stack=True. A backward operator gets the scope of the forward operator with the
-same sequence number. Where a program has neither ranges nor modules, the scope is the outermost aten operator. Shapes
-are known only with record_shapes=True. In a trace from a machine without a GPU, operators take the place of kernels.
+A kernel is joined by its correlation id to the CPU call that launched it, and so to the operators and ranges around it.
+Its scope is the path of the ranges that the program marks (torch.profiler.record_function) and of the modules in a
+profile taken with with_stack=True, or without any around the call, the outermost aten operator. In the backward it is
+that of the forward operator with the same sequence number; in the optimizer, "optimizer". Shapes are known only with
+record_shapes=True. In a trace from a machine without a GPU, operators take the place of kernels.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Call:
     name: str  # the trace event's, such as "aten::mm"
     category: str  # the trace event's "cat": "cpu_op", "user_annotation", "python_function", "cuda_runtime", ...
     args: dict[str, Any]  # the trace event's "args": correlation id, sequence number, shapes of the inputs
-    parent: _Call | None = None  # the innermost range around this one on the same thread
-    main: Event | None = None  # the longest kernel seen so far; the operator's FLOPs and bytes are booked on it
+    parent: _Call | None = None  # the innermost range around this one on the same thread; set by _nest
+    main: Event | None = None  # an operator's longest kernel so far, which has its FLOPs and bytes; set by _add_work
 
     def up(self) -> Iterable[_Call]:
         """This call, then the ranges around it from the inside out."""
@@ -88,7 +88,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
     """Makes the Trace of the busiest device, with its steps, from a file's events as JSON, `rows` (the entry
     `traceEvents`), and its other top-level entries, `head`, such as the devices' properties and versions. path: the
     file, for messages. In a trace from a machine without a GPU, operators count as kernels. Raises TraceError if there
-    are no kernels, and KeyError, TypeError and the like for damaged events."""
+    are no kernels, copies or memsets, and KeyError, TypeError and the like for damaged events."""
     device_rows, calls, launches = [], collections.defaultdict(list), {}
     for row in rows:
         if row.get("ph") != "X":
@@ -171,7 +171,7 @@ def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], 
     """Makes stand-ins for kernels in a trace of a CPU program, in which operators compute and launch nothing. Returns
     (trace events as kernels would have, {the correlation id in an event: the operator's call}). threads: {thread: its
     calls}, with `parent` set. An operator counts as one kernel, during the longest stretch in which no other operator
-    runs inside it; wrappers of the autograd engine do not count."""
+    runs inside it. Names without "::" and wrappers of the autograd engine do not count."""
     rows, calls = [], {}
     for thread, all_calls in threads.items():
         operators = [call for call in all_calls if call.category == "cpu_op" and "::" in call.name]
@@ -242,9 +242,9 @@ class _Forward:
         }
 
     def _fits(self, thread: Any, node: _Call) -> bool:
-        """Whether the forward of `node` may have run on `thread`. The thread must have an operator with the node's
-        sequence number, and this operator, or a call around it, must be named as the node is, without "Backward" and
-        its number: aten::addmm for AddmmBackward0. A node is a call of a backward operator by the autograd engine."""
+        """Whether the forward of `node`, a call of a backward operator, may have run on `thread`; the thread on which
+        most nodes fit is taken. There must be a forward operator there with the node's sequence number, and it, or a
+        call around it, must have the node's name without "Backward" and its number: aten::addmm for AddmmBackward0."""
         call = self._calls.get((thread, node.args["Sequence number"]))
         if call is None:
             return False
@@ -266,7 +266,7 @@ def _bare(operator: str) -> str:
 
 def _backward_call(call: _Call) -> _Call | None:
     """The innermost autograd node (a call of a backward operator by the autograd engine) around a call; None if there
-    is none, as for a call in the forward. So a kernel's phase is found."""
+    is none, as for a call in the forward. By it a kernel's phase and scope are found."""
     return next((around for around in call.up() if around.name.startswith(_NODE)), None)
 
 
@@ -275,10 +275,10 @@ def _backward_call(call: _Call) -> _Call | None:
 
 def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[float]):
     """Returns a function from the time at which a kernel was launched on the CPU, in microseconds or None if unknown,
-    to the number of its step, -1 if it is in none. Steps are `marks`, the (start, end) of ranges with which the program
-    marked them, if there are any; an unknown time is then in none. Otherwise a step ends at each of `optimizer_ends`,
-    the times at which optimizer steps ended, and an unknown time is in step 0; without these too, everything is step 0.
-    Both arguments are in ascending order."""
+    to the number of its step from 0, -1 if it is in none. Steps are `marks`, the (start, end) of ranges with which the
+    program marked them, if there are any; an unknown time is then in none. Otherwise a step ends at each of
+    `optimizer_ends`, the times at which optimizer steps ended; a time after the last is in none, an unknown one in step
+    0. Without these too, everything is step 0. Both arguments are in ascending order."""
     starts = [start for start, _ in marks]
 
     def find(moment: float | None) -> int:
@@ -318,11 +318,11 @@ def _steps(events: list[Event]) -> list[tuple[float, float]]:
 
 def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> Event:
     """Makes the Event of one kernel, memset or copy, with its category, scope, phase and work; the caller sets its
-    step. All of the optimizer's work gets the scope "optimizer" and the phase "forward".
+    step. One of the category "optimizer" gets the scope "optimizer" and the phase "forward".
 
     Args:
       row: its trace event, as JSON.
-      call: the CPU call that launched it; None if the trace does not have it, and then scope and phase stay "".
+      call: the CPU call that launched it; None if the trace lacks it; other scopes and phases then stay "".
       forward: finds the forward operator of a launch in the backward.
       origin: the start of the first kernel or copy in microseconds, from which the Event's times count.
     """
@@ -364,9 +364,9 @@ def _kind(row: dict, name: str) -> str:
 
 def _category(event: Event, around: Sequence[_Call]) -> str:
     """The event's category, one of scopes.CATEGORIES. It is `categorise`'s, with the operators and marked ranges around
-    the launch taken into account, because PyTorch's kernels have no scopes. An elementwise kernel of an operator that
-    copies, concatenates or fills is a device copy, unless it casts. `around` are these ranges, the innermost first;
-    empty if the launching call is not in the trace."""
+    the launch taken into account, because names in PyTorch's scopes are the program's own. An elementwise kernel of
+    aten::copy_, cat or fill_ is a device copy, unless recorded types show that it casts. `around` are these ranges, the
+    innermost first; empty if the launching call is not in the trace. event: with kind, op, scope and FLOPs set."""
     operators = [c.name for c in around if c.category == "cpu_op"]
     words = " ".join(operators)
     is_gemm = True if event.flops and not _PRODUCTS.isdisjoint(operators) else None
@@ -389,7 +389,7 @@ def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
     forward, and in a forward that gradient checkpointing runs again in the backward ("recompute"), the scope is that of
     the marked ranges and modules around the call (_path). A forward runs again if a module, a marked range or an
     operator that records its own backward is around the call, inside an autograd node. In the backward, it is that of
-    the forward operator, which `forward` finds; if it finds none, the name of the operator around the call."""
+    the forward operator, which `forward` finds; if it finds none, the operator around the call (_operator)."""
     node = _backward_call(call)
     if node is None:
         return _path(call), "forward"
@@ -407,15 +407,15 @@ def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
 
 
 def _names_a_place(call: _Call) -> bool:
-    """Whether a call gives its name to the scope of the kernels inside it: True for a range that the program marked
-    (torch.profiler.record_function) and for a module's call, False for operators and all others."""
+    """Whether a call is a range that the program marked (torch.profiler.record_function; also a profiler's step or an
+    optimizer's) or a module's call. Inside an autograd node it shows that a forward runs again (`_scope`)."""
     return call.category == "user_annotation" or _MODULE.match(call.name) is not None
 
 
 def _path(call: _Call, inside: _Call | None = None) -> str:
     """The scope of a call: the names of the marked ranges and modules around it, joined by slashes with the outermost
     first, without ranges of profiler steps and of the optimizer; equal names in a row count once. If there are none,
-    what `_operator` returns. inside: an autograd node around the call; it and the ranges around it are left out,
+    what `_operator` returns. inside: an autograd node around the call; names from it outwards are left out of the path,
     because they enclose the whole backward. None: all ranges count."""
     parts: list[str] = []
     for around in call.up():
@@ -445,10 +445,10 @@ def _operator(call: _Call) -> str:
 
 
 def _add_work(event: Event, operators: list[_Call]) -> None:
-    """Sets a kernel's shapes, dtype, FLOPs and bytes, in place, from an operator around its launch that recorded its
-    inputs' shapes: the innermost attention operator (aten::_scaled_dot_product_...), or else the innermost of all. If
-    no operator did, the event is left unchanged. If an operator launches several kernels, only the longest has its
-    FLOPs and bytes; the others have 0. operators: those around the kernel's launch, innermost first."""
+    """Sets a kernel's shape, dtype, FLOPs (of mm, addmm, bmm, baddbmm, _scaled_mm and attention, else 0) and bytes, in
+    place, from an operator around its launch with recorded shapes: the innermost attention operator
+    (aten::_scaled_dot_product_...), else the innermost of all; without one that has an array, nothing is set. If it
+    launches several kernels, only the longest has its FLOPs and bytes. operators: those around it, innermost first."""
     shaped = [c for c in operators if c.args.get("Input Dims")]
     attention = [c for c in shaped if c.name.startswith("aten::_scaled_dot_product_")]
     operator = next(iter(attention or shaped), None)
@@ -489,7 +489,7 @@ def _add_work(event: Event, operators: list[_Call]) -> None:
 
 
 def _peak_memory(rows: list[dict]) -> int:
-    """The largest number of bytes that were allocated on a GPU, from the allocator's events among all the trace's
+    """The largest number of bytes that were allocated on any one GPU, from the allocator's events among all the trace's
     events `rows`. They exist in a profile taken with profile_memory=True; without them the result is 0."""
     peak = 0
     for row in rows:

@@ -1,7 +1,7 @@
 """Shapes and bytes of operators' arrays (`operand_arrays`, `in_words`), and FLOPs of attention (`attention_flops`), in
-a Chrome trace of PyTorch's profiler taken with record_shapes=True, for the reader of such traces (chrome.py), which
-computes the FLOPs of matrix products itself. ELEMENT_BYTES has the bytes of each dtype, FLOATS those of floating-point
-types, and SHORT_DTYPES the names that reports show."""
+a Chrome trace of PyTorch's profiler taken with record_shapes=True. The reader of such traces (chrome.py) uses them; it
+computes the FLOPs of matrix products itself. ELEMENT_BYTES has the bytes of one element of each known dtype, FLOATS
+those of the floating-point types among them, and SHORT_DTYPES the names that reports show."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ SHORT_DTYPES = {
 
 def operand_arrays(args: dict[str, Any]) -> list[tuple[list[int], str, int]]:
     """Reads the shapes of an operator's array arguments from `args`, the entry "args" of its trace event, and returns a
-    list of (dimensions, dtype as torch names it, bytes that a read takes). A dimension of stride 0 is expanded and
-    takes no bytes. Scalars and arrays of a dtype that is not in ELEMENT_BYTES are left out. The list is empty if shapes
-    were not recorded. Bytes and FLOPs of the operator's kernels are computed from it."""
+    list of (dimensions, dtype as torch names it, bytes that a read takes). An expanded dimension (stride 0) is read
+    once: it counts as 1 in the bytes. Scalars, lists of arrays, and arrays of a dtype that is not in ELEMENT_BYTES are
+    left out. The list is empty if shapes were not recorded. Bytes and FLOPs of the operator's kernels are computed from
+    it."""
     given = (args.get(name, []) for name in ("Input Dims", "Input type", "Input Strides"))
     out = []
     for dims, kind, strides in itertools.zip_longest(*given):
@@ -56,13 +57,13 @@ def in_words(dims: Sequence[int], kind: str) -> str:
 def attention_flops(name: str, dims: list[list[int]], args: dict[str, Any]) -> float:
     """FLOPs of one attention operator on [B, H, T, D] tensors: 2 * B * H * T * S * D (H: the query's heads, S: the
     number of keys) for each of 2 products in the forward and 5 in the backward, half of that if the call is causal; 0
-    if query or key is missing or has not four dimensions.
+    if query or key is missing or has not four dimensions. chrome.py books them on the operator's main kernel.
 
     Args:
       name: the ATen operator's; that of a backward ends with "_backward".
       dims: the dimensions of its array arguments: query, key and so on, in a backward after the output's gradient.
-      args: the other entries of the trace event, of which "Concrete Inputs" says whether the call is causal; one that
-        does not say it counts as not causal.
+      args: the entry "args" of its trace event. Its "Concrete Inputs" says whether the call is causal; if it does not,
+        or the place of is_causal in the operator's arguments is not known, the call counts as not causal.
     """
     backward = name.endswith("_backward")
     own = dims[1:3] if backward else dims[:2]

@@ -1,6 +1,6 @@
 """Comparison of two profiles (`compare`): what became faster or slower by more than the steps of one run differ among
-themselves. It returns a `Comparison`. `region` names the part of a model that a scope belongs to, by which programs
-with different names of scopes are compared."""
+themselves. It returns a `Comparison`, which `jaxtune profile compare` prints. `region` names the part of a model that a
+scope belongs to, by which programs with different names of scopes are compared."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ class Comparison(ComparisonData):
     a terminal (`to_text`, `str`) and as an HTML page."""
 
     def to_text(self, width: int = 120) -> str:
-        """The comparison as plain text for a terminal: sentences on what changed, then the tables of categories, scopes
-        and kernels. width: columns of the terminal, to which the tables are fitted."""
+        """The comparison as plain text for a terminal: both headlines, the notes, sentences on what changed, then the
+        tables of the step and its categories, of at most 15 scopes or regions, and of at most 15 kernels that changed.
+        width: columns of the terminal, to which the tables are fitted."""
         return comparison_text(self, width)
 
     def to_html(self) -> str:
@@ -55,9 +56,12 @@ class Comparison(ComparisonData):
 
 def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
     """Compares two profiles, of which A is the base: which parts of the step became faster or slower in B. If the steps
-    of both have known, but different numbers of tokens, B's times are multiplied by A's number over B's. Its notes are
-    those of both reports, and say if this was done, if only one of them knows its tokens, if the devices differ, or if
-    a profile has a single step.
+    of both have known, but different numbers of tokens, B's times in the rows are multiplied by A's number over B's.
+    The rows of scopes are for regions of the model instead (`region`) if the two programs name their scopes
+    differently.
+
+    The Comparison's notes are those of both reports. They also say if B's times were scaled, if only one of the two
+    profiles knows its tokens, if the devices differ, or if a profile has a single step.
 
     Args:
       a, b: a report that `show` returned, or the folder or file of a profile.
@@ -107,13 +111,13 @@ def region(scope: str) -> str:
 
 def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_ms: float, detail: str = "") -> Change:
     """Makes the row of a comparison for the step or for one category, scope, region or kernel. Its verdict on B is
-    "same" if the means differ by no more than the steps of that profile do among themselves in which they differ more,
-    or by at most 0.05 % of A's step, or if the ranges of both profiles' times overlap. Otherwise it is "slower",
-    "faster", or, if one profile has no time in it, "only in A" or "only in B".
+    "same" if the means differ by no more than the noise, which is the larger of both profiles' `_spread`, or by at most
+    0.05 % of A's step, or if the ranges of both profiles' times overlap. Otherwise it is "slower", "faster", or, if one
+    profile has no time in it, "only in A" or "only in B".
 
     Args:
-      name: of the category, scope or kernel, or "step".
-      phase: of the scope or kernel; "" where there is none.
+      name: of the category, scope, region or kernel, or "step".
+      phase: of the scope, region or kernel; "" where there is none.
       a: its ms in each step of A; empty: A does not have it.
       b: its ms in each step of B, which may be scaled; empty: B does not have it.
       step_ms: the mean ms of A's steps.
@@ -143,8 +147,9 @@ def _spread(values: Sequence[float], mean: float) -> float:
 
 
 def _scaled(row: Share | KernelRow | None, scale: float) -> list[float]:
-    """The ms of each step that a row of categories, scopes or kernels has, multiplied by `scale`; an empty list for
-    None, a row that the profile does not have, which counts as no time."""
+    """The ms of each step that a row of categories, scopes or kernels has, multiplied by `scale` (1 for A's rows, the
+    factor on B's times for B's); an empty list for None, a row that the profile does not have, which counts as no
+    time."""
     return [] if row is None else [ms * scale for ms in row.per_step_ms]
 
 
@@ -158,8 +163,8 @@ def _categories(a: ReportData, b: ReportData, scale: float) -> list[Change]:
 
 def _named_alike(a: ReportData, b: ReportData) -> bool:
     """Whether the programs of two reports, `a` and `b`, use the same names of scopes: at least 70 % of the time of each
-    profile, idle time aside, is in scopes that the other has too. If True, `compare` compares scope by scope; if False,
-    region by region."""
+    profile, idle time aside, is in scopes whose name the other has too, in whatever phase. If True, `compare` makes its
+    rows for scopes; if False, for regions."""
     names_a, names_b = ({row.name for row in r.scopes if row.name != "idle"} for r in (a, b))
     for report, others in ((a, names_b), (b, names_a)):
         rows = [row for row in report.scopes if row.name != "idle"]
@@ -197,8 +202,9 @@ def _add(total: list[float] | None, values: list[float]) -> list[float]:
 
 
 def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
-    """One row for each kernel of either profile, the largest difference first. Kernels of A and B that do the same work
-    share a row, with the name of B's, or "A's → B's" if the two differ by more than a number at the end.
+    """One row for each kernel of either profile, the largest difference first. Kernels that do the same work share a
+    row, in which the times of all that a profile has are added up. Its name is B's, A's if B has none, or "A's → B's"
+    if the two differ by more than a number at the end.
 
     Matrix products and attention of known shape and FLOPs are paired by category, scope, phase and shape, whatever
     kernel the library chose; other kernels also by their name, without the number that the compiler appended. a, b: the
@@ -275,7 +281,8 @@ def _sentences(comparison: ComparisonData) -> list[str]:
 
 def _one_sided(comparison: ComparisonData) -> list[str]:
     """A list of one sentence if only one of the two profiles of `comparison` runs the forward again for the backward
-    (recompute), with its ms per step; else an empty list."""
+    (recompute), with its ms per step, which for B are scaled to A's tokens; else an empty list. `_sentences` adds
+    it."""
     a, b = (
         scale * sum(row.ms for row in report.scopes if row.phase == "recompute")
         for report, scale in ((comparison.a, 1.0), (comparison.b, comparison.scale))
@@ -287,9 +294,10 @@ def _one_sided(comparison: ComparisonData) -> list[str]:
 
 def _where(comparison: ComparisonData, change: Change) -> str:
     """Says where in the profiles of `comparison` the change of a category, `change`, comes from: ", 3.20 ms of it in
-    layer/mlp backward", and how many kernels a step of each profile has if both have some and the numbers differ by
-    more than 10 %. For idle time it says the numbers of launch gaps. The text is appended to the category's sentence;
-    it is "" if nothing is known."""
+    layer/mlp backward", the scope or region and phase that changed most in the same direction; and how many kernels of
+    the category a step of each profile has, not scaled, if both have some and the numbers differ by more than 10 %. For
+    idle time it says the numbers of launch gaps instead. The text is appended to the category's sentence; it may be
+    ""."""
     if change.name == "idle":
         before, after = comparison.a.idle, comparison.b.idle
         return f", {before.launch_gaps:.0f} and {after.launch_gaps:.0f} launch gaps a step"

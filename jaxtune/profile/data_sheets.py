@@ -1,5 +1,6 @@
-"""Vendors' figures of devices: `data_sheet` finds the DataSheet of a device by its name, `known_devices` lists the
-names, and `refusal` says which devices jaxtune refuses. The planner, `known_ceilings` and `jaxtune doctor` use them.
+"""Vendors' figures of devices: `data_sheet` finds the DataSheet of a device by its name in the table DATA_SHEETS,
+`known_devices` lists the names, and `refusal` says which devices jaxtune refuses. The planner, `known_ceilings` and
+`jaxtune doctor` use them.
 
 Sources are NVIDIA's data sheets of the data-centre and RTX professional cards, and its architecture papers (GA102,
 AD102, GB202, GA100, GH100) for the GeForce cards, whose 16-bit products with fp32 sums run at twice their fp32 rate.
@@ -18,9 +19,10 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class DataSheet:
-    """The figures that a vendor states for a device: its rates, without sparsity, the size of its memory, and the host
-    memory and links that it is usually sold with. Plans for a device that this machine does not have use them, and
-    measured rates are compared with them."""
+    """The figures that a vendor states for a device: its rates, without sparsity, the size of its memory and its links;
+    and the host memory that machines with it usually have. The planner computes with them, and where rates of products,
+    memory and host link were measured, with those in their place. `known_ceilings` gives them to reports, `jaxtune
+    doctor` compares measured rates with them, and a run's metric mfu is its FLOP/s over the sheet's."""
 
     bf16_tflops: float  # TFLOP/s of products in bfloat16 with fp32 sums
     fp8_tflops: float | None  # TFLOP/s of products in FP8 with fp32 sums; None: the chip has no FP8
@@ -34,8 +36,9 @@ class DataSheet:
 
 
 def _data_sheets() -> dict[str, DataSheet]:
-    """Reads data_sheets.csv and returns {name of a device: its data sheet}, for data-centre, workstation and GeForce
-    cards. In it a link of 63 GB/s is PCIe 5, one of 31.5 PCIe 4. It is called once, for DATA_SHEETS."""
+    """Reads data_sheets.csv, whose columns are the fields of DataSheet, and returns {name of a device: its data sheet},
+    for data-centre, workstation and GeForce cards. A host link of 63 GB/s is PCIe 5 with 16 lanes; PCIe 4 and 8 lanes
+    each halve it; one of 450 GB/s is NVLink-C2C. It is called once, for DATA_SHEETS."""
     text = Path(__file__).with_name("data_sheets.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines())
     return {row.pop("device"): DataSheet(**{k: json.loads(v or "null") for k, v in row.items()}) for row in rows}
@@ -43,7 +46,7 @@ def _data_sheets() -> dict[str, DataSheet]:
 
 DATA_SHEETS = _data_sheets()
 
-# Devices of compute capability 6.x and 7.x, which are refused.
+# Devices of compute capability 6.x and 7.x, which are refused; the list is not complete.
 _TOO_OLD = (
     "T4",
     "V100",
@@ -65,7 +68,8 @@ _TOO_OLD = (
 
 def data_sheet(device: str) -> DataSheet | None:
     """Looks up the data sheet of a device. device: its name, jax.Device.device_kind or a card's name such as "RTX
-    4090"; the sheet with the longest name that occurs in it is taken. Returns None if there is no sheet for it.
+    4090", in any case of letters; of the sheets whose name occurs in it as whole words, that with the longest is taken.
+    Returns None if there is no sheet for it.
 
     A laptop's chip has the name of a larger one, and a slice of a GPU (MIG) has only a part of its rates, so both give
     None.
@@ -75,9 +79,9 @@ def data_sheet(device: str) -> DataSheet | None:
 
 
 def refusal(device: str) -> str | None:
-    """The reason, a sentence for users, why jaxtune does not run on a device of this name: its compute capability is
-    below 8.0, as that of V100, T4 or RTX 2080. None for every other name, unknown ones included. `doctor` and the
-    planner ask it."""
+    """The reason, a sentence for users, why jaxtune does not run on a device of this name, if the name contains that of
+    a card in _TOO_OLD, such as V100, T4 or RTX 2080, whose compute capability is below 8.0. None for every other name,
+    also for an older card that is not in that list. `jaxtune doctor` and the planner ask it."""
     if (name := _name_in(device, _TOO_OLD)) is not None:
         return (
             f"{name} is older than compute capability 8.0 (Ampere): it has no bfloat16 products, and none of the "
@@ -87,8 +91,8 @@ def refusal(device: str) -> str | None:
 
 
 def known_devices() -> tuple[str, ...]:
-    """The names of all cards that have a data sheet, such as "H100", which error messages list when a name is
-    unknown."""
+    """The names of all cards that have a data sheet, such as "H100", in the table's order. The planner's error message
+    lists them if the name in plan.device is unknown."""
     return tuple(DATA_SHEETS)
 
 

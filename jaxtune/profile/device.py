@@ -1,6 +1,7 @@
-"""Rates that a device can reach: measured once and cached (`ceilings`), or taken from its data sheet
-(`known_ceilings`). Both return `Ceilings`, with which reports compare a profile's kernels. `cache_file` is where
-measured ones are stored. `nvidia_smi` reads a GPU's state, for the measurement and for `jaxtune doctor`."""
+"""The highest rates that a device reaches, as `Ceilings`. `known_ceilings` looks them up without measuring, for reports
+and the planner: those measured earlier, or else the data sheet's. `ceilings` measures them if that has not been done
+yet and stores them in `cache_file`, for `jaxtune doctor` and `jaxtune profile ceilings`. `nvidia_smi` reads a GPU's
+state, for the measurement and for `jaxtune doctor`."""
 
 from __future__ import annotations
 
@@ -21,33 +22,35 @@ from jaxtune.system.invocation import spelled
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """The highest rates that one device reaches, with which a profile's kernels are compared. They are measured by
-    `ceilings`, or taken from the vendor's data sheet. A rate is 0 where it is unknown."""
+    """The highest rates that one device reaches, measured by `ceilings` or taken from the vendor's data sheet. Reports
+    compare a profile's kernels with those of products and of copies in memory. The planner computes with those of
+    bfloat16 products, of copies in memory and of copies to the host. `jaxtune doctor` and `jaxtune profile ceilings`
+    show measured ones. A rate is 0 where it is unknown."""
 
     device: str  # its kind, jax.Device.device_kind
     gemm_bf16_tflops: float  # TFLOP/s of one large matrix product in bfloat16
     gemm_fp8_tflops: float  # TFLOP/s of one large matrix product in FP8
     copy_tbps: float  # TB/s of a copy in the device's memory, bytes read plus bytes written
-    # GB/s from pinned host memory, while all devices of the machine copy, as in a step over a mesh
+    # GB/s to one device from pinned host memory, while all of this process's devices copy, as in a step over a mesh
     to_device_gbps: float = 0.0
-    to_host_gbps: float = 0.0  # GB/s to pinned host memory, under the same condition
+    to_host_gbps: float = 0.0  # GB/s from one device to pinned host memory, under the same condition
     launch_us: float = 0.0  # microseconds between the starts of small programs that are launched back to back
     # {nvidia-smi's name of a field: value with unit}: power, clocks and temperature under load
     power: dict[str, str] = dataclasses.field(default_factory=dict)
-    source: str = "data sheet"  # "measured" or "data sheet"
+    source: str = "data sheet"  # "measured" or "data sheet"; "unknown" where a report has none and all rates are 0
     versions: dict[str, str] = dataclasses.field(default_factory=dict)  # of jax and jaxlib, where measured
     measured_at: str = ""  # UTC time, where measured
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a dict of JSON values, which the cache file stores and from which `known_ceilings` makes a
-        Ceilings again."""
+        """The fields as a dict of JSON values. The cache file stores it, and `known_ceilings` makes a Ceilings of it
+        again; `jaxtune profile ceilings` prints it."""
         return dataclasses.asdict(self)
 
 
 def cache_file(device: str) -> Path:
-    """The path of the JSON file that caches the measured ceilings of a kind of device; it may not exist yet. device:
-    jax.Device.device_kind. The file is in the folder ~/.cache/jaxtune/ceilings, or in $JAXTUNE_CACHE/ceilings if that
-    environment variable is set."""
+    """The path of the JSON file in which `ceilings` stores what it measured on a kind of device; it may not exist yet.
+    device: jax.Device.device_kind, from which the file's name is made. The file is in the folder
+    ~/.cache/jaxtune/ceilings, or in $JAXTUNE_CACHE/ceilings if that environment variable is set."""
     root = os.environ.get("JAXTUNE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "jaxtune")
     return Path(root) / "ceilings" / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', device)}.json"
 
@@ -55,7 +58,7 @@ def cache_file(device: str) -> Path:
 def known_ceilings(device: str) -> Ceilings | None:
     """The ceilings of a kind of device (jax.Device.device_kind): those measured earlier, from the cache file; else
     those of its data sheet, with 0 for the rates to and from the host and for launches; else None. Nothing is measured,
-    so a profile of another machine's device can be read.
+    so a profile of another machine's device can be read. Reports and the planner take ceilings from here.
 
     Raises:
       ValueError: the cache file is damaged.
@@ -76,9 +79,10 @@ def known_ceilings(device: str) -> Ceilings | None:
 
 def ceilings(*, remeasure: bool = False) -> Ceilings:
     """The measured ceilings of this process's first device, from the cache file if it has them. Otherwise they are
-    measured, which takes about 10 s on a GPU, and stored there. remeasure: True measures in any case and replaces the
-    file, a damaged one too, False does so only without measured ceilings in it. Raises ValueError if the file is
-    damaged and `remeasure` is False."""
+    measured, which takes about 10 s on a GPU, and stored there. `jaxtune doctor` and `jaxtune profile ceilings` call
+    it; reports and the planner only read what it stored (known_ceilings). remeasure: True measures in any case and
+    replaces the file, a damaged one too; False measures only if no measured ceilings are stored there. Raises
+    ValueError if the file is damaged and `remeasure` is False."""
     import jax
 
     device = jax.local_devices()[0]
@@ -93,9 +97,10 @@ def ceilings(*, remeasure: bool = False) -> Ceilings:
 
 
 def _measure(device) -> Ceilings:
-    """Measures all ceilings of `device`, a jax.Device, which takes about ten seconds on a GPU, and returns them. FP8 is
-    0 on a GPU of compute capability below 8.9. On a CPU, for tests, small sizes are measured. The rates of the host
-    link are those while all local devices of this kind copy."""
+    """Measures all ceilings of `device`, a jax.Device, and returns them, for `ceilings`; it takes about ten seconds on
+    a GPU. FP8 is 0 on a GPU of compute capability below 8.9. On any other device than a GPU, such as the CPU in tests,
+    small sizes are measured and power is {}. The rates of the host link are those while all of this process's devices
+    of this kind copy."""
     import jax
     import jax.numpy as jnp
     import jaxlib
@@ -124,9 +129,9 @@ def _measure(device) -> Ceilings:
 
 
 def _seconds(run, *, repeats: int = 5) -> float:
-    """The median wall time in seconds of `repeats` calls of run(), by which each ceiling is measured. run: a function
-    without arguments that starts work and returns JAX arrays, which are waited for. A first call, which compiles, is
-    not counted."""
+    """The median wall time in seconds of `repeats` calls of run(), from which each figure in Ceilings is computed. run:
+    a function without arguments that starts work and returns JAX arrays, which are waited for. A first call, for
+    warming up, is not counted."""
     import jax
 
     jax.block_until_ready(run())
@@ -144,9 +149,10 @@ def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tup
 
     Args:
       device: a jax.Device.
-      dtype: dtype of the matrices.
+      dtype: dtype of the matrices; the results are in bfloat16 on a GPU, else in float32.
       size: rows and columns of each matrix.
-      sample_power: True also asks nvidia-smi for power and clocks while such products run; False does not.
+      sample_power: True also asks nvidia-smi for power and clocks of the first GPU while further products run, which
+        are not timed; False does not.
     Returns:
       (TFLOP/s, {nvidia-smi's name of a field: value}, which is {} without sample_power or where nvidia-smi fails)
     """
@@ -191,9 +197,10 @@ def _copy_tbps(device, num_bytes: int) -> float:
 
 def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
     """Measures copies between pinned host memory and devices that all copy at once, because they may share the link,
-    for the fields to_device_gbps and to_host_gbps of Ceilings. devices: jax.Devices of one kind. num_bytes: the size of
-    each device's copy. Returns (GB/s to each device, GB/s from each device to the host); (0, 0) if the backend has no
-    pinned host memory."""
+    for the fields to_device_gbps and to_host_gbps of Ceilings. The planner computes the time of offloading from the
+    rate to the host, and `jaxtune doctor` shows both. devices: jax.Devices of one kind. num_bytes: the size of each
+    device's copy. Returns (GB/s to each device, GB/s from each device to the host). These are measured on a CPU too if
+    JAX has pinned host memory there; (0, 0) if the backend has none."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
@@ -213,7 +220,8 @@ def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
 def _launch_us(device) -> float:
     """The microseconds from the start of one program to the start of the next on `device`, a jax.Device: the median
     wall time of five runs of 500 programs, divided by 500. Each program needs the result of the one before, and is so
-    small that only its launch takes time. It is the field `launch_us` of Ceilings."""
+    small that only its launch takes time. It is the field `launch_us` of Ceilings, which `jaxtune profile ceilings`
+    prints and nothing computes with."""
     import jax
     import jax.numpy as jnp
 
@@ -234,15 +242,16 @@ def _launch_us(device) -> float:
 
 def _power_state() -> dict[str, str]:
     """nvidia-smi's readings of the first GPU, {field of its query: value with unit}: power, clocks, temperature and
-    performance state. {} where nvidia-smi is missing or fails. It is asked while the device is busy. They are stored
-    beside measured rates to explain slow ones."""
+    performance state. {} where nvidia-smi is missing or fails. _gemm_tflops asks for them while the device is busy.
+    They are stored beside measured rates to explain slow ones."""
     keys = ("power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "pstate")
     found = nvidia_smi(*keys)
     return {} if found is None or "error" in found else found
 
 
 def nvidia_smi(*fields: str, units: bool = True) -> dict[str, str] | None:
-    """Asks nvidia-smi for readings of the first GPU. Nothing is changed on the device.
+    """Asks nvidia-smi for readings of the first GPU, for `jaxtune doctor` and the field power of Ceilings. Nothing is
+    changed on the device.
 
     Args:
       fields: names of nvidia-smi's query fields (--query-gpu), such as "power.draw".

@@ -1,6 +1,6 @@
-"""The optimised HLO of a traced program, made from its HloProto in an XPlane file (xplane.py): a `Module` of
-Computations of Instructions with Shapes, in launch order; an instruction's FLOPs (`flops`) and bytes (`moved_bytes`);
-and how often a loop runs (`trip_count`). Opcodes in SILENT launch nothing."""
+"""The optimised HLO of a program in a trace, made from its HloProto in an XPlane file: a `Module` of Computations of
+Instructions with Shapes. launches.py joins kernels with its `launches`, of which xplane.py reads FLOPs (`flops`), bytes
+(`moved_bytes`) and scopes. `trip_count` is how often a loop runs. Opcodes in SILENT launch nothing."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ _LAST_COMPILED = 63  # fields of HloInstructionProto with a larger number do not
 class Shape:
     """The shape and dtype of an array, or a tuple of shapes, as an instruction takes or gives them."""
 
-    dtype: str  # as HLO writes it, such as "bf16"; "tuple" for a tuple
+    dtype: str  # as HLO writes it, such as "bf16"; "tuple" for a tuple, "?" for an unknown type
     dims: tuple[int, ...] = ()  # empty for a scalar and for a tuple
-    bits: int = 0  # of one element; 0 for a tuple and an unknown type
+    bits: int = 0  # of one element; 0 for a tuple, a token and an unknown type
     parts: tuple[Shape, ...] | None = None  # the shapes of a tuple; None for an array
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the array, rounded up to whole ones, or the sum over all arrays of the tuple."""
+        """Bytes of the array, rounded up, or the sum over all arrays of a tuple; 0 for an unknown type."""
         if self.parts is not None:
             return sum(part.num_bytes for part in self.parts)
         return math.ceil(math.prod(self.dims) * self.bits / 8)
@@ -109,12 +109,11 @@ class Instruction:
     config: bytes = b""  # backend_config, JSON in bytes
     contracting: tuple[int, ...] = ()  # contracting dimensions of a dot's left side
     parameter: int = -1  # which argument of the computation a parameter is, from 0; -1 for other instructions
-    computation: Computation | None = None  # the computation that it is part of
+    computation: Computation | None = None  # the computation that it is part of; None until that is made
 
     @property
     def operand_shapes(self) -> list[Shape]:
-        """The shapes of the operands, in their order; an operand whose instruction is not in the same computation is
-        left out."""
+        """The operands' shapes, in order, without those of operands that are not in the same computation."""
         assert self.computation is not None
         by_id = self.computation.by_id
         return [by_id[i].shape for i in self.operands if i in by_id]
@@ -122,22 +121,22 @@ class Instruction:
     @property
     def is_gemm(self) -> bool:
         """Whether it is a matrix product: a dot, or a library's custom call with "matmul" or "gemm" in its target. A
-        fusion around one is none. Kernels of products are joined with such instructions."""
+        fusion around one is none. By it launches.py finds a custom call's class, and xplane.py a kernel's category."""
         return self.opcode == "dot" or "matmul" in self.target or "gemm" in self.target.lower()
 
     @property
     def is_mosaic(self) -> bool:
-        """Whether it is a Pallas Mosaic kernel. Its work is not in the HLO, so only its name tells what it does."""
+        """Whether it calls a Pallas kernel of Mosaic GPU. Only its name in `scope` tells what work that does."""
         return "mosaic_gpu" in self.target
 
 
 @dataclasses.dataclass(eq=False)
 class Computation:
-    """One computation of a module: the entry, a loop's body or a fusion's body."""
+    """One computation of a module, such as the entry, a loop's body or a fusion's body. Module.computation makes it."""
 
     name: str  # unique within the module
     id: int  # unique within the module, as Instruction.called refers to it
-    instructions: list[Instruction]  # in schedule order where the module is scheduled
+    instructions: list[Instruction]  # in the order in which they run; as in the proto if it has no schedule
     module: Module | None = None  # the module that it is part of
 
     @functools.cached_property
@@ -148,7 +147,7 @@ class Computation:
     @functools.cached_property
     def fingerprint(self) -> int:
         """A hash that is equal for computations that differ in names and metadata only, for which XLA compiles one
-        kernel. Fusions with equal ones form a class of launches.py."""
+        kernel: Module.fingerprint, kept. Fusions with equal ones form a class of launches.py."""
         assert self.module is not None
         return self.module.fingerprint(self.id)
 
@@ -157,7 +156,7 @@ class Module:
     """One optimised HLO program of a trace, made from an HloProto (messages.py): what it launches (`launches`), its
     instructions by name, and the buffers at its memory peak. Its computations are converted to Computation objects when
     they are asked for, because a program has hundreds of them and few are looked at. `name` is the program's name,
-    `entry_id` the id of the computation that it starts with. Raises ValueError if the proto has no module."""
+    `entry_id` its entry computation's id. Raises ValueError if the proto has no module, KeyError if it has no entry."""
 
     def __init__(self, proto: Any):
         if not proto.HasField("hlo_module"):
@@ -179,8 +178,8 @@ class Module:
         return self._made[id]
 
     def fingerprint(self, id: int) -> int:
-        """A hash of the computation with this id that is equal for computations that differ in names and metadata only,
-        for which XLA compiles one kernel. It is computed from the proto, without converting the computation."""
+        """A hash, in this process, of the computation with this id, which is computed from the proto. It is equal for
+        computations that differ in names and metadata only, for which XLA compiles one kernel."""
         place, rows = {}, []
         for proto in self._protos[id].instructions:
             called = tuple(self.fingerprint(inner) for inner in proto.called_computation_ids)
@@ -191,12 +190,12 @@ class Module:
 
     @property
     def entry(self) -> Computation:
-        """The computation that the program starts with."""
+        """The computation that the program starts with, from which `launches` proceeds."""
         return self.computation(self.entry_id)
 
     def launches(self) -> list[Instruction]:
-        """The instructions that start work on the device, in the order in which they run; those of a loop's body occur
-        as often as the loop runs. The kernels of a trace are matched with this list."""
+        """The instructions that start work on the device, in the order in which they run, for launches.join. Those of a
+        loop occur as often as it runs (trip_count, 1 if unknown), and those of all branches of a conditional occur."""
         return list(self._launches(self.entry, 0))
 
     def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
@@ -237,10 +236,10 @@ class Module:
         return out
 
     def peak_buffers(self) -> list[tuple[int, Instruction | None, str]]:
-        """The buffers that are live when the program needs the most device memory, the largest first, as (bytes,
-        instruction, kind). kind is "argument", "output", "temporary", "constant" or "fragmentation". The instruction is
-        the one whose result is in the buffer; None for unused bytes of an allocation ("fragmentation") and for smaller
-        values that share an allocation with a listed one."""
+        """The buffers that are live when the program needs the most device memory, the largest first, for the report,
+        as (bytes, instruction, kind). kind is "argument", "output", "temporary", "constant" or "fragmentation". The
+        instruction is the one whose result is in the buffer; None for unused bytes of an allocation ("fragmentation")
+        and for smaller values that share an allocation with a listed one. Bytes may be 0."""
         return _peak_buffers(self._buffers, self)
 
     @functools.cached_property
@@ -259,8 +258,8 @@ def trip_count(loop: Instruction) -> int:
 
 
 def _compiled(proto: Any) -> tuple:
-    """The values of those fields of an HloInstructionProto, `proto`, that decide which kernel is compiled, hashable,
-    for Module.fingerprint: without names, metadata, operands and called computations. Equal ones have equal values."""
+    """The values of those fields of an HloInstructionProto that decide which kernel the computation around it becomes,
+    hashable, for Module.fingerprint: without names, ids, metadata, operands and called computations."""
     known = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
     parts = (proto.shape, proto.dot_dimension_numbers)
     others = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]
@@ -281,7 +280,7 @@ def _computation(proto: Any, order: Any, module: Module) -> Computation:
 
 
 def _instruction(proto: Any) -> Instruction:
-    """Makes an Instruction from its HloInstructionProto, `proto`; its field `computation` is set later."""
+    """Makes an Instruction from its HloInstructionProto, `proto`; _computation sets its field `computation`."""
     return Instruction(
         name=proto.name,
         opcode=proto.opcode,
@@ -311,10 +310,11 @@ def _shape(proto: Any) -> Shape:
 
 def flops(instruction: Instruction) -> int:
     """FLOPs of the products in an instruction, two for each multiply-add, for the report's TFLOP/s; 0 where shapes do
-    not tell. A fusion has those of the products inside it. A cuDNN attention call counts 2 products of length x length
-    in the forward, 5 in the backward, half of that if its mask is causal; packed rows count as one document each, which
-    is too much. Of Pallas kernels only `grouped_matmul` and `fp8_matmul` count (x [., K] is the first operand, [rows,
-    N] the result, rows that fill up tiles included); others, attention among them, are 0."""
+    not tell. Products are dots, library calls with "matmul" in the target, and those inside a fusion. A cuDNN attention
+    call counts 2 products of length x length a head in the forward, 5 in the backward, half if its mask is causal;
+    packed rows count as one document each, which is too much. Of Pallas kernels only Mosaic's `grouped_matmul` and
+    `fp8_matmul` count (x [., K] is the first operand, [rows, N] the result, rows that fill up tiles included); others,
+    attention among them, are 0."""
     operands = instruction.operand_shapes
     if instruction.is_mosaic:
         out = _first(instruction.shape).dims
@@ -362,9 +362,9 @@ def _cublas_contracting(instruction: Instruction) -> tuple[int, ...]:
 
 
 def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
-    """FLOPs of a cuDNN attention call, 2 products in the forward and 5 in the backward, half of that if its mask is
-    causal, also over packed rows; 0 if query or key has not four dimensions. operands: the shapes of the call's
-    operands, the first two of which are query and key, [B, T, heads, D]."""
+    """FLOPs of a cuDNN attention call: 2 products of length x length a head in the forward, 5 in the backward, half if
+    its mask is causal. Packed rows count as one document each, which is too much. 0 if query or key has not four
+    dimensions. operands: the shapes of the call's operands, query and key [B, T, heads, D] first."""
     query, key = operands[0].dims, operands[1].dims
     if len(query) != 4 or len(key) != 4:
         return 0
@@ -381,8 +381,8 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
 
 def moved_bytes(instruction: Instruction) -> int:
     """Bytes that an instruction reads and writes in memory, for the report's TB/s: each operand and result once,
-    cuBLAS's workspace not. Of an operand that a fusion only slices, the slice counts; of one that it updates in place,
-    the update. Of an asynchronous start (not all-reduce-start) the result counts, which includes its operands."""
+    cuBLAS's workspace not. Of an operand that a fusion only slices or gathers from, the slices count; of one that it
+    updates in place, the update. An asynchronous start (not all-reduce-start) counts its result, operands included."""
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0
@@ -418,11 +418,11 @@ def moved_bytes(instruction: Instruction) -> int:
 
 def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instruction | None, str]]:
     """The buffers live when the program `module` needs the most device memory, found by replaying `assignment`, the
-    compiler's BufferAssignmentProto. Returns (bytes, instruction or None, kind) of each, the largest first.
+    compiler's BufferAssignmentProto. Returns (bytes, instruction or None, kind) of each, as Module.peak_buffers does.
 
-    Values that share an allocation over time are replayed by the heap simulator's trace, and those live when the
-    allocation is fullest are listed, followed by its unused rest. Without a trace it is the allocation's largest value,
-    then the rest as one row. Allocations on the host do not count.
+    Values that share an allocation over time are replayed by the heap simulator's trace. Those live when the allocation
+    is fullest are listed, and its unused rest. Without a trace its largest value is, and the rest as one row.
+    Allocations on the host do not count.
     """
     sizes = {buffer.id: buffer.size for buffer in assignment.logical_buffers}
     defined = {buffer.id: buffer.defined_at.instruction_id for buffer in assignment.logical_buffers}

@@ -1,12 +1,13 @@
 """The join of a trace's kernels (`Launch`) with the HLO instructions that launched them (`join`), from which they get
-scopes and work.
+scopes and work. xplane.py calls it for each program of a trace.
 
 A trace names the instruction of a kernel, except inside CUDA graphs ("command buffers"), where every kernel has the
 graph's name. XLA also compiles one kernel for all equal fusions and names it after the first. The join therefore sorts
 instructions and kernels into classes that say which kind of instruction can launch which kernel. Within a class, the
-n-th kernel of a program's execution belongs to the n-th instruction of its schedule. The trace may lack the beginning
-of the first execution and the end of the last one. Where the counts of a class do not match, only the stretch between
-two kernels that are already assigned is searched.
+n-th kernel of a program's execution belongs to the n-th instruction of this class in the schedule. The trace may lack
+the beginning of the first execution and the end of the last one. Where the counts of a class do not match, only the
+stretch between two kernels that are already assigned is searched. A library's helper kernels belong to the call of the
+main kernel near them.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ class Launch:
     """One kernel or copy of a trace, and the HLO instruction that launched it, which `join` finds."""
 
     name: str  # of the kernel or copy
-    hlo_op: str  # the HLO instruction that the trace names, or a CUDA graph's name
+    hlo_op: str  # the HLO instruction that the trace names, or a CUDA graph's name; "" if it names none
     is_copy: bool  # True: a copy (cudaMemcpy); False: a kernel or a memset
     instruction: Instruction | None = None  # set by the join: the instruction that launched it; None if not found
-    execution: int = 0  # set by the join: the number of the program's execution in the trace, from 0
-    main: bool = True  # False for a helper kernel; FLOPs of the instruction are booked on its main kernel
+    # set by the join: the number of the program's execution in the trace, from 0; if unknown, that of the launch before
+    execution: int = 0
+    main: bool = True  # set by the join: False for a helper kernel; FLOPs are booked on the instruction's main kernel
 
 
 def join(module: Module, launches: Sequence[Launch]) -> None:
-    """Finds the HLO instruction that launched each kernel of one program, and sets `instruction`, `execution` and
-    `main` of each launch. Scopes, FLOPs and bytes of kernels are then read from the instruction.
+    """Finds the HLO instruction that launched each kernel of one program, and sets `instruction` (None if it is not
+    found), `execution` and `main` of each launch. Scopes, FLOPs and bytes of kernels are then read from the
+    instruction. Where the trace names an instruction of the program, it is that one.
 
     Args:
       module: the program.
@@ -102,16 +105,16 @@ class _Classes:
 
     def of(self, instruction: Instruction) -> Hashable:
         """The class of an instruction: equal hashable keys mean that one kernel may come from either instruction. It is
-        computed at the first call and kept."""
+        computed at the first call and kept, by the identity of the instruction."""
         if id(instruction) not in self._keys:
             self._keys[id(instruction)] = self._key(instruction)
         return self._keys[id(instruction)]
 
     def _key(self, instruction: Instruction) -> Hashable:
-        """Computes the class of an instruction. It is ("fusion", fingerprint of its body) for a fusion; a name such as
-        "gemm", "attention forward", "mosaic" or "copy" for kernels of a library, also within a fusion, and for copies;
-        ("custom-call", target) for other custom calls; for an async-start the class of what it starts; and (opcode,
-        name) for all others."""
+        """Computes the class of an instruction. It is "gemm" for a library's product and for a fusion around one;
+        ("fusion", fingerprint of its body) for any other fusion; "attention forward", "attention backward" or "mosaic"
+        for such custom calls and ("custom-call", target) for others; "copy" for copies; for an async-start the class of
+        what it starts; and (opcode, name) for all others, so that each is a class of its own."""
         if instruction.opcode in ("async-start", "fusion") and instruction.called:
             assert instruction.computation is not None and instruction.computation.module is not None
             called = instruction.computation.module.computation(instruction.called[0])
@@ -134,9 +137,9 @@ class _Classes:
 
 
 def _satellite(name: str) -> bool | None:
-    """Whether a kernel's name is that of a helper kernel, which a library launches beside its main one, such as the
-    reduction of a split product (_SATELLITES): True if its main kernel comes after it, False if before, and None if it
-    is no helper but a main kernel."""
+    """Whether a kernel's name is that of a helper kernel, which a library launches beside its main one, such as a
+    memset or the reduction of a split product (_SATELLITES): True if its main kernel comes after it, False if before,
+    and None if it is no helper but a main kernel."""
     for pattern, before in _SATELLITES:
         if pattern.search(name):
             return before
@@ -177,16 +180,17 @@ def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> 
 def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
     """Guesses how often the program ran within the trace, and which instruction each launch belongs to, from the
     numbers of launches of each class (a key of instructions that may launch the same kernel, see _Classes). The numbers
-    of executions for which most launches speak come first. The caller takes the guess that places most launches in
-    order; in a trace that names every instruction, the first.
+    of executions for which most launches speak come first; for each, there is one guess for each place at which the
+    trace may have been cut (_cuts). `join` takes the guess that places most launches in order; in a trace that names
+    every instruction, the first.
 
     Args:
       wanted: {class: the positions of its instructions in the schedule, ascending}.
       seen: {class: indices of its launches in the trace, ascending}.
       size: the number of instructions in the schedule.
     Yields:
-      (the number of executions, with those that the trace cuts; {index of a launch: position in the schedule repeated
-        for each execution}), the second for those classes whose launches it explains exactly.
+      (the number of executions, including those that the trace cuts; {index of a launch: position in the schedule
+        repeated for each execution}), the second for those classes whose launches it explains exactly.
     """
     votes: collections.Counter[int] = collections.Counter()
     for key, indices in seen.items():
@@ -206,13 +210,13 @@ def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
 
 
 def _first_place(lacks: dict[Hashable, int], order: list[Hashable], seen: dict[Hashable, list[int]]) -> int:
-    """The position among the launches of one execution at which the trace probably begins. Each class that occurs once
-    in the schedule votes for the position that explains where its first launch is in the trace; without such classes it
-    is 0.
+    """The position among the launches of one execution at which the trace probably begins, an index into `order`, near
+    which _cuts looks first. Each class that occurs once in the schedule votes for the position that explains where its
+    first launch is in the trace; without such classes it is 0.
 
     Args:
       lacks: {class: how many of its launches the trace lacks}.
-      order: the class of each instruction, in the order of the schedule.
+      order: the class of each instruction, in the order of the schedule, of the classes in `lacks`.
       seen: {class: indices of its launches in the trace, ascending}.
     """
     launched = {index: rank for rank, index in enumerate(sorted(index for key in lacks for index in seen[key]))}
@@ -225,15 +229,16 @@ def _first_place(lacks: dict[Hashable, int], order: list[Hashable], seen: dict[H
 
 def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iterator[tuple[_Counts, _Counts]]:
     """Where the trace may have cut the first and the last execution, from how many launches of each class are missing.
+    `_guesses` makes a guess from each.
 
     Args:
       lacks: {class: how many of its launches are missing in all}.
-      order: the class of each instruction, in the order of the schedule.
-      first: the position in `order` at which the trace may begin; stretches near it are tried first.
+      order: the class of each instruction, in the order of the schedule, of the classes in `lacks`.
+      first: the position in `order` at which the trace may begin; cuts near it are tried first.
     Yields:
       ({class: launches missing at the beginning}, {class: missing at the end}): first the case of nothing missing, then
-        at most 16 of the stretches of the schedule that explain `lacks` best; none of these if nothing is missing, or
-        as much as two whole executions.
+        at most 16 of the cuts that explain `lacks` best; none of these if nothing is missing, or as much as two whole
+        executions.
     """
     total, size = sum(lacks.values()), len(order)
     yield collections.Counter(), collections.Counter()
@@ -256,8 +261,9 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
 
 def _in_order(position: dict[int, int]) -> list[int]:
     """Finds a longest sequence of launches whose positions in the schedule increase, as they do if the launches ran in
-    its order; returns their indices, ascending. The longer it is, the better a guess of the positions, by which `join`
-    chooses among guesses. position: {index of a launch: its position in the schedule}."""
+    its order; returns their indices, ascending. The longer it is, the better a guess of the positions: `join` chooses
+    among guesses by it, and _drop_disorder finds wrong positions. position: {index of a launch: its position in the
+    schedule repeated for each execution}."""
     tails: list[int] = []
     tail_index: list[int] = []
     before: dict[int, int] = {}
@@ -279,9 +285,9 @@ def _in_order(position: dict[int, int]) -> list[int]:
 
 def _drop_disorder(position: list[int]) -> list[int]:
     """Sets those positions to -1, in place, that are wrong because launches run in the order of the schedule: those
-    that differ by more than 64 from their neighbours in a longest increasing subsequence. Returns the indices of these
-    launches, for which `join` then looks for a free place between their neighbours (_fill). position: for each launch
-    its position in the schedule repeated for each execution, or -1 if it has none."""
+    that differ by more than 64 from both their neighbours in a longest increasing subsequence. Returns the indices of
+    these launches, for which `join` then looks for a free place between their neighbours (_fill). position: for each
+    launch its position in the schedule repeated for each execution, or -1 if it has none."""
     dropped = []
     places = _in_order({index: place for index, place in enumerate(position) if place >= 0})
     keep = set(places)
@@ -305,9 +311,9 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
 
     Args:
       position: for each launch its place in the schedule repeated for each execution, or -1; changed in place.
-      rest: the indices, ascending, of the launches to assign: those of unknown class, those of classes whose
-        launches are not as many as the schedule's instructions explain, and those whose place was out of order
-        (_drop_disorder). Helper kernels are not among them.
+      rest: the indices, ascending, of the launches to assign: those of unknown class or one that no instruction has,
+        those of classes whose launches are not as many as the schedule's instructions explain, and those whose place
+        was out of order (_drop_disorder). Helper kernels are not among them.
       launches: all kernels and copies of the program in the trace, in the order of their starts.
       schedule: the program's instructions that start work on the device, in the order in which they run.
       executions: how often the program ran.
@@ -343,7 +349,7 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
 
 def _attach_satellites(position, launches, schedule) -> None:
     """Gives each helper kernel (launch.main is False), such as the reduction of a split product, the position of the
-    library call that it belongs to: the nearest one after it, or before it, as its name tells, among six launches that
+    custom call that it belongs to: the nearest one after it, or before it, as its name tells, among six launches that
     are no helpers and have a position already. A helper of attention belongs to an attention call. Without one its
     position stays -1.
 

@@ -1,5 +1,5 @@
-"""Protobuf messages of XPlane and HLO files: the fields that are read here. `XSpace` is the class of an XPlane file's
-message, `HloProto` that of a program's; both are made when this module is imported.
+"""Protobuf messages of XPlane and HLO files, with the fields that their readers (xplane.py, hlo.py) need. `XSpace` is
+the class of an XPlane file's message, `HloProto` that of a program's; both are made when this module is imported.
 
 Names and numbers are those of tsl/profiler/protobuf/xplane.proto, xla/service/hlo.proto and xla/xla_data.proto. A map
 is declared as a repeated message with a key and a value, which is its encoding. The protobuf package is installed with
