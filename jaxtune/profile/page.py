@@ -1,6 +1,7 @@
 """HTML pages of a report (`report_page`) and of a comparison (`comparison_page`), as text. A page is one file that
-contains all numbers and loads nothing; a script in it, page.js, draws bars, timelines and the kernel table. The other
-functions make the sections of a page."""
+contains all numbers and loads nothing; a script in it, page.js, draws bars, timelines and the kernel table. `_page`
+makes the whole document, `_column` describes a column of the kernel table, and the other functions make the sections of
+a page."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _HERE = Path(__file__).parent
 
 def report_page(report: ReportData) -> str:
     """Makes the HTML page of one profile's report and returns its text: the three largest losses, the step's time by
-    category and scope, its timeline, kernels, transfers and memory."""
+    category and scope, its timeline, kernels, transfers and memory. Report.to_html calls it."""
     losses = [loss.text for loss in report.losses[:3]]
     kernels = {
         "sort": "ms",
@@ -65,8 +66,9 @@ def report_page(report: ReportData) -> str:
 
 def comparison_page(comparison: ComparisonData) -> str:
     """Returns the HTML text of a page that shows `comparison`, that of the profiles of two runs, A and B. The page says
-    in words what changed from A to B. Its tables have the times of both by category, scope and kernel, and it draws
-    both timelines."""
+    in words what changed from A to B. Its tables have the times of both by category, by scope (or region) and by
+    kernel, and it draws bars and timelines of both. B's times are multiplied by `comparison.scale`, except in its
+    headline and timeline. Comparison.to_html calls it."""
     kernels = {
         "sort": "diff",
         "sums": ["a", "b", "diff"],
@@ -102,9 +104,10 @@ def _column(key: str, title: str, digits: int | None = None) -> dict[str, Any]:
     it has numbers, "digits"}.
 
     Args:
-      key: its identifier, by which the table is sorted and summed.
+      key: its identifier, by which the table is sorted and summed. page.js shows "shape" below "name" and colours
+        "verdict".
       title: its heading.
-      digits: decimals of its numbers; None: it has text.
+      digits: decimals of its numbers; None: it has text, and "digits" is 0.
     """
     return {"key": key, "title": title, "number": digits is not None, "digits": digits or 0}
 
@@ -126,7 +129,8 @@ def _page(
       body: the sections, as HTML.
       kernels: the kernel table for page.js: "columns", "rows", "sort" (the key it is sorted by first) and "sums" (keys
         of columns that are summed).
-      scales: {label: factor on the times of that profile}, 1 where missing; None: 1 for all.
+      scales: {label: factor on the times in that profile's bar}, 1 where missing; None: 1 for all. Headline and
+        timeline are not scaled, and `body` and `kernels` are shown as they are.
     """
     heads, data_sides = [], []
     for label, report in sides:
@@ -210,9 +214,9 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], id: s
     Args:
       title: the heading.
       head: the name of each column; columns of numbers are aligned to the right, those with one of a few known names,
-        such as "scope", to the left.
+        such as "scope" or "", to the left.
       rows: the cells of each row, as plain text.
-      id: the id of the HTML element, for page.js and page.css.
+      id: the id of the HTML element, by which tests find the table.
     """
     words = {"category", "scope", "phase", "", "what", "kind", "longest wait"}
     kinds = ["" if name in words else ' class="n"' for name in head]
@@ -228,16 +232,16 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], id: s
 
 
 def _shares(title: str, shares: Sequence[Share], id: str) -> str:
-    """The HTML table of the time of each category or scope. title: its heading. shares: its rows. id: the id of the
-    HTML element, "categories" or "scopes", which also names the first column."""
+    """The HTML table of the time of each category or scope of a report. title: its heading. shares: its rows. id: the
+    id of the HTML element, "categories" or "scopes", which also decides the name of the first column."""
     rows = [(row.name, row.phase, f"{row.ms:.2f}", percent(row.share)) for row in shares]
     return _table(title, ("scope" if id == "scopes" else "category", "phase", "ms/step", "share"), rows, id)
 
 
 def _changes(title: str, rows: Sequence[Change], id: str) -> str:
-    """The HTML table of a comparison's categories or scopes, coloured by verdict: "faster", "slower" or "same"; a row
-    that is only in A has the colour of "faster", one only in B that of "slower". title: its heading. rows: the changes.
-    id: the id of the HTML element."""
+    """The HTML table of a comparison's categories or scopes. The last cell of a row is the verdict, coloured as
+    "faster", "slower" or "same"; "only in A" has the colour of "faster", "only in B" that of "slower". title: its
+    heading. rows: the changes. id: the id of the HTML element."""
     head = ("", "", "A ms", "B ms", "B - A", "noise", "")
     table = _table(title, head, [], id)
     lines = []
@@ -253,8 +257,8 @@ def _changes(title: str, rows: Sequence[Change], id: str) -> str:
 
 
 def _transfers(report: ReportData) -> str:
-    """The HTML section on a report's waits: if there are copies over the host link or collectives, the table of these,
-    and then a sentence on idle time."""
+    """The HTML section on a report's waits: a sentence on idle time, below the table of copies over the host link and
+    collectives if there are any."""
     idle = report.idle
     text = (
         f"<p>Idle {idle.ms:.2f} ms a step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, "
@@ -280,8 +284,8 @@ def _transfers(report: ReportData) -> str:
 
 
 def _memory(report: ReportData) -> str:
-    """The HTML table of a report's largest buffers that are live at the peak of the program that needs the most memory;
-    "" where they are unknown."""
+    """The HTML table of a report's largest buffers (at most 12 groups) that are live at the peak of the program that
+    needs the most memory, with the peak memory in its heading; "" where the buffers are unknown."""
     if not report.buffers:
         return ""
     rows = [(r["what"], r["kind"], str(r["count"]), f"{r['bytes'] / 1e9:.3f}") for r in report.buffers]

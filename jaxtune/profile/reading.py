@@ -1,5 +1,5 @@
 """`read` finds the trace in a folder or file, whichever profiler wrote it, and reads it by the reader of its format
-(xplane.py or chrome.py), with what `capture` recorded about it."""
+(xplane.py or chrome.py), with what `capture` recorded about it. `show` (report.py) makes its report from the result."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SMALL_BYTES = 16 << 20
 
 def read(path: str | Path) -> Trace:
     """Finds and reads the trace in a folder that `capture`, jax.profiler or PyTorch's profiler wrote, or in one file,
-    and adds what `capture` recorded beside it. Returns the Trace, from which a report is made; its `path` is the one
-    given.
+    and adds what `capture` recorded beside it, if it did. Returns the Trace, from which `show` makes a report; its
+    `path` is the one given.
 
     Raises:
-      TraceError: no trace can be read; the message says why and what would help.
+      TraceError: no trace can be read, or the record beside it is damaged; the message says why and what would help.
     """
     path = Path(path)
     file = _find(path)
@@ -47,9 +47,10 @@ def read(path: str | Path) -> Trace:
 
 
 def _parse(file: Path, data: bytes) -> Trace:
-    """Reads a trace from `data`, the unpacked bytes of `file`, as a Chrome trace or as an XPlane file; the file's name
-    and first byte tell which. Returns the Trace. Raises TraceError if it is neither, or if its reader (read_chrome,
-    read_xplane) refuses it; a damaged file may raise other errors too."""
+    """Reads a trace from `data`, the unpacked bytes of `file`, and returns the Trace. It is read as a Chrome trace if
+    the file's name ends with .json (or .json.gz) or the bytes begin with "{" or "[", else as an XPlane file if the name
+    ends with .pb (or .pb.gz). Raises TraceError if neither is so, or if its reader (read_chrome, read_xplane) refuses
+    it. A damaged file may raise other errors too, which `read` turns into a TraceError."""
     name = file.name.removesuffix(".gz")
     if name.endswith(".json") or data[:1] in (b"{", b"["):
         from jaxtune.profile.chrome import read_chrome
@@ -63,9 +64,9 @@ def _parse(file: Path, data: bytes) -> Trace:
 
 
 def _find(path: Path) -> Path:
-    """Finds the file to read: `path` itself if it is a file, else a trace in this folder. A folder that `capture` wrote
-    has one. In others it is the newest file, in the folder or below it, of the first pattern in _PATTERNS that any file
-    fits; XPlane files come before Chrome traces, because they say more.
+    """Finds the file to read: `path` itself if it is a file, else a trace in this folder. In a folder that `capture`
+    wrote it is trace.xplane.pb.gz. In others it is the newest file, in the folder or below it, of the first pattern in
+    _PATTERNS that any file but profile.json fits; XPlane files come before Chrome traces, because they say more.
 
     Raises:
       TraceError: the path does not exist, or there is no trace in the folder.
@@ -114,7 +115,7 @@ def _bytes(file: Path) -> bytes:
 def _add_record(trace: Trace, file: Path) -> None:
     """Adds to a trace, in place, what `capture` recorded about it: meta, in place of the trace's own (with the
     programs' memory analyses under "memory"), versions, device and peak memory. The device is taken only if the trace
-    names none or the CPU, the peak memory only if the trace has none.
+    names none or the CPU, the peak memory only if the trace has none. `read` calls it.
 
     `file` is the record, profile.json in the folder of the trace's file. If there is no such file, as with traces that
     another profiler wrote, the trace stays as it is.

@@ -29,18 +29,19 @@ def capture(
     profile.json, with meta, versions, the device and its peak memory. `show` then reads the folder.
 
     The devices are waited for before and after the block, so that the trace contains the block's work only. Python
-    frames are not traced, because tracing them would slow the block. An earlier capture in the folder is
-    replaced when the new one is written; it stays if no trace can start, or the block raises an error.
+    frames are not traced, because tracing them would slow the block. An earlier capture in the folder is replaced when
+    the new one is written; it stays if no trace can start, or the block raises an error.
 
     Args:
       folder: where to write; created if missing.
-      meta: any JSON values, stored with the trace, or None. Of these, "tokens_per_step" (a number) gives times per
-        token, and "what" (a text) is shown above the tables.
-      programs: {name: compiled program (jax.stages.Compiled)}, or None; their HLO text and memory analysis are written
-        too.
+      meta: any JSON values, stored in the record, or None. Of these, "tokens_per_step" (a number) gives tokens per
+        second, and `compare` scales times by it; "what" (a text) is shown above the tables.
+      programs: {name: compiled program (jax.stages.Compiled)}, or None. The HLO text of each is written to
+        hlo/NAME.txt.gz, its memory analysis into the record.
 
     Raises:
-      ValueError: the folder has other files, meta is not JSON, another trace is running, or the profiler wrote no file.
+      ValueError: the folder is a file or has other files, meta is not JSON, no trace can start because another is
+        running, or the profiler wrote no file.
     """
     import jax
 
@@ -104,8 +105,9 @@ def _remove_capture(folder: Path) -> None:
 
 
 def _settle() -> None:
-    """Waits until the devices have finished all work that this process has dispatched, so that a trace has the work of
-    its block and no other."""
+    """Waits for the devices' work that this process has dispatched, so that a trace has the work of its block and no
+    other. It waits for JAX's side effects and until every live array is computed; work whose results were all deleted
+    is not waited for."""
     import jax
 
     jax.effects_barrier()
@@ -113,8 +115,9 @@ def _settle() -> None:
 
 
 def _environment() -> dict[str, Any]:
-    """What profile.json records about this process, as JSON values: "device" (its kind), "num_devices", "backend",
-    "peak_memory_bytes" (the largest of the devices'; 0 where unknown) and "versions" of Python and packages."""
+    """What profile.json records about this process, as JSON values: "device" (the kind of its first local device),
+    "num_devices" (local ones), "backend", "peak_memory_bytes" (since the process began; the largest of the local
+    devices'; 0 where unknown) and "versions" of Python, JAX, jaxtune and related packages."""
     import platform
     from importlib import metadata
 
@@ -137,8 +140,8 @@ def _environment() -> dict[str, Any]:
 
 def _write_program(folder: Path, name: str, program: Any) -> dict[str, int]:
     """Writes the HLO text of a compiled program (jax.stages.Compiled) to hlo/NAME.txt.gz in the folder, where NAME is
-    `name`, the program's name in `capture`; returns the compiler's memory analysis, {"argument_bytes", "output_bytes",
-    "temp_bytes", "alias_bytes", "host_temp_bytes": bytes}."""
+    `name`, the program's name in `capture`. Returns the compiler's memory analysis for the record, {"argument_bytes",
+    "output_bytes", "temp_bytes", "alias_bytes", "host_temp_bytes": bytes}, 0 where it is unknown."""
     (folder / HLO_FOLDER).mkdir(exist_ok=True)
     with gzip.open(folder / HLO_FOLDER / f"{name}.txt.gz", "wt", encoding="utf-8", compresslevel=6) as sink:
         sink.write(program.as_text())

@@ -33,9 +33,9 @@ class Report(ReportData):
 
     def to_text(self, width: int = 120) -> str:
         """The report as plain text for a terminal: a headline and notes, the three largest losses of time, the tables
-        by category, scope, kernel and transfer, then idle time, memory and the device's ceilings; what is unknown is
-        left out. A loss is a reason why the step takes longer than it could on this device. width: columns of the
-        terminal; the kernels' shapes are shown from 110 on."""
+        by category, scope, kernel and transfer, then idle time, memory and the device's ceilings; losses, transfers,
+        memory and ceilings that are unknown or absent are left out. A loss is a reason why the step takes longer than
+        it could on this device. width: columns of the terminal; the kernels' shapes are shown from 110 on."""
         return report_text(self, width)
 
     def to_html(self) -> str:
@@ -61,8 +61,9 @@ def show(path: str | Path) -> Report:
 
 def make_report(trace: Trace) -> Report:
     """Makes the Report of a trace: all tables, and the losses against the device's known ceilings, which it reads from
-    their cache file or the data sheet. It sets each event's `self_ns` in place, the time that is booked on it alone, so
-    that no moment counts twice. Raises ValueError if the cache file is damaged."""
+    their cache file or the data sheet. Work outside of the trace's steps, of which it has at least one, is left out. It
+    sets each event's `self_ns` in place, the time that is booked on it alone, so that no moment counts twice. Raises
+    ValueError if the cache file is damaged."""
     charge(trace.events)
     num_steps = len(trace.steps)
     inside = [event for event in trace.events if event.step >= 0]
@@ -101,9 +102,9 @@ def make_report(trace: Trace) -> Report:
 
 
 def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
-    """A list of the remarks, sentences for the reader, that the report adds to those of the trace: that more than 2 %
-    of the kernel time was not found in the HLO, and that no ceilings are known for the device (`ceilings` is None),
-    unless it is the CPU."""
+    """A list of the remarks, sentences for the reader, that the report adds to those of the trace: that kernels and
+    copies with more than 2 % of the time of all events were not found in the HLO, and that no ceilings are known for
+    the device (`ceilings` is None), unless it is the CPU."""
     notes = []
     busy = sum(e.duration_ns for e in trace.events) or 1.0
     if trace.unmatched_ns > 0.02 * busy:
@@ -169,10 +170,16 @@ def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[S
 
 
 def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRow]:
-    """Makes a KernelRow for the calls of each kernel with the same category, scope, phase and shape; those with the
-    most ms come first. events: those of all `num_steps` steps. ceilings: the device's rates, with which the kernels are
-    compared; None: the rows' `bound` and `of_ceiling` stay "" and 0. So do those of transfers, of which only `tbps` is
-    set, over their whole duration."""
+    """Makes a KernelRow for the calls of each kernel, by its shortened name (`readable`), with the same category,
+    scope, phase and shape; those with the most ms come first. Rates and `of_ceiling` are over the time that is booked
+    on the calls (self_ns). `bound` and `of_ceiling` stay "" and 0 if that time is 0, if neither FLOPs nor bytes are
+    known, and for transfers; of the rates, these have `tbps` only, over their whole duration.
+
+    Args:
+      events: the Events of all `num_steps` steps.
+      num_steps: the number of steps.
+      ceilings: the device's rates, with which the kernels are compared; None: `bound` and `of_ceiling` stay "" and 0.
+    """
     groups: dict[tuple, list[Event]] = collections.defaultdict(list)
     for event in events:
         groups[readable(event.name), event.category, event.scope, event.phase, event.shape].append(event)
@@ -199,8 +206,9 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
 
 def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
     """Makes a row for copies to the device, one for copies to the host and one for collectives, of those that occur:
-    their time, how much of it other work hid, and their bytes, per step, and in `waits` the at most five for which a
-    step waited longest. events: those of all `num_steps` steps."""
+    their time, how much of it kernels, memsets and copies within the device hid, and their bytes, all per step; and in
+    `waits` the at most five single transfers for which a step waited longest. events: those of all `num_steps`
+    steps."""
     rows = []
     busy = union([(e.start_ns, e.end_ns) for e in events if e.kind not in TRANSFERS])
     names = {"to_device": "copies to device", "to_host": "copies to host", "collective": "collectives"}
@@ -232,8 +240,8 @@ def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
 
 def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle:
     """Sums the time of the steps in which nothing ran on the device: launch gaps, shorter than 20 us, and longer waits,
-    as means per step, and lists the five longest waits with what ran before and after. The result is an Idle, a part of
-    the report. events: those of all steps. steps: (start_ns, end_ns) of each."""
+    as means per step, and lists the at most five longest waits with what ran before and after. The result is an Idle, a
+    part of the report. events: those of all steps. steps: (start_ns, end_ns) of each."""
     short = long = 0.0
     count = 0
     waits = []
@@ -271,10 +279,11 @@ def _wait_words(idle: Idle) -> str:
 
 
 def _buffers(trace: Trace) -> list[dict[str, Any]]:
-    """The at most 12 largest rows of a trace's buffers, which are live at the peak, the largest first, as dicts
-    {"bytes", "count", "what", "kind"}. "what" and "kind" are Buffer's; kind is "argument", "output", "temporary",
-    "constant" or "fragmentation". Buffers with the same two are one row, also those whose parameter paths differ in a
-    layer's index only ("[*]" is written for it): "count" is their number, "bytes" their sum."""
+    """The at most 12 largest rows for the report's table of memory, the largest first, as dicts {"bytes", "count",
+    "what", "kind"}, made from a trace's buffers, which are live at the peak. "what" and "kind" are Buffer's; kind is
+    "argument", "output", "temporary", "constant" or "fragmentation". Buffers with the same two are one row, also those
+    whose parameter paths differ in indices only, such as a layer's ("[*]" is written for each): "count" is their
+    number, "bytes" their sum."""
     groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for buffer in trace.buffers:
         # An index in a parameter's path, "layers[3]['mlp']", and not one in a shape.
@@ -289,8 +298,9 @@ def _timeline(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> 
     events: those of all steps. steps: (start_ns, end_ns) of each.
 
     A row is [us from the step's start, length us, category, name, scope with its phase]. Consecutive events of a stream
-    with the same category, scope and phase, less than 2 us apart, are one row, which keeps the page small: its name is
-    the different names of the kernels, joined by ", " and cut at 160 characters.
+    with the same category, scope and phase, less than 2 us apart, are one row, which keeps the page small: its length
+    includes the gaps between them, and its name is the different names of the kernels, joined by ", " and cut at 160
+    characters.
     """
     step = len(steps) // 2
     origin, end = steps[step]

@@ -1,5 +1,6 @@
-"""What a step loses compared with the device's ceilings (`losses`), in milliseconds and as sentences, the least time of
-an operator by the roofline model (`floor_ns`), and the rate with which a product is compared (`product_ceiling`)."""
+"""What a step loses compared with the device's ceilings (`losses`, a list of `Loss`), in milliseconds and as sentences,
+the least time of an operator by the roofline model (`floor_ns`), and the rate with which a product is compared
+(`product_ceiling`). report.py uses it."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ class Loss:
 
 
 def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
-    """The rate with which a matrix product is compared: (the precision in words, TFLOP/s, which is 0 where unknown).
-    dtype: the operands', as XLA or torch names it. ceilings: the device's rates.
+    """The rate with which a matrix product is compared, by `floor_ns` and in the sentences of `losses`: (the precision
+    in words, TFLOP/s, which is 0 where unknown). dtype: the operands', as XLA or torch names it. ceilings: the device's
+    rates.
 
-    Operands of eight bits, also integers, get ("FP8", the rate of FP8). Those of float32 get ("TF32", half of the rate
-    of bfloat16), because XLA and cuBLAS compute them in TF32 by default; that rate is not measured, but is half of
-    bfloat16's by NVIDIA's data sheets on every card of compute capability 8.0 and above. All others, such as float16,
-    get ("bf16", the rate of bfloat16).
+    Operands of eight bits, also XLA's s8 and u8, get ("FP8", the rate of FP8). Those of float32 get ("TF32", half of
+    the rate of bfloat16), because XLA and cuBLAS compute them in TF32 by default; that rate is not measured, but is
+    half of bfloat16's by NVIDIA's data sheets on every card of compute capability 8.0 and above. All others, such as
+    float16, get ("bf16", the rate of bfloat16).
     """
     if dtype.startswith(_EIGHT_BIT):
         return "FP8", ceilings.gemm_fp8_tflops
@@ -46,14 +48,15 @@ def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
 
 def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -> tuple[float, str]:
     """The least time that an operator could take on this device, by the roofline model: that of its FLOPs or that of
-    its bytes at the device's ceilings, whichever is longer.
+    its bytes at the device's ceilings, whichever is longer. The report's "of ceiling" and its losses are computed from
+    it.
 
     Args:
       flops: its floating-point operations.
       moved_bytes: the bytes that it reads and writes in the device's memory.
       dtype: of its operands, which chooses the rate of its FLOPs as product_ceiling does (8 bits: FP8; float32: TF32;
         all others, unknown ones included: bf16).
-      ceilings: the device's rates; one that is 0 limits nothing.
+      ceilings: the device's rates; one that is 0 (unknown) limits nothing.
     Returns:
       (the time in ns, "compute" if its FLOPs take longer, as is also said if both times are equal, else "memory")
     """
@@ -67,10 +70,11 @@ def losses(
     events: Sequence[Event], num_steps: int, idle_ms: float, ceilings: Ceilings, *, wait: str = ""
 ) -> list[Loss]:
     """Finds every loss of a step, the largest first, for the report's list of what could be saved. A moment of the step
-    counts in one loss only. Matrix products, attention and experts lose the time beyond the ceiling's, copies over the
-    host link and collectives the time that the step waits for them, and all others (recomputing, thin products, passes
-    over memory, idle time) their whole time. Where the device's rates are unknown (0), matrix products, attention and
-    experts are no losses.
+    counts in one loss only. Large matrix products, attention and experts lose the time beyond the ceiling's, copies
+    over the host link and collectives the time that the step waits for them, and all others their whole time: whatever
+    is recomputed, thin products (limited by memory), passes over memory, and idle time. Matrix products, attention and
+    experts are no losses if all rates of the device are unknown (0). Nor is one of these three kinds if none of its
+    kernels has known FLOPs, as with Pallas attention.
 
     Args:
       events: those of the captured steps, with `self_ns` set.
@@ -118,10 +122,11 @@ _PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention t
 
 
 def _kind(event: Event, ceilings: Ceilings) -> str:
-    """The name of the loss in which an event's time counts: "recompute", the event's category for transfers, attention
-    and experts, "GEMM" or "thin products" (products that memory limits by `ceilings`, the device's rates), "the loss",
-    "the optimizer" or "dequantising". For all other events, which pass over memory, it is the first two parts of their
-    scope, or "unnamed places" if they have none. `losses` groups the events by it."""
+    """The name of the loss in which an event's time counts; `losses` groups the events by it. It is "recompute" for
+    every event of that phase, transfers included. Otherwise it is the event's category for transfers, attention and
+    experts, "thin products" for matrix products with FLOPs that memory limits by `ceilings` (the device's rates),
+    "GEMM" for other products, "the loss", "the optimizer" or "dequantising". For all other events, which pass over
+    memory, it is the first two parts of their scope, or "unnamed places" if they have none."""
     if event.phase == "recompute":
         return "recompute"
     if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "MoE"):
@@ -139,8 +144,9 @@ def _kind(event: Event, ceilings: Ceilings) -> str:
 
 def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
     """The Loss of matrix products, attention or experts, with its sentence: the ms per step that would be saved if
-    these kernels ran at the device's ceiling, 0 if the ceiling or all their FLOPs are not known. A kernel without FLOPs
-    of its own, such as a helper, counts whole.
+    these kernels ran at the device's ceiling. If the rate of bfloat16 is unknown (0) or no kernel of `events` has
+    FLOPs, that is 0, and the sentence says that it is unknown. If some have FLOPs, a kernel without, such as a helper,
+    counts whole; so does one whose own ceiling, such as that of FP8, is unknown.
 
     Args:
       kind: "GEMM", "attention" or "MoE".
@@ -176,7 +182,7 @@ def _passes(place: str, events: Sequence[Event], ms: float, per_step: float, cei
       events: its events, of all captured steps.
       ms: their time in milliseconds per step.
       per_step: the factor from nanoseconds, summed over all captured steps, to milliseconds per step.
-      ceilings: the device's rates.
+      ceilings: the device's rates; that of copies is compared in the sentence and does not change the loss.
     """
     moved = sum(e.moved_bytes for e in events)
     text = f"Passes over memory in {place} take {ms:.1f} ms"

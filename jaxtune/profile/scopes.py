@@ -1,6 +1,6 @@
-"""What names in a trace mean: the scope and phase of an op_name (`scope_of`), the category of a kernel (`categorise`),
-and a kernel's name for a table (`readable`). `is_gemm_kernel`, `is_attention_kernel` and `is_collective` recognise
-kernels by their names. The readers of traces and the reports use it."""
+"""What names in a trace mean: the scope and phase of an op_name (`scope_of`), the category of a kernel (`categorise`,
+one of CATEGORIES), and a kernel's name for a table (`readable`). `is_gemm_kernel`, `is_attention_kernel` and
+`is_collective` recognise kernels by their names. The readers of traces and the reports use these."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ _SILENT = frozenset((*_CONTROL, *_TRANSFORMS, *_PHASES))
 
 @functools.lru_cache(maxsize=65536)
 def scope_of(op_name: str) -> tuple[str, str]:
-    """Reads (scope, phase) from an HLO instruction's op_name; ("", "") from an empty one.
+    """Reads (scope, phase) from an HLO instruction's op_name; ("", "") from an empty one. The reader of XPlane files
+    (xplane.py) calls it for each kernel.
 
     JAX writes "jit(step)/transpose(jvp(layer))/mlp/dot_general": transformations wrap the scope around them, and the
     last part is the primitive; this has the scope "layer/mlp". Names of jitted functions, loops, transformations and
-    phases are left out, and a scope that a transformation enters again is written once. Of several op_names, joined by
-    semicolons, the first is read. The phase is "recompute" in the second run of jax.checkpoint or in a scope with the
-    name "recompute", unless that is inside a scope with the name "backward"; else "backward" under a transpose or in a
-    scope with that name; else "forward".
+    phases, and formulas of einsum, are left out. A scope or path of scopes that directly repeats is written once,
+    because a transformation has entered it again. Of several op_names, joined by semicolons, the first is read. The
+    phase is "recompute" in the second run of jax.checkpoint or in a scope with the name "recompute", unless that is
+    inside a scope with the name "backward"; else "backward" under a transpose or in a scope with that name; else
+    "forward".
     """
     if not op_name:
         return "", ""
@@ -87,11 +89,11 @@ def _split(path: str) -> list[str]:
 
 
 def _unwrap(part: str) -> tuple[str, bool]:
-    """Takes the transformations off one part of an op_name, such as "transpose(jvp(layer))".
+    """Takes the transformations off one part of an op_name, such as "transpose(jvp(layer))", for `scope_of`.
 
     Returns:
-      (the scope inside them, or "" for the name of a jitted function; whether one of them is a transpose, as in the
-      backward).
+      (the scope inside them, or "" for the name of a function under jit or pmap; whether one of them is a transpose, as
+        in the backward).
     """
     transposed = False
     while match := _WRAPPER.match(part):
@@ -135,17 +137,20 @@ _DEVICE_COPY = re.compile(
 
 
 def is_collective(name: str) -> bool:
-    """Whether a kernel's or an instruction's name is that of a collective, such as NCCL's all-reduce. The reader of
-    XPlane files (xplane.py) gives such events the kind "collective"."""
+    """Whether the name of a kernel, or the opcode of an instruction, is that of a collective, such as NCCL's
+    all-reduce. The reader of XPlane files (xplane.py) gives such events the kind "collective"."""
     return bool(_COLLECTIVE.search(name))
 
 
 def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = None, target: str = "") -> str:
-    """The category of an event, one of CATEGORIES, such as "GEMM", "attention" or "loss".
+    """The category of an event, one of CATEGORIES, such as "GEMM", "attention" or "loss". Both readers of traces call
+    it.
 
     The first that fits is taken: copies over the host link and collectives, attention, dequantising, experts, products,
-    the loss, the optimizer, copies within the device and memsets; all others are "elementwise and norms". So a product
-    is "GEMM" in the loss as in a layer, and frameworks that divide their work differently can be compared.
+    the loss, the optimizer, copies within the device (also fusions that transpose, slice or broadcast) and memsets; all
+    others are "elementwise and norms". So a product is "GEMM" in the loss as in a layer, and frameworks that divide
+    their work differently can be compared. A product in a scope of attention, dequantising or experts, however, has
+    that category.
 
     Args:
       kind: the event's kind, one of those in trace.py, such as "kernel" or "to_host".
@@ -179,21 +184,22 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
 
 
 def is_gemm_kernel(name: str) -> bool:
-    """Whether a kernel's name is that of a matrix product of a library (cuBLAS, CUTLASS and the like) or of XLA. Such
-    kernels are joined with instructions that are products."""
+    """Whether a kernel's name is that of a matrix product of a library (cuBLAS, CUTLASS and the like) or of XLA. Where
+    the trace names no instruction for such a kernel, `join` (launches.py) looks for its instruction among products."""
     return bool(_GEMM_KERNEL.search(name))
 
 
 def is_attention_kernel(name: str) -> bool:
-    """Whether a kernel's name is that of an attention kernel, such as one of cuDNN or FlashAttention. Such kernels are
-    joined with attention calls."""
+    """Whether a kernel's name is that of an attention kernel, such as one of cuDNN or FlashAttention. Where the trace
+    names no instruction for such a kernel, `join` (launches.py) looks for its instruction among attention calls."""
     return bool(_ATTENTION_KERNEL.search(name))
 
 
 def readable(kernel: str) -> str:
-    """Shortens a kernel's name for a table: C++ template arguments, the argument list and "void" are cut off. A name of
-    which at most 8 characters would be left keeps its first 100 characters after "void " instead; the name of a copy or
-    memset is kept."""
+    """Shortens a kernel's name for a table: everything in angle brackets or parentheses, such as C++ template arguments
+    and the argument list, and "void " at the start are cut off. A name of which at most 8 characters would be left
+    keeps its first 100 characters after "void " instead; the name of a copy or memset is kept. Calls with equal
+    shortened names share a row in the table of kernels."""
     if kernel.startswith("Mem"):  # "Memcpy HtoD (Pinned -> Device)"
         return kernel
     name = kernel.removeprefix("void ")

@@ -16,7 +16,7 @@ class Share:
     """The time of one category or scope, a row of the report's tables "By category" and "By scope"."""
 
     name: str  # the category's or scope's, "(no scope)", or "idle"
-    ms: float  # mean over the steps
+    ms: float  # mean over the steps, of the time booked on its events alone (Event.self_ns); idle time is the rest
     share: float  # `ms` divided by the step's ms
     per_step_ms: list[float]  # its ms in each captured step
     phase: str = ""  # "forward", "recompute" or "backward"; "" for a category, for idle time and where unknown
@@ -31,7 +31,7 @@ class KernelRow:
     category: str  # one of scopes.CATEGORIES, such as "GEMM"
     scope: str  # the named scope, such as "layer/mlp"; "" if it has none
     phase: str  # "forward", "recompute" or "backward"; "" where unknown
-    shape: str  # operands and result in words, such as "bf16[8,64], bf16[64,32] -> bf16[8,32]"
+    shape: str  # operands and result, such as "bf16[8,64], bf16[64,32] -> bf16[8,32]"; "" where unknown
     count: float  # calls per step
     ms: float  # mean per step, of the time booked on these calls alone (Event.self_ns)
     per_step_ms: list[float]  # the same in each captured step
@@ -67,8 +67,9 @@ class Transfer:
     @property
     def longest_wait(self) -> str:
         """The transfer for which a step waited longest, in words: the exposed ms that are booked on it (Event.self_ns),
-        not its whole duration, and its operator, such as "1.20 ms, copy-start.3"; "" if none is exposed. A transfer is
-        exposed while no kernel, memset or copy within the device runs. The tables show it."""
+        not its whole duration, and its operator or kernel, such as "1.20 ms, copy-start.3"; "" if no exposed time is
+        booked on any. A transfer is exposed while no kernel, memset or copy within the device runs. The tables show
+        it."""
         return f"{self.waits[0]['ms']:.2f} ms, {self.waits[0]['op']}" if self.waits else ""
 
 
@@ -82,7 +83,7 @@ class Idle:
     launch_gap_ms: float  # sum of the short gaps
     wait_ms: float  # sum of the longer gaps, in which the device waited for the host
     # the at most five longest waits, the longest first: {"ms", "step": the index of its step, "before": the operator or
-    # kernel that ran next, "after": the one that ran last; "" at the end and at the start of a step}
+    # kernel that ran next, "" at the end of the step; "after": the one that ran last, "" at the start of the step}
     longest: list[dict[str, Any]]
 
 
@@ -116,8 +117,8 @@ class ReportData:
     timeline: dict[str, Any] = dataclasses.field(repr=False, default_factory=dict)  # the middle step, for the HTML page
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as a dict of JSON values, for programs (`jaxtune profile --json` writes it); `timeline`, which
-        only the HTML page draws, is left out."""
+        """The report as a dict of JSON values, for programs (`jaxtune profile show --json` writes it); `timeline`,
+        which only the HTML page draws, is left out."""
         out = dataclasses.asdict(self)
         del out["timeline"]
         return out
@@ -126,12 +127,12 @@ class ReportData:
 @dataclasses.dataclass
 class Change:
     """One row of a comparison of two profiles, A (the base) and B: the times of the step or of one category, scope,
-    region or kernel in both. Times are means over the captured steps."""
+    region or kernel in both, and comparison._change's verdict on them. Times are means over the captured steps."""
 
-    name: str  # of the category, scope, region or kernel ("A's → B's" if the two differ), or "step"
+    name: str  # of the category, scope, region or kernel ("A's → B's" if these differ), or "step"
     phase: str  # of the scope, region or kernel; "" for others
     a_ms: float  # A's ms per step; 0 where A does not have it
-    b_ms: float  # B's ms per step, scaled to A's tokens where the two differ in them
+    b_ms: float  # B's ms per step, times ComparisonData.scale; 0 where B does not have it
     diff_ms: float  # B minus A
     # the spread of these times among the steps of one profile: its largest ms less its smallest (1 % of the mean for a
     # single step), of the profile in which that is larger
@@ -147,7 +148,7 @@ class ComparisonData:
 
     a: ReportData  # the base
     b: ReportData  # its times are not scaled
-    scale: float  # factor on B's times: A's tokens per step over B's; 1 where one of them is unknown
+    scale: float  # factor on B's times: A's tokens per step over B's; 1 where one of them is unknown or both are equal
     step: Change  # of the whole step
     categories: list[Change]  # in the order of scopes.CATEGORIES
     # one for each phase of each scope, or of each region, a part of the model found by words in the scope's name
@@ -160,12 +161,13 @@ class ComparisonData:
 
     @property
     def slower_by(self) -> float:
-        """How much slower B's step is, as a fraction of A's time: 0.03 for 3 %. It is 0 where B is faster, or not
-        slower beyond the noise. `jaxtune profile compare --fail-if-slower` checks it."""
+        """How much slower B's step is, as a fraction of A's time: 0.03 for 3 %. B's time is scaled to A's tokens per
+        step where both are known (`scale`). It is 0 where B is faster, or not slower beyond the noise. `jaxtune profile
+        compare --fail-if-slower` checks it."""
         return max(0.0, self.step.diff_ms / self.step.a_ms) if self.step.verdict == "slower" else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as a dict of JSON values, for programs, with `slower_by` and without both timelines, which
-        only the HTML page draws."""
+        """The comparison as a dict of JSON values, for programs (`jaxtune profile compare --json` writes it), with
+        `slower_by` and without both timelines, which only the HTML page draws."""
         out = dataclasses.asdict(self) | {"slower_by": self.slower_by}
         return out | {"a": self.a.to_dict(), "b": self.b.to_dict()}

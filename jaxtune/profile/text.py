@@ -1,5 +1,6 @@
 """Reports and comparisons of profiles as tables of text for a terminal: `report_text` and `comparison_text`. The HTML
-pages (page.py) use `headline`, the lines above the tables, and `percent`, a share in words, too."""
+pages (page.py) use `headline`, the lines above the tables, and `percent`, a fraction as text, too. `bar` draws the bars
+in the table of categories."""
 
 from __future__ import annotations
 
@@ -20,13 +21,15 @@ _WIDE = 110  # a terminal with at least this many columns shows the kernels' sha
 
 
 def _console(width: int) -> Console:
-    """A rich Console of `width` columns that writes into a string, which `_text` returns."""
+    """A rich Console of `width` columns that writes into a string, which `_text` returns. In a process that
+    terminal.be_silent has silenced it writes nothing."""
     return terminal.console(file=io.StringIO(), width=width, soft_wrap=False)
 
 
 def _table(title: str, *columns: str) -> Table:
     """Makes an empty rich Table. title: the line above it. columns: the headings; a column whose heading begins with
-    "<" (which is not shown) holds text, is aligned to the left and is wrapped, while others hold numbers."""
+    "<" (which is not shown) holds text, is aligned to the left and is wrapped, while others hold numbers, are aligned
+    to the right and are not wrapped."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
     for column in columns:
         name = column.lstrip("<")
@@ -48,8 +51,8 @@ def _text(console: Console) -> str:
 
 
 def percent(value: float) -> str:
-    """A fraction (`value`) as text, with one decimal: 0.5 gives "50.0 %". The reports on the terminal and in HTML write
-    all shares so."""
+    """A fraction (`value`) as text, with one decimal: 0.5 gives "50.0 %". The tables of reports write shares so, on the
+    terminal and in HTML."""
     return f"{100 * value:.1f} %"
 
 
@@ -60,8 +63,8 @@ def bar(share: float, width: int = 24) -> str:
 
 
 def _short(shape: str) -> str:
-    """A kernel's shape, "operands -> results" in words, cut to two operands and the first result, which identify a
-    product and fit a terminal: "bf16[8,64] bf16[64,32] > bf16[8,32]". "" for a shape without arrays. The table of
+    """A kernel's shape, "operands -> results" as in KernelRow, cut to two operands and the first result, which identify
+    a product and fit a terminal: "bf16[8,64] bf16[64,32] > bf16[8,32]". "" for a shape without arrays. The table of
     kernels shows it."""
     operands, _, result = shape.partition(" -> ")
     parts = re.findall(r"[a-z]\w*\[[\d,]*\]", operands)[:2]
@@ -70,8 +73,10 @@ def _short(shape: str) -> str:
 
 
 def headline(report: ReportData) -> list[str]:
-    """The lines above all tables of a report, two or three: what was recorded on which device, what it ran (if its meta
-    says so), and the step's time, with tokens and FLOPs per second where they are known."""
+    """The lines above all tables of a report, two or three: the profile's path, device and versions; what it ran (if
+    its meta says so); and the step's mean time (with several steps, ± half the difference between the longest and the
+    shortest), with tokens per second and TFLOP/s of the products where they are known. The texts and the HTML pages
+    begin with it."""
     spread = (max(report.steps_ms) - min(report.steps_ms)) / 2
     line = f"step {report.step_ms:.2f} ms"
     if len(report.steps_ms) > 1:
@@ -91,8 +96,9 @@ def headline(report: ReportData) -> list[str]:
 
 
 # Report.to_text calls it. The tables are by category, scope, kernel (with shapes from 110 columns on) and transfer;
-# below them are idle time, memory and the device's ceilings. Three losses are shown, at most 15 scopes and 15 kernels,
-# and what is empty or unknown is left out. The text ends with a newline.
+# below them are idle time, memory and the device's ceilings. At most three losses, 15 scopes (further ones as one row,
+# and then idle time) and 15 kernels are shown. Losses, transfers, memory and ceilings are left out where the report has
+# none. The text ends with a newline.
 def report_text(report: ReportData, width: int) -> str:
     """The report as plain text, for a terminal of `width` columns: a headline, notes, losses and tables."""
     console = _console(width)
@@ -178,7 +184,7 @@ def report_text(report: ReportData, width: int) -> str:
 def comparison_text(comparison: ComparisonData, width: int) -> str:
     """The comparison of two profiles as plain text for a terminal of `width` columns: both headlines, notes, sentences
     on what changed, and tables of the step and its categories, of at most 15 scopes or regions, and of at most 15
-    kernels that changed. Comparison.to_text calls it."""
+    kernels that changed. A difference with the verdict "same" is in parentheses. Comparison.to_text calls it."""
     console = _console(width)
     for name, report in (("A", comparison.a), ("B", comparison.b)):
         console.print(f"{name}: " + "\n   ".join(headline(report)))

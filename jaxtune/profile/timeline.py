@@ -1,6 +1,6 @@
 """Intervals of device time: `charge` books each moment on one event, `union` and `length` measure when something ran,
-and `gaps` finds when nothing did. `find_period` gives the number of programs after which a sequence of them repeats,
-which is a step. TRANSFERS are the kinds of events that compute can hide."""
+and `gaps` finds when nothing did; the report's times are made with them. `find_period` gives the number of programs
+after which a sequence of them repeats, which is a step. TRANSFERS are the kinds of events that compute can hide."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TRANSFERS = (TO_HOST, TO_DEVICE, COLLECTIVE)
 
 
 def charge(events: Sequence[Event]) -> None:
-    """Sets every event's self_ns, in place: the ns that are booked on it alone. They sum to the busy time of the device
-    (`events` are those of one), because no moment counts twice.
+    """Sets every event's self_ns, in place: the ns that are booked on it alone, from which the report sums its times.
+    They sum to the busy time of the device (`events` are those of one), because no moment counts twice.
 
     Events overlap when they are launched dependently or on several streams. A moment is booked on the one that started
     first among those running, because a dependent launch waits for it. A transfer (a copy over the host link, or a

@@ -1,6 +1,6 @@
 """The form into which every trace is read, an XPlane file (xplane.py) or a Chrome trace (chrome.py): `Trace`, the work
-of one device over some steps; `Event`, one kernel or copy in it; `Buffer`, a part of the memory at the peak.
-`TraceError` is raised for what cannot be read."""
+of one device over some steps; `Event`, one kernel or copy in it; `Buffer`, a part of the memory at the peak. The report
+is made from it. `TraceError` is raised for what cannot be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ KERNEL, MEMSET, COPY, TO_HOST, TO_DEVICE, COLLECTIVE = "kernel", "memset", "copy
 
 
 class TraceError(ValueError):
-    """Raised if no trace can be read from a file or folder; the message says why and what would help."""
+    """Raised if no trace can be read from a file or folder, or the record beside it is damaged; the message says why
+    and what would help."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,10 +32,12 @@ class Event:
     phase: str = ""  # "forward", "recompute" or "backward"; "" where unknown
     module: str = ""  # the program, by its number or name; "" if the trace names none, as PyTorch's
     op: str = ""  # the HLO instruction or framework operator that launched it; "" where unknown
-    shape: str = ""  # operands and result in words, such as "bf16[8,64], bf16[64,32] -> bf16[8,32]"
-    dtype: str = ""  # of the first operand, such as "bf16"; "" where unknown
+    shape: str = ""  # operands and result, such as "bf16[8,64], bf16[64,32] -> bf16[8,32]"; "" where unknown
+    dtype: str = ""  # of the first operand, or of the result if there is none, such as "bf16"; "" where unknown
     flops: float = 0.0  # of the whole operator, booked on its main kernel; 0 for others, and where shapes do not tell
-    moved_bytes: float = 0.0  # bytes read and written by the whole operator, booked on its main kernel; 0 as for flops
+    # bytes read and written by the whole operator, booked on its main kernel; 0 as for flops. For a copy between host
+    # and device it is the copied bytes, for one within the device twice these
+    moved_bytes: float = 0.0
     step: int = -1  # index of its step; -1 outside of all steps
     self_ns: float = 0.0  # time booked on this event alone, so that no moment counts twice; set by timeline.charge
 
@@ -71,4 +74,4 @@ class Trace:
     notes: list[str] = dataclasses.field(default_factory=list)  # remarks for the reader of the report
     peak_memory_bytes: int = 0  # the allocator's; 0 where not recorded
     buffers: list[Buffer] = dataclasses.field(default_factory=list)  # those live at the peak of the largest program
-    unmatched_ns: float = 0.0  # time of kernels that were not found in the HLO of their program
+    unmatched_ns: float = 0.0  # time of kernels and copies that were not found in their program's HLO

@@ -38,10 +38,10 @@ _DEPTH = 5
 
 
 def linear_of(product: Instruction) -> str:
-    """The name of the linear layer whose weight a matrix product multiplies by: "up_proj", or "q_proj+k_proj" for a
-    product with several, of which three are named, followed by "+..." if there are more; "" where no operand is known
-    to be a weight. If several operands are weights, the largest counts. The name is added to the scope of the product's
-    kernel."""
+    """The name of the linear layer whose weight a matrix product multiplies by: "up_proj", or "q_proj+k_proj" if the
+    operand is made from several weights, of which three are named, followed by "+..." if there are more; "" where no
+    operand is known to be a weight. If several operands are weights, the largest in bytes counts. The reader of XPlane
+    files adds the name to the scope of the product's kernel, unless that has it."""
     computation = product.computation
     if computation is None:
         return ""
@@ -61,8 +61,9 @@ def _names(instruction: Instruction, depth: int) -> list[str]:
     """The names of the linear layers whose weights an instruction's result is computed from, such as ["up_proj"], read
     from the paths of the program's parameters. It is [] if anything but weights goes into it, or if the way to them is
     longer than 5 instructions or leads through one that does more than move or convert numbers; a fusion passes,
-    whatever it does. A parameter with fewer than two dimensions, or of 32 or 64 bit integers or booleans, is no weight.
-    depth: how many instructions lie between it and the product. `linear_of` calls it for each operand of a product."""
+    whatever it does, if all its operands are made from weights. A parameter with fewer than two dimensions, or of 32 or
+    64 bit integers or booleans, is no weight. depth: how many instructions are between it and the product. `linear_of`
+    calls it for each operand of a product."""
     if instruction.opcode == "parameter":
         if len(instruction.shape.dims) < 2 or instruction.shape.dtype in _INDICES:
             return []

@@ -1,6 +1,6 @@
-"""Reader of XPlane files, which jax.profiler writes. `read_xplane` makes the Trace (trace.py) of the device with the
-most kernel time, or of the CPU if the file has no device. `_events` joins the kernels with the HLO, from which their
-scopes, shapes, FLOPs and bytes are read, `_steps` finds the steps, and `_buffers` what is in memory at the peak.
+"""Reader of XPlane files, which jax.profiler writes. `read_xplane` makes the Trace (trace.py) of the busiest device, or
+of the CPU if no device did any work. `_events` joins the kernels with the HLO, from which their scopes, shapes, FLOPs
+and bytes are read, `_steps` finds the steps, and `_buffers` what is in memory at the peak.
 
 Events are read through jax.profiler.ProfileData. The HLO of every program that ran is in the plane "/host:metadata",
 which ProfileData does not show; that plane is read as a protobuf message.
@@ -43,11 +43,12 @@ class _Raw:
 
 
 def read_xplane(data: bytes, path: str) -> Trace:
-    """Reads `data`, the unpacked bytes of an XPlane file, and returns the Trace of the device with the most kernel
-    time; in one without devices, of the CPU. path: the file's path, for the Trace and for error messages.
+    """Reads `data`, the unpacked bytes of an XPlane file, and returns the Trace of the device with the longest sum of
+    kernels, copies and memsets; if no device did any work, of the CPU. path: the file's path, for the Trace and for
+    error messages. `read` (reading.py) calls it.
 
     Raises:
-      TraceError: the bytes are not an XPlane, or no program ran in it, neither on a device nor on the CPU.
+      TraceError: the bytes are not an XPlane, or no work is in it, neither of a device nor of programs on the CPU.
     """
     import warnings
 
@@ -104,8 +105,8 @@ def read_xplane(data: bytes, path: str) -> Trace:
 
 def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]]:
     """Reads from `data`, an XPlane file's bytes, what it records about programs and versions: ({program id, or else
-    name: the program's HLO}, {package: version}). path: the file's, for messages. Raises TraceError if the bytes are
-    damaged."""
+    name: the program's HLO}, {package: version}), which may be empty. path: the file's, for messages. Raises TraceError
+    if the bytes are damaged."""
     modules: dict[str, Module] = {}
     versions: dict[str, str] = {}
     try:
@@ -147,7 +148,7 @@ def _device_events(plane) -> list[_Raw]:
 def _cpu_events(plane) -> list[_Raw]:
     """The operations of programs that ran on the CPU, as _Raw: events of the host's plane (an XPlane of ProfileData)
     that name an HLO instruction and its module. Those that contain others on their thread, such as loops, are left out,
-    so that no time counts twice. read_xplane reads them if the trace has no device."""
+    so that no time counts twice. read_xplane reads them if no device did any work."""
     out = []
     for line in plane.lines:
         rows: list[_Raw] = []
@@ -163,7 +164,8 @@ def _cpu_events(plane) -> list[_Raw]:
 
 def _step_marks(plane) -> list[tuple[float, int]]:
     """(start in ns on the profile's clock, step_num) of each jax.profiler.StepTraceAnnotation in the host's plane, by
-    ascending start; [] if the program marked no steps. `_steps` divides the runs of programs among them."""
+    ascending start; [] if the program marked no steps. `_steps` takes from it only how many different step_nums there
+    are."""
     out = []
     for line in plane.lines:
         for event in line.events:
@@ -218,10 +220,10 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
       modules: {program id, or else name: its HLO}, which gives scopes and work.
       origin: the time in ns from which the resulting events count.
     Returns:
-      (the Events with scope ("host link" for copies to and from the host that have none), category and work (FLOPs and
-        bytes), whose steps are set later; the runs of programs, each (start_ns, program id or name, name of its HLO
-        module, which is the jitted function's); the ns of kernels and copies whose program has HLO, but in it no
-        instruction was found for them)
+      (the Events with scope ("host link" for copies to and from the host that have none), phase, category and work
+        (FLOPs and bytes), whose steps are set later; the runs of programs, in order, each (start_ns, program id or
+        name, name of its HLO module, which is the jitted function's); the ns of kernels and copies whose program has
+        HLO, but in it no instruction was found for them)
     """
     # A function compiled for several shapes is several programs of one name, which differ in their numbers.
     programs = [
@@ -294,8 +296,9 @@ def _is_copy(raw: _Raw) -> bool:
 
 
 class _WorkCache:
-    """Reads shapes, FLOPs, bytes, linear layers and scopes of instructions. Work and layers are computed once per
-    instruction and kept, because many events of a trace have the same one."""
+    """Reads shapes, FLOPs, bytes, linear layers and scopes of instructions for `_events`. Work and layers are computed
+    once per instruction and kept, because many events of a trace have the same one. The keys are id(instruction), so it
+    is used only while the program's Module exists."""
 
     def __init__(self):
         self._work: dict[int, tuple[float, float, str, str]] = {}
@@ -303,7 +306,8 @@ class _WorkCache:
 
     def linear(self, instruction: Instruction) -> str:
         """The name of the linear layer whose weight a product multiplies by (weights.linear_of), such as "up_proj"; ""
-        for any other instruction, and if no operand is known to be a weight. It is found at the first call and kept."""
+        if no operand is known to be a weight, and for any instruction that is no product: neither a dot, nor a
+        library's product, nor a fusion with FLOPs. It is found at the first call and kept."""
         if id(instruction) not in self._linears:
             product = instruction.is_gemm or (instruction.opcode == "fusion" and self.of(instruction)[0] > 0)
             self._linears[id(instruction)] = linear_of(instruction) if product else ""
@@ -325,9 +329,10 @@ class _WorkCache:
         return self._work[id(instruction)]
 
     def scope(self, instruction: Instruction) -> str:
-        """Returns the scope of an instruction: its op_name, as JAX writes it. Fusions and asynchronous calls, which
-        call other computations, can lack an op_name. Their scope is that of an instruction in the first called
-        computation in which one has an op_name: the last one that has it and is no parameter. "" if none has."""
+        """Returns the op_name of an instruction, as JAX writes it, from which scope_of reads scope and phase. Fusions
+        and asynchronous calls, which call other computations, can lack an op_name. It is then that of an instruction in
+        the first called computation in which one has an op_name: the last one that has it and is no parameter. "" if
+        none has."""
         if instruction.scope or not instruction.called or instruction.computation is None:
             return instruction.scope
         module = instruction.computation.module
@@ -348,14 +353,14 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
     those that take less than 0.02 % of the time, or, if that gives none, 0.2 % or 2 %; if there is still none, because
     programs change with their shapes, a period of the functions' names. If there is none either, all runs are one step.
     If the program marked steps, and their number divides that of the runs, the runs are divided equally among them
-    instead. Work before the first step belongs to none, and a step that the capture cut is left out. If no program
-    takes 2 % of the time, or none ran, and no period was found, the whole trace is one step, to which all events
-    belong.
+    instead. Work before the first step and after the last belongs to none, and a step that the capture cut is left out
+    (_whole). If no program takes 2 % of the time, or none ran, and no period was found, the whole trace is one step, to
+    which all events belong.
 
     Args:
       events: of the trace; their field `step` is set.
       runs: (start_ns, program id or name, name of its HLO module) of each run of a program.
-      marks: (start in ns, number) of each step that the program annotated.
+      marks: (start in ns, number) of each step that the program annotated; only the different numbers are counted.
       notes: a list to which remarks on how steps were found are appended.
     """
     busy: dict[str, float] = collections.defaultdict(float)
@@ -437,10 +442,11 @@ def _buffers(modules: list[Module]) -> list[Buffer]:
 
 
 def _what(instruction: Instruction | None, kind: str) -> str:
-    """Describes what is in a buffer, for the report: an argument's path, or of the instruction whose result it is the
-    scope with the phase (its name if it has no scope) and the shape (the opcode if that is a tuple). The instruction is
-    None for bytes that belong to no single value: the text is then that the bytes lie between buffers if `kind` is
-    "fragmentation", else that smaller values share the memory."""
+    """Describes what is in a buffer, for the report's table of memory. For an argument with a path it is that path; for
+    the result of another instruction, "scope (phase): shape", with the instruction's name if it has no scope, and its
+    opcode in place of the shape of a tuple. The instruction is None for bytes that belong to no single value: the text
+    is then that the bytes are between buffers if `kind` is "fragmentation", else that smaller values share the
+    memory."""
     if instruction is None:
         return "between buffers" if kind == "fragmentation" else "smaller values in the same place"
     if instruction.opcode == "parameter" and instruction.scope:
