@@ -1,10 +1,10 @@
 """Fine-tune open-weight language models in JAX.
 
-The package exports the functions and classes in __all__, and the subpackages compat, export, models, pallas, profile
-and train. `from_pretrained` loads a model (`Decoder`), `get_peft_model` gives it a LoRA adapter, `Trainer` trains it,
-`generate` and `Sampler` answer prompts, `save_adapter`, `save_pretrained` and `export_model` write what was trained.
-All are imported on first use (PEP 562): importing jaxtune costs milliseconds, imports neither jax nor transformers, and
-touches no accelerator. On a Python older than 3.12 importing it raises ImportError.
+The package exports the names in __all__, and the subpackages compat, export, models, pallas, profile and train.
+`from_pretrained` loads a model (`Decoder`), `get_peft_model` gives it a LoRA adapter, `Trainer` trains it, `generate`
+and `Sampler` answer prompts, `save_adapter`, `save_pretrained` and `export_model` write what was trained. All but
+`__version__` are imported on first use (PEP 562, `__getattr__`): importing jaxtune costs milliseconds, imports neither
+jax nor transformers, and touches no accelerator. On a Python older than 3.12 importing it raises ImportError.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The console command: `main` finds the command in `jaxtune.commands`, runs it and handles its errors; `console`, the
 entry point of the script, also sets up the process.
 
-A user's mistake, or running out of memory, is a message on stderr and exit code 2; JAXTUNE_TRACEBACK=1 shows the
-traceback. Any other exception is an error of jaxtune or of a library and keeps its traceback. A command that writes
-files continues when nobody reads its output.
+A user's mistake (`_is_user_error`), or running out of memory (`_out_of_memory`), is a message on stderr and exit code
+2; JAXTUNE_TRACEBACK=1 shows the traceback. Any other exception is an error of jaxtune or of a library and keeps its
+traceback. A command in _WORKING, whose result is a file or a page, continues when nobody reads its output.
 """
 
 from __future__ import annotations
@@ -99,17 +99,19 @@ def console(arguments: Sequence[str] | None = None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and prints its errors.
+    """Runs one command and prints its errors, without the set-up of the process, which `console` does before.
 
     Args:
       arguments: the words after `jaxtune`; None: those of this process.
     Returns:
       the exit code: 0; 1 if the reader of the output is gone, or where a command reports a finding by it, as `doctor`
-        does; 2 for a user's mistake; 75 if a signal ended training and the state is saved; 128 plus the signal's number
-        after any other signal. `launch` returns that of the process that failed first.
+        and `profile compare` do; 2 for a user's mistake or too little memory; 75 if a signal ended training, which the
+        same command continues; 128 plus the signal's number for another KeyboardInterrupt, whose message is the name of
+        its signal ("": SIGINT). `launch` returns that of the process that failed first.
     Raises:
-      SystemExit: by argparse, for an option that the command does not know (2) and for its --help (0).
-      Exception: an error of jaxtune or of a library, or, with JAXTUNE_TRACEBACK=1, any error.
+      SystemExit: by argparse, for options or arguments that the command does not take (2) and for its --help (0).
+      Exception: an error of jaxtune or of a library; with JAXTUNE_TRACEBACK=1 also a user's mistake or too little
+        memory.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if logging.lastResort is not None:  # it prints warnings of jaxtune and of libraries
@@ -173,7 +175,7 @@ def _is_user_error(error: Exception) -> bool:
     """Whether an error that ended a command is the user's to mend, so that `main` prints its message alone, without a
     traceback. A RuntimeError never is. An OSError is if it names a file or says that a disk or a quota is full or a
     file too large, whoever raised it. Any other error is if jaxtune's own code raised it, and not a library that it
-    called."""
+    called; `main` asks this of ValueError and ArithmeticError alone; others, such as a KeyError, keep a traceback."""
     if isinstance(error, RuntimeError):
         return False
     if isinstance(error, OSError):

@@ -59,13 +59,13 @@ def answer_file(
       max_new_tokens: the most tokens of an answer.
       num_answers: the number of answers to each prompt, which are written one below the other.
       slots: the number of answers that decode at once; None: as many as there is memory for, at most 64.
-      settings: keyword arguments of Sampler.submit by name, such as {"seed": 0, "temperature": 0.7}; "seed" must be
-        among them.
+      settings: keyword arguments of Sampler.submit by name, such as {"seed": 0, "temperature": 0.7}. "seed" must be
+        among them; "index" and "tokenizer" are set here.
 
     Raises:
       ValueError: a row that cannot be asked (read_rows and prompt_ids say which), or whose prompt and `max_new_tokens`
         are more than the model's context, with its line; an output that answers other prompts, or that another process
-        is writing.
+        is writing; a setting that Sampler refuses, or slots that do not fit in memory.
       OSError: a file cannot be read or written.
     """
     from jaxtune.models.generation.sampler import Sampler
@@ -110,7 +110,7 @@ def answer_file(
 
 def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
     """Drives a sampler until all requests have ended, and yields their answers in the order of their indices, each as
-    soon as those before it have ended too. `answer_file` can so write lines in order while later rows decode.
+    soon as those before it have ended too, so that `answer_file` writes lines in order while later rows decode.
 
     Args:
       sampler: the sampler that has the requests.
@@ -135,7 +135,7 @@ def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
 def read_rows(file: Path) -> list[Row]:
     """Reads a JSONL file of prompts and returns its rows, one dict for each line; blank lines at its end are ignored,
     and one before is an error. `jaxtune generate` calls it before the model is loaded, so that a wrong file is reported
-    at once.
+    at once, and `answer_file` calls it again for the rows.
 
     Raises:
       ValueError: a line that is not a JSON object, or has both or neither of `messages` and `prompt`, or has a column
@@ -163,7 +163,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[int]:
-    """Makes the token ids of the prompt that a row asks the model.
+    """Returns the token ids of the prompt that a row asks the model, for both `answer_file` and `show`.
 
     `messages` are a conversation. A last message of the assistant is left out, and the chat template ends the prompt
     with the beginning of the assistant's answer; it also gets the row's `tools`, if there are any. A `prompt` that is a
@@ -175,7 +175,7 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
       row: the row, which has either `messages` or `prompt`.
       tokenizer: the model's.
       raw: True: no chat template is applied. False: it is, if the tokenizer has one.
-      place: the row's file and line, as "FILE:LINE", for errors.
+      place: where the row is, "FILE:LINE" or "--prompt", for errors.
     Raises:
       ValueError: the row has none of these forms, its text gives no token, its conversation has no message (without a
         last one of the assistant), it has a conversation where no chat template is applied, or the template refuses it.
@@ -267,8 +267,8 @@ def append(file: FileIO, row: Row) -> None:
 
 
 def show(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], raw: bool, settings: Row) -> None:
-    """Prints the model's answers to the prompts of --prompt on stdout. If there are several prompts, a line with the
-    prompt is above each answer.
+    """Prints the model's answers to the prompts of --prompt on stdout, after all of them have ended. If there are
+    several prompts, a line with the prompt is above each answer.
 
     Args:
       model: the model.
@@ -278,7 +278,8 @@ def show(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], raw: bool
         has one.
       settings: keyword arguments of jaxtune.generate, by name, such as {"max_new_tokens": 64}.
     Raises:
-      ValueError: a prompt gives no token, or the chat template refuses it.
+      ValueError: a prompt gives no token, the chat template refuses it, or jaxtune.generate refuses its length or a
+        setting.
     """
     import jaxtune
 

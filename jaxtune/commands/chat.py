@@ -15,7 +15,8 @@ from jaxtune.system.terminal import console, fitted, say
 
 # arguments: the words after `jaxtune chat`: a model folder, hub name or adapter folder, and options such as --system
 # and --temperature. Questions are read from stdin, answers printed on stdout as they are generated, and notes on
-# stderr. ValueError: the model has no tokenizer or no chat template.
+# stderr. ValueError: the model has no tokenizer or no chat template. That of a single question, such as a conversation
+# that is too long, is printed on stderr, and the conversation continues.
 def run(arguments: Sequence[str]) -> None:
     """Talk to a model or an adapter in the terminal.
 

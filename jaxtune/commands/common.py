@@ -1,7 +1,7 @@
 """What commands share: the argument parser (`parser`); options that several commands have, which are --coordinator,
 --processes and --process for runs of several processes (`add_processes`), and --dtype and --load-in for the dtype and
 the quantised format of the weights (`add_numbers`; `add_load_in` adds the second alone); help texts in two columns as
-wide as the terminal (`print_columns`, on a `wide_console`); and loading the model that these options describe
+wide as the terminal (`print_columns`, on a `wide_console`); and loading the model that --dtype and --load-in describe
 (`load`)."""
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def wide_console() -> Any:
 
 
 def print_columns(rows: Sequence[tuple[str, str]]) -> None:
-    """Prints `rows`, (name, meaning) pairs, in two columns on stdout, for help texts. The first column is as wide as
-    the longest name; the second is wrapped at the console's width. No line ends with spaces. There must be at least one
-    pair."""
+    """Prints `rows`, (name, meaning) pairs, in two columns on stdout, for help texts and for `jaxtune info`. The first
+    column is as wide as the longest name; the second is wrapped at the width of `wide_console`. No line ends with
+    spaces. There must be at least one pair."""
     names, width = max(len(name) for name, _ in rows), wide_console().width
     for name, meaning in rows:
         begin = f"  {name:<{names}}  "
@@ -35,8 +35,8 @@ def print_columns(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """Makes the argument parser of `jaxtune COMMAND`, to which the command adds its options. Abbreviated options are
-    refused, so that a new option never changes what an old command line means.
+    """Makes the argument parser of `jaxtune COMMAND`, to which the command adds its options; `train` alone makes its
+    own. Abbreviated options are refused, so that a new option never changes what an old command line means.
 
     Args:
       command: the command's name, such as "chat".
@@ -47,10 +47,11 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds to `parser` the options --coordinator, --processes and --process, which make a command one of several
-    processes of one run; processes.join gets their values. They are the address of the first process (HOST:PORT), the
-    number of processes and this one's index, None where not given. A command line has all three or none, as where SLURM
-    or Open MPI started the processes; Open MPI 5 and later need --coordinator alone, because they do not tell the
+    """Adds to `parser`, that of `jaxtune evaluate`, the options --coordinator, --processes and --process, which make a
+    command one of several processes of one run; processes.join gets their values. (`jaxtune train` adds them itself,
+    because it prints its own help.) They are the address of the first process (HOST:PORT), the number of processes and
+    this one's index, None where not given. A command line has all three, or none where SLURM or Open MPI started the
+    processes or there is one process; Open MPI 5 and later need --coordinator alone, because they do not tell the
     address."""
     several = "one of several processes that SLURM and Open MPI did not start: all three"
     parser.add_argument("--coordinator", metavar="HOST:PORT", help=several)

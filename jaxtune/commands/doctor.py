@@ -12,10 +12,10 @@ from jaxtune.system.terminal import console, fitted, say
 
 
 # arguments: the words after `jaxtune doctor`: none, or --quick, which measures no speeds. Each finding is printed on
-# stdout as soon as it is known, with what to do in a line below it. It returns the exit code, 1 or 0. ValueError: the
-# cache of measured speeds is damaged.
+# stdout as soon as it is known, with what to do, if anything, in a line below it. It returns the exit code, 1 or 0.
+# ValueError: the cache of measured speeds is damaged; --quick, or a machine without a GPU, does not read it.
 def run(arguments: Sequence[str]) -> int:
-    """Check this machine: driver, GPU, memory, disk, speed, a kernel; and say how to fix what is wrong.
+    """Check this machine: driver, GPU, memory, disk, speed, attention's results; and say how to fix what is wrong.
 
     The exit code is 1 if something is found with which training will not work.
     """

@@ -15,8 +15,9 @@ from jaxtune.system.terminal import say
 
 
 # arguments: the words after `jaxtune evaluate`: config.yaml in a run's folder or a recipe, overrides (key=value), and
-# options. The numbers are one JSON object on stdout. ValueError: the config has faults, or a run has no trained weights
-# yet.
+# options. The numbers are one JSON object on stdout, and notes are on stderr. If an override sets a key of model or
+# adapter, the weights are those that the config names, not the run's. ValueError: the config has faults, there are no
+# held-out rows, a run has no trained weights yet, or several processes are to sample answers.
 def run(arguments: Sequence[str]) -> None:
     """Print the loss (and exact match) of a run's result, or of a recipe's model, on the held-out rows.
 

@@ -15,8 +15,10 @@ from jaxtune.train.signals import StopSignal
 
 
 # arguments: the words after `jaxtune export`: a model or an adapter, the folder to write, and options such as --to. The
-# folder must be new or empty; what is written is read back and compared. Notes and the names of the files are printed
-# on stdout. ValueError: an unknown format, or one that needs an adapter, for a model.
+# folder must be new or empty; what is written is read back and compared, and after a signal nothing of it stays. Notes
+# and the names of the files are printed on stdout. ValueError: an unknown format; a model without an adapter for one of
+# the formats merged (the default), adapter and gguf-adapter; or a model that the format cannot represent.
+# ArithmeticError: what was read back differs.
 def run(arguments: Sequence[str]) -> None:
     """Write a model or an adapter in the format of another program: merged, as GGUF for llama.cpp, in four bits."""
     parser = common.parser("export", run.__doc__)

@@ -15,8 +15,8 @@ from jaxtune.system.terminal import say
 
 
 # arguments: the words after `jaxtune generate`: a model folder, hub name or adapter folder, the prompts, and options.
-# Answers to --prompt are printed on stdout, and notes on stderr. ValueError: a prompt that cannot be asked, or a model
-# without a tokenizer; answers.py has the details.
+# Answers to --prompt are printed on stdout, and notes on stderr. ValueError: a prompt that cannot be asked, a model
+# without a tokenizer, or an --output that answers other prompts; answers.py has the details.
 def run(arguments: Sequence[str]) -> None:
     """Answer prompts with a model or an adapter.
 

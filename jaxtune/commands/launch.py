@@ -1,6 +1,6 @@
 """The command `jaxtune launch`, which runs `jaxtune train` in N processes on this machine: with --gpus N one on each of
-N GPUs, with --processes N on its CPUs. It passes signals on to them, ends the others when one fails, and returns the
-exit code of the first failure.
+N GPUs, with --processes N, for a machine without GPUs, on its CPUs. It passes signals on to them, ends the others when
+one fails, and returns the exit code of the first failure. `_Processes` does this work, and `_gpus` chooses the GPUs.
 
 `run` takes the words of the command line after `launch`; its docstring is the text that --help prints.
 """
@@ -24,8 +24,9 @@ _GRACE_SECONDS = 20.0  # after one process has failed, the others have this long
 
 
 # arguments: the words after `jaxtune launch`: exactly one of --gpus N (N processes with one GPU each) and --processes N
-# (N processes that share the CPUs), and then those of `jaxtune train`, which each process gets. ValueError: N is below
-# 1, or CUDA_VISIBLE_DEVICES names fewer than N GPUs; whether the machine has them is not checked.
+# (N processes that share the CPUs; where JAX has GPUs, nothing keeps them from these), and then those of `jaxtune
+# train`, which each process gets. ValueError: N is below 1, or with --gpus CUDA_VISIBLE_DEVICES names fewer than N
+# GPUs; whether the machine has them is not checked.
 def run(arguments: Sequence[str]) -> int:
     """Run `jaxtune train` in several processes on this machine, one per GPU.
 
@@ -66,8 +67,9 @@ def _gpus(count: int) -> list[str]:
 
 class _Processes:
     """The processes of one run on this machine. The method `run` starts them, waits for them, passes signals on to
-    them, and ends the others after one has failed; it returns the exit code of the first failure, or 0. Each process is
-    `jaxtune train` with the address of the first one, which listens on a free port of the loopback address.
+    them, and ends the others after one has failed, that is, ended with another exit code than 0; it returns the exit
+    code of the first failure, or 0. Each process is `jaxtune train` with the address of the first one, which listens on
+    a free port of the loopback address.
 
     Args:
       arguments: the command line of `jaxtune train`, a recipe and overrides.

@@ -1,8 +1,8 @@
 """The checks of `jaxtune doctor`, which prints their results: whether this machine is ready for training, with advice
-on what is not. `findings` runs all of them and yields a `Finding` of each: the versions of packages; NVIDIA's driver;
-the GPUs; host memory and free disk (`_room`); on a GPU (`_on_gpu`) the measured rates of products, copies and the host
-link beside those of its data sheet (`_rates`); and whether attention computes what plain float32 attention does
-(`_attention`)."""
+on what is not. `findings` runs all of them and yields a `Finding` or more of each: the versions of packages
+(`_packages`); NVIDIA's driver (`_driver`), as nvidia-smi reports it (`_nvidia_smi`); the GPUs (`_devices`); host memory
+and free disk (`_room`); on a GPU (`_on_gpu`) the measured rates of products, copies and the host link beside those of
+its data sheet (`_rates`); and whether attention computes what plain float32 attention does (`_attention`)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LEAST_DISK_GB, _SLOW_SHARE = 20, 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of one check of `jaxtune doctor`: whether it is in order, what was found, and what to do if not."""
+    """A result of a check of `jaxtune doctor`: whether it is in order, what was found, and what to do if not."""
 
     state: Literal["ok", "note", "wrong"]  # "note": slower or less than possible; "wrong": training will not work
     what: str  # what was found
-    fix: str = ""  # what to do, if it is not ok
+    fix: str = ""  # what to do; "" if it is ok, or if there is nothing to do
 
     def to_text(self) -> str:
         """The state and what was found as one line, and the advice, if there is any, on a second one."""
@@ -41,13 +41,13 @@ class Finding:
 def findings(measure: bool = True) -> Iterator[Finding]:
     """Runs all checks and yields each result as soon as it is known. The order is: packages; driver; GPUs; host
     memory; disk; the rates of matrix products, of copies in device memory, and of copies to and from the device; and
-    the attention kernel, whose results are compared with those of plain float32 attention.
+    attention, whose results are compared with those of plain float32 attention. `jaxtune doctor` prints them.
 
     Args:
-      measure: True: the rates are checked, if there is a GPU. They are measured once, in about ten seconds, and stored
+      measure: True: the rates are checked, if JAX uses a GPU. They are measured once, in about ten seconds, and stored
         in a cache. False: the rates are left out, and all else is checked.
     Raises:
-      ValueError: the cache of rates is damaged; the results before were yielded.
+      ValueError: the cache of rates is damaged, where it is read; the results before were yielded.
     """
     yield _packages()
     card = _nvidia_smi()
@@ -115,9 +115,9 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
 
     - "wrong": JAX does not use a GPU that nvidia-smi shows, or a GPU is not supported.
     - "ok": each supported GPU, with the memory that JAX may use.
-    - "note": JAX has no GPU, and nvidia-smi shows none; more than 2 GiB of the first GPU's memory were in use when
-      nvidia-smi was asked, before JAX started; or jax-triton, with which Triton kernels run, is not installed, and the
-      first GPU is not a Hopper.
+    - "note": JAX has no GPU, and nvidia-smi none or an error; more than 2 GiB of the first GPU's memory were in use
+      when nvidia-smi was asked, before JAX started; or jax-triton, with which Triton kernels run, is not installed, and
+      the first GPU is not a Hopper.
 
     card: what `_nvidia_smi` returned: the first GPU's values; {"error": message} if nvidia-smi failed; None if it is
     not installed."""
@@ -210,11 +210,11 @@ def _rates() -> Iterator[Finding]:
 
 
 def _attention() -> Finding:
-    """Compares the attention kernel that is chosen on this device with plain attention in float32, forward and
-    backward, on small packed rows. The finding is "wrong" if a result is off by 2 % or more in norm, else "ok". "ok"
-    says that attention computes correctly here, but not that a hand-written kernel does: one that does not compile or
-    is wrong is refused at its first use (dispatch.first_use), and another implementation, perhaps plain attention in 16
-    bits, is then chosen and compared."""
+    """Compares the implementation of attention that is chosen on this device with plain attention in float32, forward
+    and backward, on small packed rows. The finding is "wrong" if a result is off by 2 % or more in norm, else "ok".
+    "ok" says that attention computes correctly here, but not that a hand-written kernel does: one that does not compile
+    or is wrong is refused at its first use (dispatch.first_use), and another implementation, perhaps plain attention in
+    16 bits, is then chosen and compared."""
     import jax
     import jax.numpy as jnp
 

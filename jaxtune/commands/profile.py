@@ -17,9 +17,9 @@ from jaxtune.system.terminal import say
 
 
 # arguments: the words after `jaxtune profile`: a subcommand, its traces, and options. The tables are printed on stdout
-# as text, the ceilings as JSON; --json and --html also write files, in place of earlier ones. It returns the exit code:
-# 0, also as None, or the 1 of --fail-if-slower. ValueError: a trace or the cache of ceilings cannot be read, or
-# --fail-if-slower is no percentage.
+# as text, the ceilings as JSON; --json and --html of `show` and `compare` also write files, in place of earlier ones.
+# It returns the exit code: 0, also as None, or the 1 of --fail-if-slower. ValueError: a trace or the cache of ceilings
+# cannot be read, or --fail-if-slower is no percentage.
 def run(arguments: Sequence[str]) -> int | None:
     """Read a profile, compare two, or measure what this device can do.
 
@@ -62,8 +62,8 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _fraction(option: str, text: str) -> float:
-    """Reads a percentage from the command line as a fraction: "3%" gives 0.03. A number without the percent sign is
-    refused, because 3 could mean 3 % or three times.
+    """Returns a percentage from the command line, that of --fail-if-slower, as a fraction: "3%" gives 0.03. A number
+    without the percent sign is refused, because 3 could mean 3 % or three times.
 
     Args:
       option: the option's name, for messages.

@@ -1,6 +1,7 @@
 """Options that the commands `generate` and `chat` share: the settings of jaxtune.generate, such as --temperature,
 --seed and --stop, and how the model's weights are loaded, --dtype and --load-in (their quantised format). `add_options`
-adds them to a parser, and `settings` makes arguments of jaxtune.generate from the first ones."""
+adds all of them to a parser. `settings` makes arguments of jaxtune.generate from the first ones; common.load reads the
+other two."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Makes keyword arguments of jaxtune.generate from parsed options: `temperature`, `top_k`, `top_p`, `min_p`,
-    `repetition_penalty`, `seed` and `stop_strings`. The number of tokens is not among them, because `generate` and
-    `chat` have different defaults for it."""
+    """Returns keyword arguments of jaxtune.generate, which Sampler.submit and Conversation take too, from parsed
+    options: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed` and `stop_strings`. The number of
+    tokens is not among them, because `generate` and `chat` have different defaults for it."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     return {name: getattr(options, name) for name in names} | {"stop_strings": options.stop}

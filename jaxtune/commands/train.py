@@ -21,14 +21,14 @@ def run(arguments: Sequence[str]) -> int | None:
 
     With --plan it only shows the memory and speed that the run would have, with --check only what would be trained, of
     which the rows are read, and with --help only the options, the packaged recipes and all config keys. Without --plan
-    it first makes this process one of several, if the options or the environment say so. It lets JAX use 95 % of the
-    device's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.
+    it makes this process one of several, if the options or the environment say so, before JAX starts its devices. It
+    lets JAX use 95 % of the device's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.
 
     Args:
       arguments: the words of the command line after `train`: a recipe, overrides (key=value) and options.
     Returns:
       the exit code, never None: 0, also after --help, --plan and --check, or 75 if a signal ended the run and the same
-        command continues it.
+        command continues it from what is saved, or begins it again if nothing is.
     Raises:
       ValueError: the recipe is missing, or the config or the rows are wrong.
     """
@@ -72,8 +72,8 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _print_help() -> None:
-    """Prints what `jaxtune train --help` shows: the usage, the packaged recipes with a summary of each, and all config
-    keys with type, default and meaning, which is the text in the Annotated hint of the key's field."""
+    """Prints what `jaxtune train --help` shows: the usage, the options, the packaged recipes with a summary of each,
+    and all config keys with type, default and meaning, which is the text in the Annotated hint of the key's field."""
     from jaxtune.train.config.file import config_keys, packaged_recipes, recipe_summary
 
     console = common.wide_console()

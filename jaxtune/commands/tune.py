@@ -14,8 +14,10 @@ from jaxtune.commands import common
 from jaxtune.system.terminal import say
 
 
-# arguments: the words after `jaxtune tune`: the op, "attention" or "grouped_matmul", and options for its shapes.
-# Progress and the fastest sizes are printed on stdout. ValueError: JAX has no Hopper GPU.
+# arguments: the words after `jaxtune tune`: the op, "attention" (the default) or "grouped_matmul", and options. Those
+# for shapes are attention's alone; --dtype and --output are for both. Progress and the fastest sizes are printed on
+# stdout. ValueError: JAX has no Hopper GPU. RuntimeError: no candidate runs, or the kernel with its default sizes is
+# wrong here.
 def run(arguments: Sequence[str]) -> None:
     """Measure the kernels' block sizes on this GPU and keep the fastest.
 

@@ -66,15 +66,18 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
 
 def temporary_path(path: str | os.PathLike) -> Path:
     """Returns a new hidden path in the folder of `path`, for a file or folder that is renamed to `path` when it is
-    complete. Nothing is created. remove_temporary recognises the name by its form, .NAME.PROCESS-RANDOM.tmp."""
+    complete. Nothing is created or locked. If the process is killed, what it wrote there stays; `remove_temporary`
+    recognises it by the form of the name, .NAME.PROCESS-RANDOM.tmp. Where another process may clean the folder so, the
+    caller locks (`hold`) what it creates."""
     path = Path(path)
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
-    """A context for writing a file: an OSError within it that names no file, as those of writing do, is raised again
-    with this file and the number of bytes in its message, so that the user learns which disk is full.
+    """A context for writing a file. An OSError within it that names no file (those of write and flush name none) is
+    raised as an OSError of the same number that names this file and has the number of bytes in its message, so that the
+    user learns which disk is full. An OSError that names a file passes unchanged.
 
     Args:
       path: the file that is written.
@@ -91,13 +94,11 @@ def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
 
 
 def hold(descriptor: int) -> bool:
-    """Locks an open file or folder (flock, exclusive) for as long as the descriptor is open. Returns whether it did;
-    False means that another process has it locked. A process locks what it writes, so that `remove_left` does not take
-    it for the leftover of a dead one, and no second process writes the same file.
-
-    The lock ends with its process, however the process ends. On a file system without locks nothing is locked, and the
-    result is True.
-    """
+    """Locks an open file or folder (flock, exclusive) for as long as the descriptor is open, without waiting. Returns
+    False if it is locked already through another descriptor, as by another process; else True, also on a file system
+    without locks, where nothing is locked. A process locks what it writes, so that `remove_left` does not take it for
+    the leftover of a dead one, and no second process writes the same file. The lock ends with its process, however the
+    process ends."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -157,7 +158,7 @@ def remove_temporary(folder: str | os.PathLike) -> None:
 
 def sync(path: str | os.PathLike) -> None:
     """Waits until the disk has what was written to the file `path`, or, if it is a folder, the names of its files.
-    Afterwards a power failure does not lose them."""
+    Afterwards a power failure does not lose them. Raises OSError if the path cannot be opened or the disk fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -168,16 +169,16 @@ def sync(path: str | os.PathLike) -> None:
 def fingerprints(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
     """Returns {path: {"bytes": size, "crc32": eight hexadecimal digits}} for the files `paths`, in their order; eight
     threads read them. Checkpoints and results record the values when they are written, so that a later change of a file
-    is noticed. CRC-32 detects accidental changes only, and runs at 4 GB/s per core where SHA-256 runs at 1.7. Raises
-    OSError for a file that cannot be read."""
+    is noticed, and the processes of a run compare files by them. CRC-32 detects accidental changes only, and runs at 4
+    GB/s per core where SHA-256 runs at 1.7. Raises OSError for a file that cannot be read."""
     paths = list(paths)
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(paths, pool.map(_fingerprint, paths), strict=True))
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    """Returns {"bytes": size, "crc32": eight hexadecimal digits} of the file `path`, which is read in blocks of 4
-    MiB."""
+    """Returns {"bytes": size, "crc32": eight hexadecimal digits} of the file `path`, which is read in blocks of 4 MiB.
+    `fingerprints` calls it in threads."""
     checksum, count = 0, 0
     buffer = bytearray(2**22)
     view = memoryview(buffer)

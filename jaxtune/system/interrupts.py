@@ -1,4 +1,4 @@
-"""Makes sure that Ctrl-C always ends a command, also where Python would drop the KeyboardInterrupt
+"""Makes sure that no Ctrl-C is lost where Python would drop the KeyboardInterrupt that it raises
 (`raise_dropped_interrupts`)."""
 
 from __future__ import annotations

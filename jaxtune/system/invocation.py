@@ -1,5 +1,6 @@
-"""How the user started jaxtune, so that messages propose commands in the same form: `spelled` for a command,
-`prefix_of` for the words before its name."""
+"""How the user started jaxtune, so that messages propose commands that work there: `spelled` for a command,
+`prefix_of` for the words before its name. The forms are `jaxtune`, the path of that script, `PYTHON -m jaxtune` and
+`PYTHON -m jaxtune.train`. The processes of `jaxtune launch` get the form of that command in an environment variable."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ _SCRIPT = "jaxtune"
 def spelled(command: str) -> str:
     """The command line of a jaxtune command, such as "generate FOLDER", as the user would type it, for messages.
 
-    It starts with `jaxtune`, with the path of that script, or with `python -m jaxtune`, whichever started this process
-    (or `jaxtune launch`, if that started it); `python -m jaxtune.train` is used for `train` if it started the process.
-    In a user's own script it is whatever works in this environment.
+    It starts with the words that started this process (`prefix_of`), or, in a process of `jaxtune launch`, with those
+    that started `jaxtune launch`, from the environment variable VARIABLE. `python -m jaxtune.train` is used for `train`
+    only; other commands then start with `python -m jaxtune`.
     """
     name, _, rest = command.partition(" ")
     prefix = os.environ.get(VARIABLE) or prefix_of(sys.orig_argv)
@@ -32,10 +33,11 @@ def spelled(command: str) -> str:
 
 
 def prefix_of(original: list[str]) -> str:
-    """Returns the words with which the user starts jaxtune, before the name of a command: "jaxtune", if the shell finds
-    the script under this name; else the path of that script; "PYTHON -m jaxtune", where PYTHON is the interpreter; or
-    "PYTHON -m jaxtune.train", if that started the process. In a user's own script it is the script `jaxtune` of this
-    environment, or else the interpreter with the module. Messages that propose a command begin with them.
+    """Returns the words with which the user starts jaxtune, before the name of a command. If `python -m` started the
+    process, they are "PYTHON -m jaxtune" or "PYTHON -m jaxtune.train", where PYTHON is the interpreter as it was typed.
+    If the script `jaxtune` did, or in a user's own script the one of this environment, they are "jaxtune" if the shell
+    finds that script under this name, else its path. In an environment without the script they are "PYTHON -m jaxtune".
+    `spelled` begins with them, and `jaxtune launch` gives them to its processes.
 
     Args:
       original: `sys.orig_argv`: the process's arguments, with those that the interpreter consumed.
@@ -53,6 +55,6 @@ def prefix_of(original: list[str]) -> str:
 
 
 def _short(path: str) -> str:
-    """Returns a path relative to the current folder if it is below that folder; otherwise the path unchanged. It
-    shortens the commands that messages propose."""
+    """Returns a path relative to the current folder if it is an absolute one below that folder; otherwise the path
+    unchanged. `prefix_of` shortens the path of the script or the interpreter by it."""
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path

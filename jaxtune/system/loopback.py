@@ -14,8 +14,9 @@ HOST = "127.0.0.1"
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether a host is that of this machine alone: the name localhost or a loopback address. False for any other name,
-    for None and for "". On any other host `jaxtune serve` demands an API key.
+    """Whether a host, a name or an IP address without port and brackets, is that of this machine alone: the name
+    localhost or a loopback address. False for any other name, for None and for "". On any other host `jaxtune serve`
+    demands an API key; on a loopback one it checks each request by `refusal`.
 
     >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "example.com")]
     [True, True, True, False, False]
@@ -33,8 +34,8 @@ def refusal(host: str | None, origin: str | None) -> str | None:
     Without this check a page of another site could read the server's answers through the user's browser.
 
     Args:
-      host: the header Host; None or one that is not this machine's is refused.
-      origin: the header Origin; None, which programs other than browsers send, is accepted.
+      host: the header Host; None or one that is not this machine's (`is_loopback`) is refused.
+      origin: the header Origin. None, when a request has none, is accepted, as is a page of this machine at any port.
     """
     if not is_loopback(_host_name(f"//{host or ''}")):
         return f"Host = {host!r}: this server is asked as localhost or {HOST} only"

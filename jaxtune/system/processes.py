@@ -49,19 +49,19 @@ _KEPT_DECISIONS = 64  # how many past decisions the service keeps; no process is
 class _Run:
     """State of this process within its run of several processes; a class that is never instantiated."""
 
-    watcher: threading.Thread | None = None  # ends this process if another one fails; None in a run of one process
-    leaving = False  # whether this process is ending, so that the watcher must not end it
-    last_words = ""  # the message that the others print if this process fails
+    watcher: threading.Thread | None = None  # runs `_watch`; None before `join` and in a run of one process
+    leaving = False  # whether this process is ending by `leave`, so that the watcher must not end it
+    last_words = ""  # the message that the others print if this process fails; "": they print its exit code
 
 
 # ---- joining
 
 
 def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
-    """Makes this process one of several, if the arguments or the environment say so, else does nothing; must be called
-    before JAX starts its devices. All but the first process are silent from then on (be_silent), stdout is flushed
-    after each line, JAX does not handle SIGTERM, XLA times algorithms in each process alone, and a thread (`_watch`)
-    ends this process if another one fails.
+    """Makes this process one of several, if the arguments or the environment say so, else does nothing. `jaxtune train`
+    and `jaxtune evaluate` call it; it must be called before JAX starts its devices. All but the first process are
+    silent from then on (be_silent), stdout is flushed after each line, JAX does not handle SIGTERM, XLA times
+    algorithms in each process alone (`_compile_alone`), and a thread (`_watch`) ends this process if another one fails.
 
     With a loopback address, as `jaxtune launch` gives it, or without `coordinator` where SLURM or Open MPI started all
     processes on one host, the first process listens on that address only. Otherwise anybody who reaches its port can
@@ -74,8 +74,8 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         environment is used, if it started several processes; or `coordinator` alone is given there, which Open MPI 5
         and later need, because they do not tell the address.
     Raises:
-      ValueError: the arguments do not fit each other, the first process's address is unknown, or not all processes came
-        within five minutes.
+      ValueError: the arguments are incomplete or malformed, the first process's address is unknown, or the processes
+        could not connect, as when not all come within five minutes.
     """
     place = _place(coordinator, processes, process)
     if place is None or place.count == 1:
@@ -121,7 +121,7 @@ def _compile_alone() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a process is in a run of several processes: what `join` passes to jax.distributed."""
+    """Where a process is in a run of several processes: `_place` finds it, and `join` passes it to jax.distributed."""
 
     coordinator: str  # "host:port" where the first process listens
     count: int  # number of processes
@@ -140,15 +140,13 @@ def _is_loopback(coordinator: str) -> bool:
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """Returns the Place of this process, from the arguments of `join` or else from the environment variables of SLURM
-    or Open MPI; None if neither speaks of several processes. The arguments are those of `join`; `processes` = 1 gives a
-    Place with count 1. From the environment, a loopback address is taken if all are on one host and no `coordinator` is
-    given, and a process gets one GPU, by its index on its host, unless it is alone there or the scheduler gave it one;
-    otherwise it uses all that it sees.
-
-    Raises:
-      ValueError: the arguments contradict each other, or the first process's address is unknown.
-    """
+    """Returns the Place of this process for `join`, whose arguments it takes: either all three (`processes` may be 1,
+    and the process uses all GPUs that it sees), or none, or `coordinator` alone. Without all three the environment
+    variables of SLURM or Open MPI are used. If they name no several processes, the result is None, and `coordinator`
+    alone is an error. If they do, a loopback address is taken where all are on one host and no `coordinator` is given;
+    a process gets one GPU, by its index on its host, unless it is alone there or sees one GPU or none by
+    CUDA_VISIBLE_DEVICES: then it uses all that it sees. Raises ValueError if the arguments are incomplete or malformed,
+    or the first process's address is unknown."""
     if processes is not None or process is not None:
         if coordinator is None or processes is None or process is None:
             raise ValueError("--coordinator, --processes and --process are incomplete: give all three")
@@ -224,7 +222,7 @@ def count() -> int:
 
 
 def index() -> int:
-    """The index of this process among those of the run, from 0; 0 in a run of one process."""
+    """The index of this process among those of the run, from 0; 0 before `join` and in a run of one process."""
     if _client() is None:
         return 0
     from jaxtune.system.private_jax import distributed
@@ -420,10 +418,11 @@ def last_words(text: str) -> None:
 
 
 def leave(code: int) -> None:
-    """Called at the end of a process, with its exit code; in a run of one process it does nothing. With code 0 it waits
-    for the others and returns. With any other code it reports the last words to the others and exits, because in an
-    orderly shutdown JAX and the others would wait for each other. The first process, in which the coordination service
-    runs, waits up to 10 seconds before, until all have read the report."""
+    """The command line calls it at the end of a process, with its exit code; in a run of one process it does nothing.
+    With code 0 it waits until all others call it, and returns. With any other code it reports the last words to the
+    others and exits at once, because in an orderly shutdown JAX and the others would wait for each other. Only the
+    first process, in which the coordination service runs, waits up to 10 seconds before, until all have read the
+    report."""
     if _Run.watcher is None:
         return
     client = _client()

@@ -24,6 +24,7 @@ def described(error: Exception) -> list:
 
 def made(description: list) -> Exception:
     """Returns an exception like the one that another process described as `description`, the list that `described`
-    returned, for the caller to raise in this process."""
+    returned, for the caller to raise in this process. It is of a class in _KINDS, or of the subclass of OSError that
+    Python takes for the number, such as FileNotFoundError."""
     name, arguments = description
     return next(kind for kind in _KINDS if kind.__name__ == name)(*arguments)

@@ -20,9 +20,10 @@ _LATE_SECONDS = 30.0  # after which a network file system shows a new name at th
 
 def require_shared(folder: Path) -> None:
     """Raises ValueError, in all processes, if the path `folder` is not the same folder for all of them, as on hosts
-    without a shared file system. The folder must exist in the first process and be writable there; if it is not, all of
-    them raise the first one's OSError. Collective: every process must call it, in the same order as its other
-    collective calls and in its main thread."""
+    without a shared file system. A training run calls it for its output folder, to which all processes write
+    checkpoints; the message names the key `output`. The folder must exist in the first process and be writable there;
+    if it is not, all of them raise the first one's OSError. With one process it checks nothing. Collective: every
+    process must call it, in the same order as its other collective calls and in its main thread."""
     lacking = [number for number, there in enumerate(_see_first(folder)) if not there]
     if lacking:
         raise ValueError(
@@ -67,7 +68,7 @@ def _see_first(folder: Path) -> list[bool]:
 
 def _marked(folder: Path) -> str:
     """Creates an empty file with a unique hidden name in `folder`, for which all processes look, and returns the name,
-    without the folder."""
+    without the folder. `_see_first` calls it in the first process. Raises OSError if the folder cannot be written."""
     name = f".shared_{os.getpid()}_{time.time_ns()}.tmp"
     with open(os.path.join(folder, name), "xb"):
         return name

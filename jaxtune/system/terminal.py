@@ -99,8 +99,9 @@ class _Stream:
 
 
 def outlive(raises: bool = False) -> None:
-    """From now on, writes to stdout or stderr do not end this process when the reader is gone, such as `head` or a
-    terminal that was closed: what can no longer be written is dropped. SIGHUP, which a closing terminal sends, is not
+    """From now on, writes to stderr, and without `raises` to stdout, do not end this process when they fail because the
+    reader is gone, such as `head` or a closed terminal, or the disk of a log file is full: what can no longer be
+    written is dropped. The command line calls it at its start. SIGHUP, which a closing terminal sends, is not
     handled here: train/signals.py stops a run after a save at it, under nohup it is ignored, and any other process
     ends. If one of the file descriptors 0 to 2 is closed, the null device takes its place.
 
@@ -162,8 +163,8 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
 
 
 def fitted(text: str, console: Console, hang: int = 2) -> str:
-    """Breaks the lines of `text` between words, so that each fits the width of a console of the library rich, which
-    would otherwise break them within words.
+    """Returns `text` with its lines broken between words, so that each fits the width of a console of the library rich,
+    which would otherwise break them within words. A word that is wider than the console stays whole.
 
     Args:
       text: sentences; its own line breaks stay.
@@ -280,8 +281,8 @@ def plain(text: object, style: str = "") -> Text:
 
 class PrintableFormatter(logging.Formatter):
     """A log formatter whose lines cannot act on the terminal, because `printable` escapes their characters. Its
-    arguments are those of logging.Formatter. The commands use it for log records that have no other handler, such as
-    those of libraries."""
+    arguments are those of logging.Formatter. The command line gives it to logging.lastResort, the handler that prints
+    warnings of jaxtune and of libraries where no other handler is set."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the record as logging.Formatter formats it, made printable."""
