@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from llama_cpp_models import made
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from llama_cpp_models import made
 from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune import get_peft_model, load_adapter, save_adapter

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -80,21 +81,17 @@ def test_resume_appends_and_drops_later_and_torn_lines(tmp_path):
     assert len(strict_lines(tmp_path / "new" / "metrics.jsonl")) == 1
 
 
-def test_a_full_disk_does_not_stop_training_and_the_file_goes_on(tmp_path, caplog):
+def test_a_full_disk_does_not_stop_training_and_the_file_goes_on(tmp_path, caplog, monkeypatch):
+    class Full(io.FileIO):
+        def write(self, data):
+            return super().write(data[:10])
+
     log = MetricsLogger(tmp_path)
     log.log(1, {"loss": 1.0})
-    real = log._sinks["metrics.jsonl"]._file
-
-    class Full:
-        name = real.name
-
-        def write(self, data):
-            return real.write(data[:10])
-
-    log._sinks["metrics.jsonl"]._file = Full()
-    for step in (2, 3):
-        log.log(step, {"loss": 1.0})
-    log._sinks["metrics.jsonl"]._file = real
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics, "open", lambda path, mode, buffering: Full(path, mode), raising=False)
+        for step in (2, 3):
+            log.log(step, {"loss": 1.0})
     log.log(4, {"loss": 1.0})
     log.close()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4]
@@ -103,11 +100,12 @@ def test_a_full_disk_does_not_stop_training_and_the_file_goes_on(tmp_path, caplo
 
 
 def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path, caplog, monkeypatch):
-    def no_handles(self):
+    def no_handles(*arguments, **options):
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr(metrics._JsonlSink, "_opened", no_handles)
+        patched.setattr(metrics, "open", no_handles, raising=False)
+        patched.setattr(Path, "touch", no_handles)
         log = MetricsLogger(tmp_path)
         log.log(1, {"loss": 1.0})
     for step in (2, 3):

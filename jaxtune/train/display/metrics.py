@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from jaxtune.system import processes, terminal
 from jaxtune.system.files import atomic_write
@@ -137,30 +137,19 @@ class _JsonlSink(_Sink):
 
     def __init__(self, path: Path):
         self._path = path
-        self._file: BinaryIO | None = None
         self._torn = False  # whether the last line may be incomplete, as after a full disk
         with contextlib.suppress(OSError):  # the first line tries again, and its error is reported
-            self._file = self._opened()
-
-    def _opened(self) -> BinaryIO:
-        """The file, open for lines at its end. OSError if it cannot be opened."""
-        return open(self._path, "ab", buffering=0)
+            path.touch()
 
     def log(self, line: dict[str, Any]) -> None:
         """Appends `line` (see `_Sink.log`). OSError if the file cannot be opened or only a part was written; the next
         call begins a new line then."""
-        if self._file is None:
-            self._file = self._opened()
         data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
-        self._torn = True
-        if self._file.write(data) != len(data):
-            raise OSError(f"{self._path}: only a part of a line could be written")
+        with open(self._path, "ab", buffering=0) as file:
+            self._torn = True
+            if file.write(data) != len(data):
+                raise OSError(f"{self._path}: only a part of a line could be written")
         self._torn = False
-
-    def close(self) -> None:
-        """Closes the file at the end of the run; lines are written without a buffer."""
-        if self._file is not None:
-            self._file.close()
 
 
 class _TensorBoardSink(_Sink):
