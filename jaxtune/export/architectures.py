@@ -185,9 +185,10 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
     """Returns clauses for an error message that say where the model's layers differ from the pattern that llama.cpp
     hard-codes for the architecture `arch`: which have a sliding window, of one length, which have which position
-    encoding, and in Gemma 3 the local encoding itself. Windows are compared only if arch.period is set, and a model
-    without any windows passes. Of windows, as of position encodings, only the first layer that differs is named. [] if
-    nothing differs. config: the model's. `_problems` calls it for architectures without by_layer."""
+    encoding, and in Gemma 3 that the local one is unscaled with the base 10,000. Windows are compared only if
+    arch.period is set, and a model without any windows passes. Of windows, as of position encodings, only the first
+    layer that differs is named. [] if nothing differs. config: the model's. `_problems` calls it for architectures
+    without by_layer."""
     found = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}

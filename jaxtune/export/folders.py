@@ -62,7 +62,7 @@ def write_stored(
 ) -> list[str]:
     """Writes a Hugging Face folder with the linears and experts in a quantised format. Returns notes for the user: a
     sentence on how many matrices stay in the model's dtype because their rows are not whole blocks of the format; [] if
-    there are none. api.py calls it for most formats, and `write_nvfp4_activations` and `write_mxfp4` for theirs.
+    there are none. api.py calls it for most formats; `write_nvfp4_activations` and `write_mxfp4` call it too.
 
     A model that is stored in the format already, and has no `qat`, is not quantised further: linears that it has in 16
     bits stay so, without a note. If a file's header contains values of a weight (double-quantised NF4: a mean of each
@@ -136,8 +136,8 @@ def write_mxfp4(
     does: how many matrices stay unquantised because of their rows; of gpt-oss [].
 
     Args:
-      weights: the model's weights. They are encoded here, unless they are in MXFP4 already (as in write_stored). Those
-        of gpt-oss are rounded without a check that numbers which QAT rounded to MXFP4 are unchanged.
+      weights: the model's weights, which write_stored encodes. The experts of gpt-oss are encoded here, without a check
+        that numbers which QAT rounded to MXFP4 are unchanged.
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
@@ -169,7 +169,7 @@ def write_mxfp4(
 def _in_mxfp4(make: Callable[[], Any], dtype: str) -> Stored:
     """Makes a matrix of all experts of a layer of gpt-oss and encodes it in MXFP4, as its published files store it: [E,
     out, in]. It is called when the matrix is written, so that one matrix is in memory at a time. make: returns the
-    matrix [E, in, out], which may be in MXFP4 and is then decoded first. dtype: the model's, to which it is decoded."""
+    matrix [E, in, out], which is decoded first if it is quantised. dtype: the model's, to which it is decoded."""
     return _encoded_transposed(dense(make(), dtype))
 
 
