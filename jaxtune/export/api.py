@@ -53,8 +53,8 @@ def export_model(
 ) -> Exported:
     """Writes a model, or its adapter, in the format of another program.
 
-    The folder appears complete or not at all: it is written under another name, read back, compared byte by byte with
-    what was written, and then renamed. Nothing is downloaded.
+    The folder appears complete or not at all: it is written under another name, read back, every byte of its tensors
+    is compared with what was written, and then it is renamed. Nothing is downloaded.
 
     Args:
       model: the model, with or without an adapter.
