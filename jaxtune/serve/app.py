@@ -71,8 +71,8 @@ def make_app(models: Mapping[str, Served], engine: Engine, key: str | None, loca
 
 class Json(Response):
     """A response whose content, any JSON value, is encoded by `errors.encoded`, which does not fail on any text.
-    starlette's JSONResponse fails on lone surrogates, which UTF-8 cannot encode. Every response
-    that has a body and is not a stream is one."""
+    starlette's JSONResponse fails on lone surrogates, which UTF-8 cannot encode. Every response of
+    the application that has a body and is not a stream is one."""
 
     media_type = "application/json"
 

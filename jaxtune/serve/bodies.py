@@ -177,8 +177,8 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
       body: the decoded JSON of a request, of any type.
       models: the models that are served, by name.
     Raises:
-      ApiError: 400: the body is wrong, the tokenizer has no chat template, or the template refuses the messages; 404: no
-        model has the name.
+      ApiError: 400: the body is wrong, the tokenizer has no chat template, or the template refuses the messages; 404:
+        no model has the name.
     """
     checked = _checked(_Chat, body)
     served = _model(checked.model, models)
