@@ -1,4 +1,5 @@
-"""Export of an adapter in PEFT's format (`write`), and notes for the user on which servers can load it (`servers`).
+"""Export of an adapter in PEFT's format (`write`, for the target "adapter" of export/api.py), and notes for the user on
+which programs can load it (`servers`).
 
 The files are read back (`verify`). Their tensors must equal the written ones bit for bit, and the product B A of each
 adapted matrix, computed from the files as PEFT does it (`_peft_product`), must be close to the model's (np.allclose).
@@ -30,7 +31,8 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
     """Writes a model's adapter in PEFT's format into an empty folder, reads the files back and checks them.
 
     Args:
-      model: the model with the adapter; its other weights are not written.
+      model: the model with the adapter. Only the adapter is written, and an embedding or head that was trained whole
+        beside it (modules_to_save).
       folder: an empty folder.
       tokenizer: written into the folder too; None: no tokenizer is written.
     Returns:
@@ -52,9 +54,9 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
 def servers(model: Decoder) -> list[str]:
     """Returns notes for the user of an exported adapter, at least one, of one or more sentences each. They name the
     properties that restrict which programs (PEFT, vLLM, SGLang, TGI and llama.cpp, in their releases of 2026) or which
-    of transformers' classes can load it, such as adapters of experts, DoRA or a base with a vision tower, and where the
-    merged model must be served instead. If nothing restricts them, one note says so. model: the model with the
-    adapter."""
+    of transformers' classes can load it, such as adapters of experts, DoRA, an embedding that was trained whole or a
+    base with a vision tower, and where the merged model must be served instead. If nothing restricts them, one note
+    says so. model: the model with the adapter."""
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
     in_parameters = bool(config_of(model)["target_parameters"])
@@ -99,8 +101,8 @@ def servers(model: Decoder) -> list[str]:
 
 def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, np.ndarray]) -> None:
     """Checks that an adapter's tensors were read back bit for bit, and that for each adapted matrix the product B A, as
-    PEFT computes it from the files, is close to the model's (np.allclose). The factor alpha / r and DoRA's magnitudes
-    are not checked.
+    PEFT computes it from the files, is close to the model's (np.allclose). The product is without the factor alpha / r
+    and DoRA's magnitudes. `write` calls it, so that an adapter that PEFT would read otherwise is not exported.
 
     Args:
       model: the model with the adapter.

@@ -3,8 +3,9 @@ which has a function for each format. `require_format` checks the arguments befo
 the result. The folder is complete and verified before it gets its name.
 
 Each entry of FORMATS is called with (model, `_Job`: the other arguments of export_model). `_folder` makes the entries
-for Hugging Face folders, those of some quantised formats through `_stored`; the others are `_gguf` and `_gguf_adapter`,
-which write by `_write_gguf`. `_whole` gives the weights to write, each merged with its adapter when it is made.
+for folders of safetensors and JSON files, PEFT's among them, those of some quantised formats through `_stored`; the
+others are `_gguf` and `_gguf_adapter`, which write by `_write_gguf`. `_whole` gives the weights that exports of a whole
+model write; if it has an adapter, each is merged with it when it is made.
 """
 
 from __future__ import annotations
@@ -52,30 +53,32 @@ def export_model(
 ) -> Exported:
     """Writes a model, or its adapter, in the format of another program.
 
-    The folder appears complete or not at all: it is written under another name, read back, compared with the model, and
-    then renamed. Nothing is downloaded.
+    The folder appears complete or not at all: it is written under another name, read back, every byte of its tensors
+    is compared with what was written, and then it is renamed. Nothing is downloaded.
 
     Args:
       model: the model, with or without an adapter.
       path: a folder that does not exist or is empty.
       to: one of FORMATS: "merged", a Hugging Face folder in the model's dtype; a quantised one ("bnb-4bit", "fp8",
         "nvfp4", "nvfp4-nvfp4", "int8", "w4a16", "w4a8", "mxfp4" or "mxfp4-mxfp4"); "gguf"; or "adapter" or
-        "gguf-adapter", which contain the adapter alone. In all others an adapter is merged first. The model itself is
-        not changed.
-      tokenizer: written with the model; gguf needs it.
+        "gguf-adapter", which contain the adapter alone. In all others an adapter, if there is one, is merged first. The
+        model itself is not changed.
+      tokenizer: written into the folder or the GGUF file, but not by gguf-adapter; None: none is. gguf needs it.
       outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's own dtype. After
         quantisation-aware training in q4_0 or q8_0, that type stores the numbers of the training. gguf-adapter is
-        always f32, and other formats take None.
-      name: general.name of a GGUF file; None: the folder's name.
+        always f32 (None or "f32"), and other formats take None.
+      name: general.name of a GGUF file; None: the folder's name. gguf changes it, with a note, if llama.cpp would take
+        the tokenizer for one of another kind because of it.
       max_shard_bytes: for safetensors folders of whole models: weights above this size are divided into shards.
     Returns:
       the folder, its files and notes for the user.
     Raises:
-      ValueError: an unknown format; a model that the format cannot represent, such as weights that QAT rounded to
-        another grid, or a model without an adapter in formats of adapters; gguf without a tokenizer or without the gguf
-        package; a folder in use; a disk without room.
-      ArithmeticError: what was read back differs from the model, or the merged weights do not compute what the adapter
-        does; the temporary folder is removed.
+      ValueError: an unknown format or outtype; a model that the format cannot represent, such as weights that QAT
+        rounded to another grid, or a model without an adapter in formats of adapters; gguf without a tokenizer or
+        without the gguf package; a folder in use; a disk without room.
+      ArithmeticError: what was read back differs from what was written; a value is not finite, or decodes to one
+        further off than rounding explains; or the merged weights do not compute what the adapter does. The temporary
+        folder is removed.
     """
     require_format(path, to, outtype)
     job = _Job(Path(path).resolve(), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
@@ -89,10 +92,11 @@ def export_model(
 
 def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> None:
     """Raises ValueError for arguments with which no model can be exported: an unknown format or type of weights, a
-    folder in use, a missing package. `jaxtune export` calls it before it loads the model, which takes longer.
+    folder in use, or, for the two formats of GGUF, no gguf package. export_model calls it first, and `jaxtune export`
+    also before it loads the model, which takes longer.
 
     Args:
-      path: the folder that is to be written; it must not exist, or be empty.
+      path: the folder that is to be written; it must not exist, or be empty, and no disk may be mounted there.
       to: the name of the format.
       outtype: the type of a GGUF file's weights, one of OUTTYPES; None: it is not chosen. It must be None for formats
         other than GGUF, and None or "f32" for gguf-adapter.
@@ -112,40 +116,42 @@ def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """The arguments of one call of `export_model`, as every entry of FORMATS gets them beside the model."""
+    """The arguments of one call of `export_model`, as every entry of FORMATS gets them beside the model. `to` is not
+    among them, because it chooses the entry."""
 
     path: Path  # the folder to write, absolute
     tokenizer: Any  # None: there is none
-    # the type of a GGUF file's weights, a key of OUTTYPES such as "q4_k_m"; None: the model's own dtype, float32 for
-    # gguf-adapter, and nothing for formats other than GGUF
+    # the type of a GGUF file's weights, a key of OUTTYPES such as "q4_k_m"; None: the model's own dtype. gguf-adapter
+    # writes float32 whatever it is, and formats other than GGUF have None
     outtype: str | None
-    name: str  # general.name of a GGUF file
+    name: str  # general.name of a GGUF file; _gguf may change it
     max_shard_bytes: int  # weights above this size are divided into several safetensors files
 
 
 def _whole(model: Decoder) -> Weights:
-    """The weights of a model for an export: if it has an adapter, the adapter is merged into them, else they are
-    unchanged. Each weight is made only when it is written, so that the merged model is never in memory as a whole.
-    Raises ArithmeticError if the merged logits, which are verified here, are not those of the model with its adapter;
-    each matrix is verified when it is made."""
+    """The weights of a model for an export: if it has an adapter, the adapter is merged into them (quantised weights
+    are then decoded), else they are unchanged. A merged weight is made only when it is written, so that the merged
+    model is never in memory as a whole. All entries of FORMATS but the two of adapters call it. Raises ArithmeticError
+    if the merged logits, which are verified here, are not those of the model with its adapter; each merged matrix is
+    verified when it is made, which raises it too."""
     return merged_weights(model) if has_adapter(model) else Weights(model)
 
 
 def _gguf(model: Decoder, job: _Job) -> Exported:
     """Writes a model as one GGUF file with its tokenizer for llama.cpp, and verifies it by reading it back; the entry
     "gguf" of FORMATS. If the model has an adapter, each weight is merged with it as it is written; `model` itself is
-    not changed. llama.cpp treats a tokenizer as Phi-3's if the model's name has phi-3 in it: such a name is changed
-    where the tokenizer is of another kind, and " (Phi-3)" is added where it is of that kind and the name does not say
-    so; a note tells the user. job: the folder and the options of the export. The file's name is model-OUTTYPE.gguf.
-    Another note says how many tensors have a type other than the outtype because of their rows' length, one names the
-    matrices that are rounded here although quantisation-aware training rounded only the others to the type, and those
-    of `hyperparameters` say where llama.cpp computes the model differently.
+    not changed. llama.cpp treats a tokenizer as Phi-3's if the model's name has phi-3 or phi3 in it: such a name is
+    changed where the tokenizer is of another kind, and " (Phi-3)" is added where it is of that kind and the name does
+    not say so; a note tells the user. job: the folder and the options of the export. The file's name is
+    model-OUTTYPE.gguf. Another note says how many tensors have a type other than the outtype because of their rows'
+    length, one names the matrices that are rounded here although quantisation-aware training rounded only the others to
+    the type, and those of `hyperparameters` say where llama.cpp computes the model differently.
 
     Raises:
       ValueError: llama.cpp would compute another model or does not support this kind of tokenizer; there is no
         tokenizer; the disk has no room; weights left the grid that the model's `qat` names.
-      ArithmeticError: what was read back differs from what was written, or the merged weights do not compute what the
-        adapter does.
+      ArithmeticError: what was read back differs from what was written; a value is not finite, or too large for f16; or
+        the merged weights do not compute what the adapter does.
     """
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
@@ -185,8 +191,8 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
 
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
     """Writes a model's LoRA adapter as a GGUF file in float32 for llama.cpp's --lora, and verifies it by reading it
-    back; the entry "gguf-adapter" of FORMATS. job: the folder and the options of the export. The file's name is
-    adapter-f32.gguf, and the result has no notes.
+    back; the entry "gguf-adapter" of FORMATS. job: the folder and the options of the export, of which it uses `path`
+    and `name`. The file's name is adapter-f32.gguf. The result has no notes; export_model adds one after QAT.
 
     Raises:
       ValueError: the model has no adapter, or one that llama.cpp cannot apply; llama.cpp would compute another base;
@@ -206,13 +212,14 @@ def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
 
 
 def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str]) -> Exported:
-    """Writes one GGUF file into the job's new folder and verifies it by reading it back.
+    """Writes the folder of an export to GGUF with its one file, which it verifies by reading it back, for `_gguf` and
+    `_gguf_adapter`. Returns what export_model returns.
 
     Args:
-      job: the export's arguments.
+      job: the export's arguments, of which it uses `path`.
       file: the name of the file.
       arch: llama.cpp's name of the architecture.
-      fields: metadata, {key: value}.
+      fields: metadata, {key: value}, without general.architecture, which is `arch`.
       sources: the gguf_tensors.Sources that make the tensors, in the order of the file.
       outtype: the type of the weights, one of OUTTYPES.
       notes: sentences for the user, which the result contains.
@@ -231,14 +238,15 @@ def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, 
 
 
 def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
-    """Makes an entry of FORMATS for a format that is a Hugging Face folder.
+    """Makes an entry of FORMATS for a format that is a folder of safetensors and JSON files: every format but the two
+    of GGUF.
 
     Args:
       write: called with (model, an empty temporary folder, tokenizer, max_shard_bytes): writes the files and returns
         notes.
     Returns:
       the export function (model, job) -> Exported. It has `write` fill a temporary folder, which is renamed to the
-        job's path at the end; if `write` raises, the temporary folder is removed.
+        job's path at the end; if `write` raises, the temporary folder is removed and the error raised again.
     """
 
     def export(model: Decoder, job: _Job) -> Exported:
@@ -251,9 +259,9 @@ def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
 
 
 def _stored(to: Format) -> Callable[[Decoder, _Job], Exported]:
-    """Makes the entry of FORMATS for a quantised format of safetensors files: a function (model, job) that quantises
-    the model, with its adapter merged if it has one, and writes the folder. to: the format, such as bitsandbytes' NF4
-    or FP8."""
+    """Makes the entry of FORMATS for a quantised format that folders.write_stored writes without further arguments,
+    such as bitsandbytes' NF4 or FP8: a function (model, job) that quantises the model, with its adapter merged if it
+    has one, and writes the folder. to: the format."""
     return _folder(lambda model, *rest: folders.write_stored(to, _whole(model), *rest))
 
 

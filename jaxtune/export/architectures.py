@@ -1,7 +1,7 @@
 """Families that llama.cpp knows: what it has for each (ARCHITECTURES, a table of Architecture), whether it computes
 what a model does (`architecture`; `_problems` and `_layer_problems` find what it does not), the metadata that it needs
 (`hyperparameters`, with `_rope_keys`), and the factors of rotary frequencies that it reads as tensors (`rope_factors`).
-Exports to GGUF files use it.
+Exports to GGUF files use it: api.py all but `rope_factors`, which gguf_tensors.py calls.
 
 llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute
 differently is refused here, with the reason. A model that it computes correctly in a shorter context only is written
@@ -35,25 +35,30 @@ class Architecture:
     "It" below is llama.cpp."""
 
     name: str  # general.architecture of the file
-    permuted: bool = False  # rotary pairs are the neighbours (2i, 2i + 1) of a head, so rows of q and k are reordered
+    # rotary pairs are the neighbours (2i, 2i + 1) of a head, and those of Hugging Face's model are not, so rows of q
+    # and k are reordered; False: the pairs are the same in both
+    permuted: bool = False
     # projections whose biases it reads, of "q/k/v", "attention output" and "MLP"; a model with other biases is refused
     biases: frozenset[str] = frozenset()
     # layers whose number, from 1, is a multiple of it have full attention, and the others a sliding window; None: it
-    # has no windows
+    # has no windows, or the file says which layers have one (by_layer)
     period: int | None = None
     split_heads: bool = False  # it assumes that a head has hidden_size / num_attention_heads dimensions
     ropes: tuple[str, ...] = ("default", "linear", "yarn")  # kinds of RopeConfig that it computes
     own_output: bool = False  # the file must contain the head as a tensor, even if it is tied to the embedding
     tied_output: bool = False  # the head must be tied to the embedding
-    # with this number of layers, queries are scaled by hidden_size / heads in place of head_dim (Gemma's 27B)
+    # with this number of layers, scores are scaled by (hidden_size / heads)^-0.5 in place of head_dim^-0.5 (Gemma 27B)
     wide_scale_layers: int | None = None
     # layers whose number, from 1, is a multiple of it have no position encoding; None: all layers have one
     nope_period: int | None = None
-    partial: bool = False  # the rotary embedding may cover only the first dimensions of each head; else it covers all
+    # the rotary embedding may cover only the first dimensions of each head; else it covers all, except in the kind
+    # "proportional"
+    partial: bool = False
     factors: bool = False  # it reads factors on embedding, scores, layers and logits (that of the logits divides them)
     gemma: bool = False  # the embedding is scaled by the square root of its size, and the activation is GELU, not SiLU
     fused_experts: bool = False  # gate and up of experts are one tensor of the file, gate first
-    # the file says of each layer its heads, window and MLP, as in export/gemma4.py; no pattern is hard-coded
+    # the file says of each layer its heads, window and MLP, as in export/gemma4.py; no pattern is hard-coded. Scores
+    # are then not scaled, and logits may have a soft cap
     by_layer: bool = False
     # (llama.cpp's key of an end token, the token's text), for end tokens it does not recognise by text
     ends: tuple[tuple[str, str], ...] = ()
@@ -100,7 +105,8 @@ ARCHITECTURES = {
 
 
 def architecture(config: DecoderConfig) -> Architecture:
-    """Returns llama.cpp's architecture for a model, if llama.cpp computes what the model does.
+    """Returns llama.cpp's architecture for a model, if llama.cpp computes what the model does. Exports to GGUF, of
+    models and of adapters, call it before they write anything.
 
     Raises:
       ValueError: llama.cpp has no architecture for the family of `config`, the model's, or would compute something
@@ -118,9 +124,9 @@ def architecture(config: DecoderConfig) -> Architecture:
 
 
 def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Returns everything for which the model cannot be exported, because llama.cpp would compute it differently, a
-    clause each for an error message; [] if there is nothing. config: the model's. arch: llama.cpp's architecture for
-    its family."""
+    """Returns everything in a model's config that llama.cpp would compute differently, so that `architecture` refuses
+    the model, a clause each for an error message; [] if there is nothing. What the user only gets a note about
+    (`hyperparameters`) is not among it. config: the model's. arch: llama.cpp's architecture for its family."""
     found = []
 
     def check(right: bool, what: str) -> None:
@@ -179,8 +185,10 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
     """Returns clauses for an error message that say where the model's layers differ from the pattern that llama.cpp
     hard-codes for the architecture `arch`: which have a sliding window, of one length, which have which position
-    encoding, and in Gemma 3 the base of the local one. Windows are compared only if arch.period is set, and of the
-    position encodings only the first layer that differs is named. [] if nothing differs. config: the model's."""
+    encoding, and in Gemma 3 that the local one is unscaled with the base 10,000. Windows are compared only if
+    arch.period is set, and a model without any windows passes. Of windows, as of position encodings, only the first
+    layer that differs is named. [] if nothing differs. config: the model's. `_problems` calls it for architectures
+    without by_layer."""
     found = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}
@@ -211,17 +219,17 @@ def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
 
 def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str, Any], list[str]]:
-    """The metadata by which llama.cpp knows a model's sizes and constants.
+    """The metadata by which llama.cpp knows a model's sizes and constants, for the GGUF file of a model.
 
     Args:
       config: the model's.
       arch: its architecture, as `architecture` returns it.
     Returns:
       ({key: value}, notes for the user: one if the model has sliding windows and llama.cpp's architecture none, so that
-        a window is written as the context; one for longrope, whose factors llama.cpp chooses by the size of its
-        context; and one for yarn without truncation, whose logits differ slightly). In the file a key begins with the
-        architecture's name and a dot, which these keys do not have; ints are stored as uint32, floats as float32, and
-        texts as such. A list (Gemma 4) has a value for each layer.
+        no longer context than the smallest window is written; one for longrope, whose factors llama.cpp chooses by the
+        size of its context; and one for yarn without truncation, whose logits differ slightly). In the file a key
+        begins with the architecture's name and a dot, which these keys do not have; ints are stored as uint32, floats
+        as float32, and texts as such. A list (Gemma 4) has a value for each layer.
     """
     notes = []
     context = config.context_length
@@ -315,7 +323,7 @@ def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray]:
     name in the file: float32[rotary dims / 2], or, for the proportional kind, float32[head size / 2]}. They are one
     tensor for rotary embeddings of kind llama3, two for longrope (for long and for short contexts), and one for the
     proportional kind of Gemma 4's global layers; {} for other kinds. config: the model's, whose first rotary embedding
-    is read."""
+    is read. gguf_tensors.of_model writes them first."""
     rope = config.rotary[0]
     if rope.kind == "proportional":
         return {"rope_freqs.weight": gemma4.frequency_factors(rope, config.head_dim)}

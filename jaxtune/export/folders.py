@@ -1,11 +1,12 @@
 """Exports as Hugging Face folders (safetensors, config.json, tokenizer) for other programs.
 
 `write_merged` decodes quantised weights and writes the model in its own dtype; `write_stored` writes linears and
-experts in a quantised format such as NF4 or FP8, and quantises those that are not in it yet; `write_nvfp4_activations`
-does so in NVFP4 with scales of activations, and `write_mxfp4` in MXFP4, with gpt-oss as it is published (`_in_mxfp4`
-encodes its experts). All end in `write_planned`, which writes the files and calls `verify`: it reads the folder back
-and compares every byte by checksum. Their caller (api.py) passes Weights (models/files/weights.py), which makes one
-tensor at a time and merges the model's adapter, if it has one, on the way.
+experts in a quantised format such as NF4 or FP8, to which it quantises a model that is not stored in it;
+`write_nvfp4_activations` does so in NVFP4 with scales of activations, and `write_mxfp4` in MXFP4, with gpt-oss as it is
+published (`_in_mxfp4` encodes its experts by `_encoded_transposed`). All end in `write_planned`, as w4a16.write does,
+which writes the files and calls `verify`: it reads the folder back and compares every byte by checksum. Their caller
+(api.py) passes Weights (models/files/weights.py), which makes one tensor at a time and merges the model's adapter, if
+it has one, on the way. All pass on the ArithmeticError of a merge that is wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes
     it by reading it back. Returns [], as there are no notes for the user.
 
     Args:
-      weights: the model's weights, with an adapter merged.
+      weights: the model's weights; if it has an adapter, the merged ones.
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
@@ -61,19 +62,22 @@ def write_stored(
 ) -> list[str]:
     """Writes a Hugging Face folder with the linears and experts in a quantised format. Returns notes for the user: a
     sentence on how many matrices stay in the model's dtype because their rows are not whole blocks of the format; [] if
-    there are none.
+    there are none. api.py calls it for most formats; `write_nvfp4_activations` and `write_mxfp4` call it too.
 
-    If a file's header contains values of a weight (double-quantised NF4: a mean of each matrix, as text), weights that
-    are not yet in the format are quantised twice: first for the header, then for the data.
+    A model that is stored in the format already, and has no `qat`, is not quantised further: linears that it has in 16
+    bits stay so, without a note. If a file's header contains values of a weight (double-quantised NF4: a mean of each
+    matrix, as text), weights that are not yet in the format are quantised twice: first for the header, then for the
+    data.
 
     Args:
       to: the format. Its field `export` says what its readers cannot load: experts (`without_experts`), or linears of
-        certain names (`keeps`), which are decoded and written in the model's dtype.
-      weights: the model's weights, which need not be quantised yet.
+        certain names (`keeps`), which are decoded and written in the model's dtype. It must not be None.
+      weights: the model's weights, in any format or none.
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
-      says: changes the entry quantization_config of config.json before it is written; None: it stays as it is.
+      says: takes the entry quantization_config of config.json and returns the one that is written; None: it stays as
+        it is.
       input_scales: {name of a linear: the scale of activations that is stored beside its weight}, of NVFP4.
     Raises:
       ValueError: the model has experts, and the format's readers do not support them; no matrix has rows of whole
@@ -100,8 +104,9 @@ def write_stored(
 
 def write_nvfp4_activations(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
     """Writes a model that quantisation-aware training in nvfp4-nvfp4 rounded, as a Hugging Face folder in NVFP4 whose
-    activations servers round too (W4A4): the weights as `write_stored` writes them, and beside each the scale under
-    which training rounded its inputs (`X.input_global_scale`). Returns notes for the user, as write_stored does.
+    activations servers round too (W4A4): the weights as `write_stored` writes them, and beside each linear X that has
+    one the scale under which training rounded its inputs (`X.input_global_scale`). Returns notes for the user, as
+    write_stored does.
 
     Args:
       weights: the model's weights.
@@ -127,17 +132,19 @@ def write_mxfp4(
     weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, activations: bool = False
 ) -> list[str]:
     """Writes a model as a Hugging Face folder in MXFP4: linears and experts as compressed-tensors stores them, or, of
-    gpt-oss, the experts as it is published. Returns notes for the user, as write_stored does: how many matrices stay
-    unquantised; of gpt-oss [].
+    gpt-oss, the experts as it is published, and the linears unquantised. Returns notes for the user, as write_stored
+    does: how many matrices stay unquantised because of their rows; of gpt-oss [].
 
     Args:
-      weights: the model's weights; those that are not in MXFP4 yet are encoded here.
+      weights: the model's weights, which write_stored encodes. The experts of gpt-oss are encoded here, without a check
+        that numbers which QAT rounded to MXFP4 are unchanged.
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
       activations: True: config.json says that servers round activations to MXFP4 too; False: they do not.
     Raises:
-      ValueError: gpt-oss with `activations`, which its layout cannot say; the errors of write_stored.
+      ValueError: gpt-oss with `activations`, which its layout cannot say, or quantised in another format; the errors of
+        write_stored, or, of gpt-oss, of write_planned.
       ArithmeticError: what was read back differs from what was written.
     """
     model, layouts = weights.model, FORMATS["mxfp4"].layouts
@@ -160,15 +167,15 @@ def write_mxfp4(
 
 
 def _in_mxfp4(make: Callable[[], Any], dtype: str) -> Stored:
-    """Makes a matrix of all experts of a layer and encodes it in MXFP4, as files store it: [E, out, in]. It is called
-    when the matrix is written, so that one matrix is in memory at a time. make: returns the matrix [E, in, out], which
-    may be quantised and is then decoded first. dtype: the model's, to which it is decoded."""
+    """Makes a matrix of all experts of a layer of gpt-oss and encodes it in MXFP4, as its published files store it: [E,
+    out, in]. It is called when the matrix is written, so that one matrix is in memory at a time. make: returns the
+    matrix [E, in, out], which is decoded first if it is quantised. dtype: the model's, to which it is decoded."""
     return _encoded_transposed(dense(make(), dtype))
 
 
 def _encoded_transposed(array: jax.Array) -> Stored:
     """Encodes weights of gpt-oss's E experts, [E, in, out] as its models have them, in MXFP4 as its published files
-    store them, [E, out, in]. `in` must be a multiple of 32."""
+    store them, [E, out, in]. `in` must be a multiple of 32. write_mxfp4 also traces it for the shapes of the file."""
     return FORMATS["mxfp4"].encode(array.swapaxes(1, 2))
 
 
@@ -181,8 +188,8 @@ def write_planned(
     extra: dict | None = None,
     loads: bool = True,
 ) -> list[str]:
-    """Writes a Hugging Face folder (weights, config.json, tokenizer) and reads it back. All functions that export such
-    a folder end here.
+    """Writes a Hugging Face folder (weights, config.json, tokenizer) and reads it back (`verify`). All functions that
+    export a whole model as such a folder end here.
 
     Args:
       weights: the model's weights.
@@ -192,8 +199,8 @@ def write_planned(
       planned: the tensors of the files and how they are made, {name of a tensor of the model: Group}; None: the model's
         weights as they are.
       extra: entries of config.json that are added to those of the model, or replace them; None: none.
-      loads: True: jaxtune can load such a folder itself, and the check of the written files includes that. False: it
-        cannot, and only config.json and the bytes are compared.
+      loads: True: jaxtune can load such a folder itself, and the check of the written files includes that names and
+        shapes of tensors are those of config.json. False: it cannot, and `extra` must have a quantization_config.
     Returns:
       [], always: the notes for the user that an export function returns, of which there are none here.
     Raises:
@@ -212,15 +219,16 @@ def write_planned(
 
 def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderConfig, loads: bool = True) -> None:
     """Reads a folder back and compares it with what was written: the model's config that config.json describes, the
-    names of the tensors, and every byte of every tensor by checksum. Equal files compute equal logits.
+    names of the tensors, and every byte of every tensor by checksum. No logits are computed, because equal files give
+    equal ones. write_planned calls it.
 
     Args:
       folder: the folder.
       written: {tensor's name: its checksums}, which write_checkpoint returned when it wrote the folder.
       config: the model's, which config.json must describe.
       loads: True: jaxtune can load such folders itself, so the names and shapes of the tensors are also compared with
-        config.json. False: they are not, and the entry quantization_config of config.json, which must have one, is not
-        compared.
+        config.json. False: they are not, and config.json must have an entry quantization_config, which is left out of
+        the comparison.
     Raises:
       ArithmeticError: something differs, or the folder cannot be read.
       KeyError: `loads` is False, and config.json has no quantization_config.

@@ -1,7 +1,7 @@
 """What a GGUF file says of a model of Gemma 4 (`hyperparameters`, `frequency_factors`), the special tokens that
-llama.cpp is to write into answers (SHOWN), and what llama.cpp would compute differently in one (`problems`). The layers
-of these models differ in their windows, their heads and the width of their MLPs, which `_slides`, `_attention` and
-`_mlp_size` read of a layer.
+llama.cpp is to write into answers (SHOWN), and what llama.cpp would compute differently in one (`problems`), for
+architectures.py, which adds what is the same for all families. The layers of these models differ in their windows,
+their heads and the width of their MLPs, which `_slides`, `_attention` and `_mlp_size` read of a layer.
 
 llama.cpp reads these for each layer, in place of a pattern that it hard-codes. The keys are those of its architecture
 "gemma4", which the families gemma4_text and gemma4_unified_text have.
@@ -25,8 +25,8 @@ _UNTURNED = 1e30  # llama.cpp divides a pair's angle by it, so that the pair is 
 
 def _attention(layer: LayerSpec) -> AttentionShape:
     """The settings in which a layer's attention differs from the decoder's, such as its heads, as an AttentionShape;
-    one with the defaults, in which None means the decoder's value, if it does not differ. `problems` and
-    `hyperparameters` read them of each layer."""
+    one with the defaults if it does not differ. A field that is None means the decoder's value, but None in gives_keys
+    or takes_keys that the layer gives or takes no keys. `problems` and `hyperparameters` read them of each layer."""
     shape = layer.config_of("mixer")
     return shape if isinstance(shape, AttentionShape) else AttentionShape()
 
@@ -47,7 +47,8 @@ def _mlp_size(config: DecoderConfig, layer: LayerSpec) -> int:
 
 def problems(config: DecoderConfig) -> list[str]:
     """Returns what llama.cpp would compute differently in the layers of a model of Gemma 4 or in their rotary and
-    per-layer embeddings, a clause each for an error message; [] if there is nothing. config: the model's."""
+    per-layer embeddings, a clause each for an error message; [] if there is nothing. architectures._problems calls it
+    in place of the comparison with a hard-coded pattern of layers. config: the model's."""
     found, shapes = [], [_attention(layer) for layer in config.layers]
     windows = {layer.window for layer in config.layers if layer.window is not None}
     if len(windows) > 1:
@@ -74,7 +75,8 @@ def problems(config: DecoderConfig) -> list[str]:
 
 def hyperparameters(config: DecoderConfig) -> dict[str, Any]:
     """The metadata of a model of Gemma 4 beyond, or in place of, what all architectures have, as {key: value} without
-    the architecture's name and the dot before each key. Lists have a value for each layer. config: the model's."""
+    the architecture's name and the dot before each key. A list has a value for each layer; the width of MLPs and the
+    number of key heads are one number if all layers have the same. config: the model's, which has a global layer."""
     shapes = [_attention(layer) for layer in config.layers]
     wide = next(shape.head_dim for layer, shape in zip(config.layers, shapes, strict=True) if not _slides(layer))
     wide = wide or config.head_dim

@@ -49,16 +49,17 @@ def _of_32(encode: Callable, decode: Callable, steps: int, worst: float, exactly
       encode, decode: its encoder, float32[n, 32] -> uint8[n, bytes of a block], and the decoder, which makes float32[n,
         32] of these bytes.
       steps, worst: a decoded number may differ from the original by `worst` steps, where a step is the largest
-        magnitude of its block divided by `steps`.
-      exactly: encodes blocks that QAT rounded; None: QAT does not round to the type.
+        magnitude of its block divided by `steps`; gguf_codes.allowed adds what rounding the scale to f16 explains.
+      exactly: called with (blocks, name of a dtype), encodes blocks that QAT rounded; None: QAT does not round to the
+        type.
     """
     bound = functools.partial(gguf_codes.allowed, steps=steps, worst=worst)
     return BlockType(gguf_codes.NUMBERS, encode, decode, bound, exactly)
 
 
 def _of_256(bits: int) -> BlockType:
-    """Makes the BlockType with blocks of 256 numbers and codes of this many bits, for BLOCK_TYPES: Q4_K, Q5_K or
-    Q6_K."""
+    """Makes the BlockType with blocks of 256 numbers and codes of this many bits (4, 5 or 6), for BLOCK_TYPES: Q4_K,
+    Q5_K or Q6_K, to which QAT does not round."""
     bound = functools.partial(gguf_k_codes.allowed, bits=bits)
     return BlockType(gguf_k_codes.NUMBERS, gguf_k_codes.encoder(bits), gguf_k_codes.decoder(bits), bound)
 
@@ -104,8 +105,8 @@ def encode(name: str, array: Any, kind: str, grid: str | None = None) -> Iterato
     Yields:
       for each run a function without arguments that copies the run's bytes to the host and returns them, uint8[n]. A
         thread may call it while the device encodes the next run. It raises ArithmeticError for values that are not
-        finite, too large for f16, or further off than the type's rounding explains; with `grid`, ValueError for
-        values that the bytes do not stand for exactly.
+        finite, too large for f16 (in the type F16), or further off than the type's rounding explains; with `grid`,
+        ValueError for values that the bytes do not stand for exactly.
     """
     array, block = jnp.asarray(array), block_size(kind)
     for part in _parts(array):
@@ -182,7 +183,8 @@ def _fetched(
     exact: bool,
 ) -> np.ndarray:
     """Copies the bytes of a run to the host, if its checks found no error. A run is a number of consecutive values of a
-    tensor that were encoded at once; zeros may be appended to it.
+    tensor that were encoded at once; zeros may be appended to it. `encode` yields this function with its arguments, and
+    the writer calls it in a thread.
 
     Args:
       name: the tensor's name, for messages.
@@ -195,7 +197,8 @@ def _fetched(
     Returns:
       the bytes of the first `own` numbers, uint8[n].
     Raises:
-      ArithmeticError: values are not finite, too large for f16, or further off than the type's rounding explains.
+      ArithmeticError: values are not finite, too large for F16, or, without `exact`, further off than the type's
+        rounding explains.
       ValueError: with `exact`, values are not those of the type, because they were changed after the training.
     """
     finite, fits, near = jax.device_get(answers)
@@ -233,8 +236,8 @@ def _encoded(array: jax.Array, kind: str) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
     """Encodes an array of floats [rows, block] that QAT rounded to the GGUF type `kind`: uint8[rows, bytes of a block],
-    which decode to the same numbers. Only Q8_0 and Q4_0 are types to which QAT rounds (asserted). grid: the name of the
-    dtype in which QAT made the numbers, such as "bfloat16"."""
+    which decode to the same numbers; that they do is checked by `_checked`, not here. Only Q8_0 and Q4_0 are types to
+    which QAT rounds (asserted). grid: the name of the dtype in which QAT made the numbers, such as "bfloat16"."""
     encode = BLOCK_TYPES[kind].exactly
     assert encode is not None, kind
     return encode(array.astype(jnp.float32), grid)
@@ -250,8 +253,8 @@ def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> tupl
       kind: gguf's name of the type.
       exact: whether QAT rounded the array to the type, so that no difference is allowed.
     Returns:
-      (all values are finite, all fit into the type, all decode to within the type's rounding), boolean scalars. Only
-        F16 can be too small for a value; for other types the second is True.
+      (all values are finite, all fit into the type, all decode to within the type's rounding), boolean scalars on the
+        device, on which `_fetched` decides. The second is about the range of F16, and True for other types.
     """
     wide = array.astype(jnp.float32)
     found = BLOCK_TYPES[kind].decode(coded) if kind in BLOCK_TYPES else coded.astype(jnp.float32)

@@ -13,8 +13,11 @@ A block holds 32 neighbouring numbers of a row. They share a scale d in f16, and
 | Q5_1 | 24 | d * code + m, code of 5 bits |
 
 The bytes equal those of the gguf package's quantize, which computes the same in numpy. The exceptions are weights that
-quantisation-aware training in 16 bits rounded to Q8_0 or Q4_0 (the argument `dtype` of the encoders): their scales are
-those of the training, which have fewer bits (models/gguf_grids.py).
+quantisation-aware training in 16 bits rounded to Q8_0 or Q4_0 (the argument `dtype` of these two types' encoders):
+their scales are those of the training, which have fewer bits (models/gguf_grids.py).
+
+gguf_blocks.BLOCK_TYPES lists the functions for exports. Users choose Q8_0 and Q4_0 for a file; Q5_0, Q5_1 and Q8_0 also
+take the place of Q4_K, Q5_K and Q6_K where rows are not whole blocks of 256.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ NUMBERS = 32  # numbers of a row in a block
 
 def _bytes_of(scales: jax.Array) -> jax.Array:
     """The bytes of scales float32[n, 1] rounded to f16, the lower byte first: uint8[n, 2]. A block begins with its
-    scale so."""
+    scale so, after which Q5_1 has its least number."""
     return lax.bitcast_convert_type(scales[:, 0].astype(jnp.float16), jnp.uint8)
 
 

@@ -72,14 +72,15 @@ def write(
     Args:
       file: its path.
       architecture: llama.cpp's name of the architecture, the value of the key general.architecture.
-      fields: {key: value} of the metadata; an int is stored as uint32, a float as float32, a list as an array of its
-        elements' type.
+      fields: {key: value} of the metadata; an int is stored as uint32, a float as float32, a bool and a text as such, a
+        list as an array of its elements' type.
       sources: make the tensors, in the order of the file.
       outtype: the type of the weights, one of gguf_types.OUTTYPES.
     Returns:
       {tensor's name: what was written of it}.
     Raises:
-      ArithmeticError: a value that is not finite or not represented, or an array of another shape than planned.
+      ArithmeticError: a value that is not finite or not represented, or an array of another shape than planned; also
+        from a Source's `make`, which verifies a merge.
       ValueError: a value that quantisation-aware training is said to have rounded to the type, and that is not in it.
       OSError: the disk is full; the message has the file and its size.
     """
@@ -135,8 +136,8 @@ def _planned(tensor: Tensor, array: Any) -> Any:
 
 
 def _fill(out: byte_files.Writer) -> None:
-    """Appends zeros to `out`, the file that is being written, up to the position at which the next tensor begins, a
-    multiple of 32 bytes."""
+    """Appends zeros to `out`, the file that is being written, up to the position at which the next tensor begins (or
+    the file ends), a multiple of 32 bytes."""
     if short := -out.size_bytes % _ALIGNMENT:
         out.append(bytes(short))
 
@@ -146,7 +147,7 @@ def _header(
 ) -> bytes:
     """The bytes of a GGUF file before its tensors: metadata, and the name, shape, type and position of each tensor.
     gguf's writer makes them, which can only write to a file: `file` is used for it, and `write` overwrites it with the
-    bytes that are returned.
+    bytes that are returned. They have no padding before the first tensor; `_fill` adds it.
 
     Args:
       architecture: general.architecture, such as "llama".
@@ -177,8 +178,8 @@ def _header(
 
 
 def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Mapping[str, Stored]) -> None:
-    """Reads a file back with gguf's reader and compares every key, the position of every tensor, and every byte by
-    checksums.
+    """Reads a file back with gguf's reader and compares the value of every key, the shape, type and position of every
+    tensor, and every byte of the tensors by checksums. Exports to GGUF call it before the file's folder gets its name.
 
     The bytes are read while the reader processes the keys, which takes seconds for a large vocabulary.
 
@@ -188,7 +189,7 @@ def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Ma
       fields: {key: value} of the metadata, as they were given to `write`.
       written: what `write` returned.
     Raises:
-      ArithmeticError: something differs from what was written.
+      ArithmeticError: something differs from what was written, or the reader cannot read the file.
     """
     total = sum(sums.size_bytes for stored in written.values() for sums in stored.sums)
     try:

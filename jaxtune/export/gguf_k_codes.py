@@ -1,7 +1,7 @@
 """Encoders and decoders of GGUF's types Q4_K, Q5_K and Q6_K (`encoder`, `decoder`). `allowed` computes the largest
 error that rounding to one of them can cause. Each of these functions gets the type as the number of bits of its codes:
-4, 5 or 6. Q4_K and Q5_K are encoded by `_with_least`, with scales from `_best_with_least`, and Q6_K by `_signed`, with
-scales from `_best_signed`.
+4, 5 or 6. gguf_blocks.BLOCK_TYPES has them for exports. Q4_K and Q5_K are encoded by `_with_least`, with scales from
+`_best_with_least`, and Q6_K by `_signed`, with scales from `_best_signed`.
 
 A block is 256 numbers of a row. It is divided into parts, each of which has a scale, and in Q4_K and Q5_K a least value
 too. The parts' scales are themselves whole numbers, which a scale of the whole block in f16 multiplies:

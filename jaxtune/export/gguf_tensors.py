@@ -55,7 +55,8 @@ class Tensor:
     # True: it is stored in float32 whatever the outtype, as vectors and the matrices of _PLAIN (llama.cpp requires it),
     # biases of experts, and the matrices of adapters are. False: it is stored in the type that the outtype gives it
     plain: bool
-    # the dtype of the numbers to which quantisation-aware training (QAT) rounded the tensor; None: it did not
+    # the name of the dtype of the numbers to which quantisation-aware training (QAT) rounded the tensor, so that a
+    # quantised type stores it exactly; None: it did not
     grid: str | None = None
 
 
@@ -109,9 +110,9 @@ class _Names:
 
 def interleaved(array: Any, heads: int) -> Any:
     """Reorders the rows of a q or k projection, [heads * D, ...]: row i of the first half of each head is followed by
-    row i of its second half. Hugging Face's models rotate pairs (i, i + D / 2) of a head's dimensions, and llama.cpp
-    rotates neighbours in those of its architectures for which Architecture.permuted is True; only tensors of these are
-    reordered (`_heads`). array: numpy's or JAX's. heads: the number of heads."""
+    row i of its second half. Where Architecture.permuted is True, Hugging Face's models rotate pairs (i, i + D / 2) of
+    a head's dimensions, and llama.cpp rotates neighbours; only tensors of these architectures are reordered (`_heads`),
+    because in others the two rotate the same pairs. array: numpy's or JAX's. heads: the number of heads."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 
@@ -120,9 +121,10 @@ _interleaved = jax.jit(interleaved, static_argnums=1)
 
 
 def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
-    """The number of heads of a q or k projection (its weight, bias or adapter) if its rows are reordered, because
-    llama.cpp's architecture `arch` rotates neighbouring rows; None if it does not, or for any other tensor. `name` is
-    Hugging Face's; config: the model's."""
+    """The number of heads of a q or k projection (its weight, bias or adapter) if its rows are reordered
+    (`interleaved`), because llama.cpp's architecture `arch` rotates other pairs of rows than the model
+    (Architecture.permuted); None if it does not, or for any other tensor. `name` is Hugging Face's; config: the
+    model's."""
     match = _QUERY_OR_KEY.search(name)
     if match is None or not arch.permuted:
         return None
@@ -166,7 +168,8 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
 
 def _rounded(model: Decoder) -> dict[str, str]:
     """{Hugging Face's name of a weight: the dtype of its numbers, such as "bfloat16"} of all weights that
-    quantisation-aware training rounded (model.qat), which GGUF files store exactly; {} for a model without it."""
+    quantisation-aware training rounded (model.qat), so that a file of the training's type stores them exactly; {} for a
+    model without it."""
     grid = model.qat
     if grid is None:
         return {}
@@ -244,7 +247,7 @@ def _expert_tensors(
 
 def _gate_and_up(alternating: bool, half: int) -> tuple[slice, slice]:
     """(rows of gate, rows of up) in gate_up_proj, as slices. llama.cpp stores the two apart, so matrices and adapters
-    of gate_up_proj are divided by them.
+    of gate_up_proj are divided by them, except Gemma 4's (Architecture.fused_experts).
 
     Args:
       alternating: True: rows of gate and of up alternate, as in gpt-oss. False: all rows of gate come first.
@@ -301,7 +304,7 @@ def _lora_tensors(
     name: str, lora: Any, factor: np.float32, heads: int | None = None, rows: slice | None = None
 ) -> Source:
     """Describes the GGUF tensors lora_a [.., r, in] and lora_b [.., out, r], both float32, of an adapted tensor or of
-    some of its rows.
+    some of its rows, as a Source, for `of_adapter`.
 
     Args:
       name: llama.cpp's name of the adapted tensor.

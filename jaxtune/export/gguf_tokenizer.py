@@ -1,11 +1,14 @@
 """A Hugging Face tokenizer as GGUF metadata.
 
 `tokenizer_fields` makes it, for exports of models as GGUF files, and `strips_as_phi3` says whether the model's name
-must have phi-3 in it, from which llama.cpp knows how whitespace is dropped. `_tokens`, `_words`, `_space_prefix`,
-`_scores` and `_templates` make parts of the metadata from the content of tokenizer.json, whose steps `_sequence` lists.
-llama.cpp implements tokenizers itself: "gpt2", which merges bytes within words, and "llama", which merges characters by
-scores as SentencePiece does. For "gpt2" it knows a fixed set of word patterns, by name. A tokenizer is written if its
-pattern is one of them, and refused otherwise: with another pattern a model would read other tokens.
+must have phi-3 in it, from which llama.cpp knows how whitespace is dropped. `_tokens`, `_words`, `_space_prefix` and
+`_scores` make parts of the metadata from the content of tokenizer.json, whose steps `_sequence` lists, and `_templates`
+from the chat template.
+
+llama.cpp implements tokenizers itself: "llama", which merges characters by scores as SentencePiece does, for
+tokenizers with byte_fallback (`_space_prefix`, `_scores`), and "gpt2", which merges bytes within words, for all others
+(`_words`). For "gpt2" it knows a fixed set of word patterns, by name. A tokenizer whose pattern is not one of them, or
+that has steps which "llama" lacks, is refused: the model would read other tokens than it was trained with.
 """
 
 from __future__ import annotations
@@ -54,17 +57,17 @@ def tokenizer_fields(
 
     Args:
       tokenizer: a fast Hugging Face tokenizer.
-      vocab_size: rows of the model's embedding; those past the tokenizer's last token become unused tokens.
+      vocab_size: rows of the model's embedding; those without a token become unused tokens.
       ends: (llama.cpp's key, the token's text) of each end token that llama.cpp does not recognise by its text. Tokens
         of `ends` and `shown` that the tokenizer lacks are ignored.
-      shown: the texts of special tokens that llama.cpp is to write into an answer, such as the marks of tool calls. It
-        leaves other special tokens out of the text.
+      shown: the texts of special tokens that llama.cpp is to write into an answer, such as the marks of tool calls.
+        llama.cpp leaves other special tokens out of the text.
     Returns:
       {GGUF's key: value}, with the tokens, their types, the merges or scores, the ids of special tokens, the chat
         template, and whether the tokenizer adds BOS and EOS to a text.
     Raises:
-      ValueError: there is no tokenizer, it has no tokenizer.json, llama.cpp has no equal one, or it has a token beyond
-        vocab_size.
+      ValueError: there is no tokenizer, it has no tokenizer.json, it is not of type BPE or llama.cpp has no equal one,
+        or it has a token beyond vocab_size.
     """
     if tokenizer is None:
         raise ValueError("gguf: the model has no tokenizer, and llama.cpp needs one: copy its files into the folder")
@@ -107,7 +110,7 @@ def tokenizer_fields(
 def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
     """(the text of each token, its type as llama.cpp numbers it), two lists of `vocab_size` entries; unused tokens have
     texts such as [PAD7]. The types are 1 normal, 2 unknown, 3 control (not written into answers), 4 defined by the
-    user, 5 unused and 6 a byte.
+    user, 5 unused and 6 a byte; 2 and 6 are only in tokenizers with byte_fallback.
 
     Args:
       parts: the content of tokenizer.json.
@@ -148,9 +151,9 @@ def _sequence(part: dict[str, Any] | None, kinds: str) -> list[dict[str, Any]]:
 
 
 def _words(parts: dict[str, Any]) -> str:
-    """The value of tokenizer.ggml.pre for a byte-level tokenizer: llama.cpp's name of the pattern that divides text
-    into words, and of whether a word that is in the vocabulary is not merged (ignore_merges). `parts` is the content of
-    tokenizer.json.
+    """The value of tokenizer.ggml.pre for a byte-level tokenizer: the one name that llama.cpp has for the pattern that
+    divides text into words and for whether a word that is in the vocabulary is not merged (ignore_merges). `parts` is
+    the content of tokenizer.json.
 
     Raises:
       ValueError: llama.cpp has no tokenizer with this pattern and ignore_merges, or there is a normalizer besides NFC.
@@ -216,8 +219,9 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _templates(template: str | dict[str, str] | None) -> dict[str, Any]:
-    """The GGUF metadata of a tokenizer's chat template, {key: value}. template: a Jinja text; or several as {name:
-    text}, of which "default" is the one that is used where none is named; or None, which gives {}."""
+    """The GGUF metadata of a tokenizer's chat template, {key: value}, for `tokenizer_fields`. template: a Jinja text;
+    or several as {name: text}, of which "default" is the one that is used where none is named; or None, which gives
+    {}."""
     if template is None or isinstance(template, str):
         return {"tokenizer.chat_template": template} if template else {}
     fields: dict[str, Any] = {f"tokenizer.chat_template.{name}": t for name, t in template.items() if name != "default"}

@@ -1,7 +1,7 @@
 """The type in which each tensor of a GGUF file is stored: OUTTYPES, from which the user chooses one for a file, and
-`stored_types`, which gives each tensor its type by the rules of llama.cpp (`_k_type` for q4_k_m and q6_k), or one of
-smaller blocks that fit its rows (`_of_rows`). `is_short` and `not_trained` find tensors about which the user gets a
-note."""
+`stored_types`, by which exports give each tensor its type: float32 if it must stay so, else one by the outtype and, in
+q4_k_m and q6_k, by llama.cpp's rules (`_k_type`), or one of smaller blocks that fit its rows (`_of_rows`). `is_short`
+and `not_trained` find tensors about which the user gets a note."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stored_types(
       tensors: all tensors of the file.
       outtype: one of OUTTYPES.
       architecture: general.architecture of the file.
-      fields: the file's metadata.
+      fields: the file's metadata, of which `_k_type` reads the numbers of layers, heads and experts.
     """
     kind = OUTTYPES[outtype][0]
     by_name = _k_type(tensors, kind, architecture, fields) if outtype in ("q4_k_m", "q6_k") else lambda _: kind

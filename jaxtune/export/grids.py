@@ -35,12 +35,12 @@ def grid_of_export(model: Decoder) -> FakeQuant | None:
 def require_representable(model: Decoder, to: str, outtype: str | None) -> None:
     """Raises ValueError if a format, or its dtype, cannot represent the weights of quantisation-aware training, so that
     they would be rounded again, which would lose what was trained for. Nothing is raised for a model without such
-    training, or for formats of adapters.
+    training, or for formats of adapters. export_model calls it before it writes anything.
 
     Args:
       model: the model to export.
       to: the name of the format, one of export_model's.
-      outtype: the type of a GGUF file's weights, such as bf16; None for other formats.
+      outtype: the type of a GGUF file's weights, such as bf16, never None for gguf; None for other formats.
     """
     grid = grid_of_export(model)
     if grid is None or to in ("adapter", "gguf-adapter"):
@@ -88,8 +88,8 @@ def _served(grid: FakeQuant) -> str:
 
 def _storing(grid: FakeQuant) -> tuple[str, ...]:
     """The quantised exports that store the codes and scales of a grid of quantisation-aware training as they are, in
-    words for messages, such as "w4a16" or "gguf --outtype q4_0". () if only other exports have its weights exactly:
-    merged, and gguf in bf16 or f32, which the callers name."""
+    words for messages, such as "w4a16" or "gguf --outtype q4_0". () if there are none. Merged, and gguf in bf16 or f32,
+    have the weights exactly too, and the callers add what they offer of these."""
     return (*grid.exports, *([f"gguf --outtype {grid.outtype}"] if grid.outtype else []))
 
 
@@ -97,9 +97,10 @@ def quantized(weights: Weights, format: str) -> Weights:
     """Returns the weights with the linears and experts of the layers in a format of quantised weights (a key of
     FORMATS), each encoded when it is needed; those in another such format are decoded first, and a model without QAT
     that is stored in this format already is returned unchanged. Embeddings, the head, norms, routers, and matrices
-    whose rows are not whole blocks of the format (`not_whole`) stay as they are. If the model was trained with
-    quantisation-aware training (it has `qat`), its matrices are encoded exactly; others are rounded here. The new
-    Weights' model has no `qat`, because the format itself says what its numbers are.
+    whose rows are not whole blocks of the format (`not_whole`) are not quantised. If the model was trained with
+    quantisation-aware training (it has `qat`), its matrices are encoded exactly; those of other models are rounded
+    here. The new Weights' model has no `qat`, because the format itself says what its numbers are. folders.write_stored
+    calls it.
 
     Args:
       weights: the model's weights.
@@ -127,10 +128,10 @@ def _exactly(name: str, format: str, weight: jax.Array) -> Stored:
     dtype.
 
     Codes are those that the format's encoder finds, because rounding the products of codes and scales to 16 bits moves
-    them far less than the distance of two codes. Its float32 scale, in formats with `scale_axes`, may differ, because
-    it follows from the rounded largest number. Every number allows an interval of scales, those with which its product
-    is rounded to it; the scale is set to the middle of what all numbers that share it allow, or to a neighbour
-    (`_fitting`).
+    them far less than the distance of two codes. The encoder's float32 scales, in formats with `scale_axes`, may differ
+    from those of the training, because they follow from the rounded largest numbers. Every number allows an interval of
+    scales, those with which its product is rounded to it; the scale is set to the middle of what all numbers that share
+    it allow, or to a neighbour (`_fitting`).
 
     Args:
       name: the matrix's name, for the message.

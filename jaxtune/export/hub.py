@@ -1,4 +1,4 @@
-"""Upload of an exported folder to a model repository of the Hugging Face hub (`push`)."""
+"""Upload of a folder with a model or an adapter to a model repository of the Hugging Face hub (`push`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 def push(folder: Path, repository: str, *, private: bool = False, api: Any = None) -> str:
     """Uploads a folder as a model repository, which is created if it does not exist. Files that the repository has
-    under other names stay in it. `jaxtune export --push` calls it.
+    under other names stay in it. `jaxtune export --push` calls it with the folder that was exported, and
+    jaxtune.compat's models with one that they saved.
 
     Args:
       folder: the folder.
       repository: owner/name.
       private: whether a created repository is private; the visibility of one that exists is not changed.
-      api: huggingface_hub.HfApi or an object with its methods; None: one with this machine's login.
+      api: huggingface_hub.HfApi or an object with its methods whoami, create_repo and upload_folder; None: one with
+        this machine's login.
     Returns:
       the repository's address.
     Raises:

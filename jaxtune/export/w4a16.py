@@ -6,8 +6,8 @@ The numbers of a group within a row are codes of -8..7 times the group's scale, 
 them (fake_quant.int4). Weights that were trained so are stored exactly. `_piece` describes the tensors of a linear,
 which `_encode` quantises, `_pack` packs and `_check` compares with the weight. The format has three tensors for a
 linear X: `X.weight_packed` int32[out, in / 8], each of which contains eight codes plus 8, the first in its lowest bits;
-`X.weight_scale` [out, in / group]; and `X.weight_shape` int64[2]. With w4a8 it has two: the codes `X.weight` int8[out,
-in], and `X.weight_scale`.
+`X.weight_scale` [out, in / group], in the model's dtype; and `X.weight_shape` int64[2]. With w4a8 it has two: the codes
+`X.weight` int8[out, in], and `X.weight_scale`. api.py calls `write`; jaxtune itself does not load such folders.
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int, 
 
     Quantised weights are decoded first. If the model was trained with QAT, its weights are stored exactly, in the
     groups of QAT; otherwise they are rounded here, in groups of 128. The folder is verified by reading it back. Linears
-    named in SERVED_IN_16_BITS stay in 16 bits, as do linears whose rows cannot be divided into whole groups.
+    named in SERVED_IN_16_BITS stay in the model's dtype, as do linears whose rows cannot be divided into whole groups,
+    routers, embeddings and the head.
 
     Args:
       weights: the model's weights.
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
-      activations: True: servers round activations to int8 by token (w4a8); False: they do not (w4a16).
+      activations: True: config.json says that servers round activations to int8 by token (w4a8); False: they do not
+        (w4a16).
     Returns:
-      notes for the user: one sentence with the number of linears whose rows are not whole groups; [] if there are none.
+      notes for the user: one sentence with the number of linears (of experts, each expert's) whose rows are not whole
+        groups; [] if there are none.
     Raises:
       ValueError: the format cannot represent the model (its experts are one tensor, or no linear has whole groups); the
         model says that QAT rounded its weights, and they were changed since; the disk has no room.
@@ -131,8 +134,8 @@ def quantization_config(group: int, ignored: list[str], activations: bool) -> di
 
 def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, to: str) -> Piece:
     """Describes the tensors that files store in place of the weight of one linear, or of one expert. They are encoded
-    and compared with the weight when the file is written, and a number that is further from it than half a step of its
-    group plus the rounding of the scale, or with `exact` any difference, is then an ArithmeticError.
+    and compared with the weight (`_check`) when the file is written, which raises ArithmeticError if the codes do not
+    decode to it within the rounding.
 
     Args:
       name: the linear's name.
@@ -178,9 +181,10 @@ def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.A
     """Quantises a linear's weight [out, in] to int4. Returns (codes int8[out, in], scales [out, in / group] in dtype,
     the number of groups that these do not represent exactly). group: how many numbers of a row share a scale.
 
-    For weights that are on such a grid already, the scale is recovered as a seventh of the largest value, which was
-    itself rounded; the result may be a neighbour of the scale. Where a neighbour gives the exact weights, it is taken.
-    The function is not jitted, because XLA would remove the rounding to 16 bits within one program.
+    For weights that are on such a grid already, the scale is recovered from the extreme values of the group
+    (fake_quant.int4_scales), which were themselves rounded; the result may be a neighbour of the scale. Where a
+    neighbour gives the exact weights, it is taken. The function is not jitted, because XLA would remove the rounding to
+    16 bits within one program.
     """
     groups = weight.astype(jnp.float32).reshape(len(weight), -1, group)
     first = int4_scales(groups, dtype)
@@ -220,7 +224,8 @@ def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndar
 
 
 def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array, group: int, exact: bool) -> None:
-    """Unpacks a linear as the format's readers do and compares it with the model's weight.
+    """Unpacks a linear as the readers of w4a16 do and compares it with the model's weight. `_piece` calls it for each
+    linear that is written, for w4a8 with the same codes packed.
 
     Args:
       name: the format and the linear's name, for the message.

@@ -1,7 +1,7 @@
 """The ASGI application of the server (`make_app`). `_Guard` checks who may ask (API key, Host and Origin). `_Api` has a
 handler for each route, such as /v1/chat/completions, and limits the time of an answer; `_body` reads a request and
-limits its size. An answer is made by `_whole` as one JSON object, or by `_events` and sent by `_Stream`. The functions
-from `_refuse` to `_fault` turn errors into responses.
+limits its size. An answer is made by `_whole` as one JSON object, or by `_events` and sent by `_Stream`. `_error` turns
+an error into a response; the functions from `_refuse` to `_fault` are starlette's exception handlers.
 
 If a client closes its connection (`_unless_gone`), the answers that are generated for it (rows of the batch) are
 cancelled, and their slots become free. A client that reads slowly delays nobody: generation does not wait for it, and
@@ -51,8 +51,9 @@ def make_app(models: Mapping[str, Served], engine: Engine, key: str | None, loca
       key: the API key that every request except those to /health must bring; None: no key is needed.
       local: True: the server listens on a loopback address only, and the headers Host and Origin are checked, so that
         no web page in the user's browser can ask the server. False: they are not checked.
-      seconds: the time from a request's body until its answer has been made, and, if it is streamed, been read by the
-        client. A later answer fails with error 504, which is the last event of a streamed one.
+      seconds: the time from when a request's body has arrived until its answer has been made, and, if it is streamed,
+        been read by the client. A later answer fails with error 504, which is the last event of a stream that is being
+        sent.
     """
     api = _Api(models, engine, seconds)
     app = Starlette(
@@ -70,26 +71,27 @@ def make_app(models: Mapping[str, Served], engine: Engine, key: str | None, loca
 
 class Json(Response):
     """A response whose content, any JSON value, is encoded by `errors.encoded`, which does not fail on any text.
-    starlette's JSONResponse fails on lone surrogates, which UTF-8 cannot encode."""
+    starlette's JSONResponse fails on lone surrogates, which UTF-8 cannot encode. Every response of
+    the application that has a body and is not a stream is one."""
 
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
         """Encodes `content`, a JSON value, as the bytes of the response's body, in UTF-8. Lone surrogates in its texts,
-        which UTF-8 cannot encode, are written as escapes. starlette calls it."""
+        which UTF-8 cannot encode, are written as escapes, and NaN and infinities as null. starlette calls it."""
         return encoded(content)
 
 
 def _error(error: ApiError) -> Json:
     """Makes the response for an ApiError: its HTTP status, and a body in OpenAI's form of an error; for 401 also the
-    header WWW-Authenticate. The exception handlers and the check of API keys call it."""
+    header WWW-Authenticate. The exception handlers except `_left`, and `_Guard`, call it."""
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
     return Json(error.body(), error.status, headers)
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    """The exception handler that starlette calls for an ApiError (`error`): returns a response with its status and
-    message."""
+    """The exception handler that starlette calls for an ApiError (`error`) that a handler of a route raises: returns a
+    response with its status, and a body in OpenAI's form of an error."""
     assert isinstance(error, ApiError)
     return _error(error)
 
@@ -97,7 +99,7 @@ async def _refuse(_: Request, error: Exception) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     """The exception handler for starlette's HTTPException (`error`), which it raises for an unknown path (404) or a
     method that the path does not have (405): returns a response with the same status, and a body in OpenAI's form of an
-    error, whose message names the method and path of `request`."""
+    error, whose message names the method and path of `request`, and what is wrong."""
     assert isinstance(error, HTTPException)
     return _error(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
@@ -110,13 +112,13 @@ async def _left(_: Request, error: Exception) -> Response:
 
 async def _fault(_: Request, error: Exception) -> Response:
     """The exception handler for an exception (`error`) that has no other handler: prints its traceback on the server's
-    stderr, and returns a response with status 500 that has only the exception's type."""
+    stderr, and returns a response with status 500 whose message has only the exception's type."""
     return _error(_reported(error))
 
 
 def _reported(error: Exception) -> ApiError:
     """Prints the traceback of an unexpected error on stderr, and returns the ApiError (500) for the client, which has
-    only the name of its type."""
+    only the name of its type. `_fault` calls it, and `_Stream` for an error while it sends."""
     say("jaxtune: a request failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
     return ApiError(500, f"the server failed: {type(error).__name__}")
 
@@ -146,10 +148,10 @@ class _Guard:
         await self._app(scope, receive, send)
 
     def _refused(self, request: Request) -> ApiError | None:
-        """Returns the error for a request that must not be answered, or None if it may be. With `local`, a Host or
-        Origin that is not this machine is a 403. With a key, a missing or wrong one is a 401, except for /health, which
-        needs none. Keys are compared in constant time, so that the time does not show how many characters of a key are
-        right."""
+        """Returns the error for a request that must not be answered, or None if it may be. With `local`, a missing
+        Host, or a Host or Origin that is not this machine, is a 403, also for /health. With a key, a missing or wrong
+        one ("Authorization: Bearer KEY") is a 401, except for /health, which needs none. Keys are compared in constant
+        time, so that the time does not show how many characters of a key are right."""
         why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
         if why is not None:
             return ApiError(403, why)
@@ -166,8 +168,8 @@ class _Api:
     Args:
       models: the served models, by name.
       engine: the engine, which samples the answers.
-      seconds: the time from a request's body until its answer has been made, and, if it is streamed, been read by the
-        client. A later answer fails with error 504.
+      seconds: the time from when a request's body has arrived until its answer has been made, and, if it is streamed,
+        been read by the client. A later answer fails with error 504.
     """
 
     def __init__(self, models: Mapping[str, Served], engine: Engine, seconds: float):
@@ -177,15 +179,15 @@ class _Api:
 
     async def health(self, _: Request) -> Response:
         """GET /health: 200 with {"status": "ok"}; or 503 with {"status": "failing", "error"} if the engine failed in
-        its last round or in starting a request since. It needs no API key: a supervisor or load balancer asks it
-        whether the server works."""
+        its last round (of any model), or in starting a request since; it stays so until a round succeeds. It needs no
+        API key: a supervisor or load balancer asks it whether the server works."""
         if self._engine.failure is not None:
             return Json({"status": "failing", "error": self._engine.failure}, 503)
         return Json({"status": "ok"})
 
     async def list_models(self, _: Request) -> Response:
-        """GET /v1/models: OpenAI's list of all served models, the base model first and then its adapters. Clients find
-        in it the names for `model` in their requests."""
+        """GET /v1/models: OpenAI's list of all served models, in the order of `models`: the base model first and then
+        its adapters. Clients find in it the names for `model` in their requests."""
         return Json({"object": "list", "data": [self._card(served) for served in self._models.values()]})
 
     async def one_model(self, request: Request) -> Response:
@@ -198,37 +200,38 @@ class _Api:
 
     def _card(self, served: Served) -> dict[str, object]:
         """OpenAI's JSON object of a served model, with two more keys: `parent` is the name of an adapter's base model
-        (null for the base itself), and `max_model_len` the most tokens of a prompt with its answer, as vLLM names
-        it."""
+        (null for the base itself), and `max_model_len` the most tokens of a prompt with its answer, as vLLM names it.
+        `created` is the time at which the server was made."""
         card = {"id": served.name, "object": "model", "created": self._began, "owned_by": "jaxtune"}
         return card | {"parent": served.base, "max_model_len": self._engine.plans[served.name].length}
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions: answers a conversation (messages), whole or as a stream, as the body asks. Returns
-        a JSON response, or a stream of events; an empty response (499) if the client left before. Raises ApiError for a
-        wrong body, rows that the engine refuses, an engine that fails, or an answer that takes too long; in a stream
-        that is being sent, the latter two are its last event."""
+        a JSON response, or an empty one (499) if the client left before that was made; or a stream of events. Raises
+        ApiError for a wrong body, rows that the engine refuses, an engine that fails or stops, or an answer that takes
+        too long; in a stream that is being sent, the latter two are its last event."""
         return await self._answer(request, read_chat)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions: continues a prompt, or several, whole or as a stream, as the body asks. Returns a JSON
-        response, or a stream of events; an empty response (499) if the client left before. Raises ApiError for a wrong
-        body, rows that the engine refuses, an engine that fails, or an answer that takes too long; in a stream that is
-        being sent, the latter two are its last event."""
+        response, or an empty one (499) if the client left before that was made; or a stream of events. Raises ApiError
+        for a wrong body, rows that the engine refuses, an engine that fails or stops, or an answer that takes too long;
+        in a stream that is being sent, the latter two are its last event."""
         return await self._answer(request, read_completion)
 
     async def _answer(self, request: Request, read: Reader) -> Response:
         """Answers a request, whole or as a stream, as its body asks. If the client leaves before a whole answer is
         made, its rows (the sequences that the engine samples for it) are cancelled, and the response is empty with
         status 499. A stream is returned as soon as its rows are submitted. starlette then sends it, and a later error
-        is its last event.
+        is its last event. `chat` and `completions` call it. Prompts are tokenised in a thread, of one request at a
+        time.
 
         Args:
           request: the request, whose body was not read yet.
           read: the function that checks the body and makes an Asked of it: read_chat or read_completion.
         Raises:
-          ApiError: the body is wrong; the engine refuses the rows; the engine fails, or (504) the time is over, before
-            a whole answer is made or the rows of a stream are submitted.
+          ApiError: the body is wrong, too large or late; the engine refuses the rows; the engine fails or stops, or
+            (504) the time is over, before a whole answer is made or the rows of a stream are submitted.
           ClientDisconnect: the client left before its body had arrived; `_left` answers it.
         """
         body = await _body(request)
@@ -286,7 +289,7 @@ async def _body(request: Request) -> object:
 async def _whole(asked: Asked, answers: Answers) -> dict[str, object]:
     """Waits until all answers to a request that is not streamed are complete, and returns OpenAI's JSON object of the
     response. asked: what the request asks for. answers: the queue through which the engine's thread hands over the
-    tokens. Raises ApiError if the engine fails."""
+    tokens, which the caller closes. Raises ApiError if the engine fails or the server stops."""
     answer = Answer(asked)
     while answers.left:
         answer.add(*await answers.next())
@@ -295,8 +298,8 @@ async def _whole(asked: Asked, answers: Answers) -> dict[str, object]:
 
 async def _events(asked: Asked, answers: Answers) -> AsyncIterator[dict[str, object]]:
     """Yields OpenAI's JSON objects (chunks) of a streamed response, as its tokens arrive. asked: what the request asks
-    for. answers: the queue through which the engine's thread hands over the tokens. Raises ApiError if the engine
-    fails."""
+    for. answers: the queue through which the engine's thread hands over the tokens, which `_Stream` closes. Raises
+    ApiError if the engine fails or the server stops."""
     answer = Answer(asked)
     for chunk in answer.first_chunks():
         yield chunk
@@ -309,7 +312,8 @@ async def _events(asked: Asked, answers: Answers) -> AsyncIterator[dict[str, obj
 
 async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) -> T | None:
     """Awaits `work` and returns its result, or raises its error. If the client closes its connection first, `work` is
-    cancelled and None is returned.
+    cancelled and None is returned. The caller then closes the request's Answers, so that no slot decodes for a client
+    that is gone.
 
     Args:
       receive: the request's ASGI function that returns the client's messages, of which a disconnect is one.

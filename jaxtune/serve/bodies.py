@@ -70,7 +70,8 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class _StreamOptions(BaseModel):
-    """`stream_options` of a body: what a stream contains in addition to the answer. None is a key that is not given."""
+    """`stream_options` of a body: what a stream contains in addition to the answer. None is a key that is null or not
+    given. Other keys are refused. For an answer that is sent whole they change nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None  # True: the stream ends with the numbers of tokens; else it has none
@@ -82,13 +83,15 @@ class _Body(BaseModel):
     """The keys that the bodies of /v1/chat/completions and /v1/completions share, with OpenAI's meanings; pydantic
     checks their types and ranges. Other keys, if `_checked` has not dropped them before, are refused. None is a key
     that is not given, for which `_asked` and its callers fill in a default: one answer (n), a random seed, temperature
-    1, no filters, no stream; max_tokens is then what the context has room for, and in /v1/completions 16. `top_k` (0
-    and -1: no limit), `min_p` and `repetition_penalty` are not OpenAI's, and mean what they do in vLLM."""
+    1, no filters, penalty or stop strings, no stream; max_tokens is then what the context has room for, and in
+    /v1/completions 16. `top_k` (0 and -1: no limit), `min_p` and `repetition_penalty` are not OpenAI's, and mean what
+    they do in vLLM. At temperature 0, top_p, top_k and min_p have no effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str  # the name of a served model
     max_tokens: Positive | None = None  # the most tokens of an answer
     n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] | None = None  # answers to each prompt
+    # the random draws of an equal request with an equal seed are equal; only the low 32 bits count
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None  # strings that end an answer
     stream: bool | None = None  # True: the answer is sent in chunks while it is made
@@ -104,7 +107,7 @@ class _Body(BaseModel):
 class _Message(BaseModel):
     """One message of a conversation: who says it (`role`), its text (`content`: a text, or a list of parts of type
     text; null is an empty text), and the calls of tools that an assistant's message has. Other keys are passed to the
-    chat template."""
+    chat template. pydantic checks what is typed here; `_turn` checks the parts and converts the message."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -115,12 +118,13 @@ class _Message(BaseModel):
 class _Chat(_Body):
     """A body of /v1/chat/completions: the shared keys and those below, with OpenAI's meanings. None is a key that is
     not given. `max_completion_tokens` is the newer name of `max_tokens`, and is used if both are given. `tools` are
-    descriptions of tools for the prompt, which `tool_choice` "none" leaves out."""
+    descriptions of tools for the prompt. `tool_choice` "none" leaves them out; without tools, calls of tools are not
+    looked for in the answer."""
 
     messages: Annotated[list[_Message], Field(min_length=1)]  # the conversation that the answer continues
     max_completion_tokens: Positive | None = None  # the most tokens of the answer
     logprobs: bool | None = None  # True: the log-probability of each token of the answer is returned
-    # how many of the most likely tokens at the position of each one are returned too; needs logprobs
+    # how many of the most likely tokens at the position of each one are returned too; above 0 it needs logprobs
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
     tools: list[dict[str, object]] | None = None  # in OpenAI's form, as the chat template takes them
     tool_choice: Literal["auto", "none"] | None = None  # "auto", as None: the model may call tools
@@ -143,7 +147,8 @@ class _Completion(_Body):
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What one request asks for, checked and with all defaults filled in."""
+    """What one request asks for, checked and with all defaults filled in. `app` submits its rows to the engine, and
+    forms.Answer makes the answer's JSON by the other fields."""
 
     served: Served
     """The model that answers."""
@@ -156,7 +161,7 @@ class Asked:
     stream: bool
     """True: the answer is sent in chunks while it is made; False: as a whole."""
     include_usage: bool
-    """Whether a stream ends with the numbers of tokens. An answer that is sent whole always has them."""
+    """Whether a stream ends with the numbers of tokens. An answer that is sent whole has them in any case."""
     logprobs: bool
     """Whether the answer has log-probabilities of its tokens."""
     tools: bool
@@ -172,8 +177,8 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
       body: the decoded JSON of a request, of any type.
       models: the models that are served, by name.
     Raises:
-      ApiError: 400 with the key, if the body is wrong or the template refuses the messages; 404, if no model has the
-        name.
+      ApiError: 400: the body is wrong, the tokenizer has no chat template, or the template refuses the messages; 404:
+        no model has the name.
     """
     checked = _checked(_Chat, body)
     served = _model(checked.model, models)
@@ -194,8 +199,7 @@ def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
       body: the decoded JSON of a request, of any type.
       models: the models that are served, by name.
     Raises:
-      ApiError: 400 with the key, if the body is wrong, or asks for more than 128 answers (prompts times n); 404, if no
-        model has the name.
+      ApiError: 400: the body is wrong, or asks for more than 128 answers (prompts times n); 404: no model has the name.
     """
     checked = _checked(_Completion, body)
     served = _model(checked.model, models)
@@ -210,12 +214,12 @@ def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
 
 
 def _checked[B: _Body](kind: type[B], body: object) -> B:
-    """Validates a decoded JSON body as `kind`, _Chat or _Completion, and returns it. A key whose value is null counts
-    as absent. Keys that change no answer (such as `user`) are dropped, and so are keys of what is not implemented, as
-    long as they have the value that asks for nothing (such as frequency_penalty = 0).
+    """Validates a decoded JSON body as `kind`, _Chat or _Completion, and returns it. A key of the body whose value is
+    null counts as absent. Keys that change no answer (such as `user`) are dropped, and so are keys of what is not
+    implemented, as long as they have the value that asks for nothing (such as frequency_penalty = 0).
 
     Raises:
-      ApiError: 400, which names the first key that is wrong, unknown, missing or not supported.
+      ApiError: 400: the body is no JSON object; or a key is wrong, unknown, missing or not supported, and one is named.
     """
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
@@ -232,9 +236,10 @@ def _checked[B: _Body](kind: type[B], body: object) -> B:
 
 
 def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
-    """Makes the ApiError (400) for the first fault in `error`, which pydantic raised for a body of the class `kind`: a
-    key is unknown (the message names the nearest key of `kind`, if one is near), is missing, or has a wrong value. Its
-    `param` is the path of the key, such as messages.3.content."""
+    """Makes the ApiError (400) for the first fault in `error`, which pydantic raised in `_checked` for a body of the
+    class `kind`: a key is unknown (the message names the nearest key of `kind`, if one is near), is missing, or has a
+    wrong value. Its `param` is the path of the key, such as messages.3.content; parts that are no identifiers, and what
+    follows them, are left out, because pydantic also puts names of types there."""
     fault = error.errors(include_url=False, include_context=False)[0]
     # Of a key with several types the place continues with the name of one of them, which is no key.
     keys = itertools.takewhile(
@@ -252,7 +257,7 @@ def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
 
 
 def _short(value: object) -> str:
-    """A value's repr, cut to 80 characters, for messages: values come from clients and may be of any size."""
+    """A value's repr, cut to 80 characters, for error messages: values come from clients and may be of any size."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -283,7 +288,7 @@ def _conversation(messages: list[_Message], tools: list[dict[str, object]] | Non
 
     Args:
       messages: the conversation.
-      tools: descriptions of the tools that the model may call, in OpenAI's form; None: there are none.
+      tools: descriptions of the tools that the model may call, in OpenAI's form; None or []: there are none.
       served: the model, which has the tokenizer with the template.
     Raises:
       ApiError: 400, if the tokenizer has no template, a message has a part that is not text, or the template refuses
@@ -332,9 +337,9 @@ def _turn(message: _Message, place: str) -> dict[str, object]:
 
 
 def _call(call: dict[str, object]) -> dict[str, object]:
-    """Returns a copy of a tool call, in OpenAI's form, with its arguments as an object: OpenAI's API has them as JSON
-    in a string, and templates write objects as JSON themselves. A call whose arguments are not JSON is returned
-    unchanged."""
+    """Returns a copy of a tool call, in OpenAI's form, with its arguments as the JSON value, as a rule an object:
+    OpenAI's API has them as JSON in a string, and templates write objects as JSON themselves. A call that has no
+    arguments in a string, or none that are JSON, is returned unchanged, the same object."""
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
@@ -354,13 +359,14 @@ def _asked(
     chat: bool,
     tools: bool,
 ) -> Asked:
-    """Makes the Asked of a validated body, with the defaults filled in: temperature 1, a random seed of 32 bits, one
-    answer. At temperature 0, top_k, top_p and min_p are left out, because they would change nothing.
+    """Makes the Asked of a validated body, for read_chat and read_completion, with the defaults filled in: temperature
+    1, a random seed of 32 bits for all rows, one answer to each prompt. At temperature 0, top_k, top_p and min_p get
+    the values that do nothing, because they would change nothing.
 
     Args:
       body: the body.
       served: the model that answers.
-      prompts: token ids of each prompt; each gets `body.n` consecutive rows.
+      prompts: token ids of each prompt; each gets `body.n` consecutive rows (None: one).
       most: the most new tokens of an answer; None: as many as the context has room for.
       logprobs: how many of the most likely tokens at the position of each sampled one are asked for, with their
         log-probabilities; None: no log-probabilities.

@@ -1,6 +1,6 @@
 """The engine of the server: one thread drives the samplers of all models. A sampler decodes the answers of many clients
 at once, each answer in one of the sampler's slots. Requests submit each answer as a `Row` to the `Engine` and read the
-tokens from their `Answers`.
+tokens from their `Answers`, in which a `_Failed` takes the place of tokens if an error ends a row.
 
 Each model (the base, and the base with each adapter) has a sampler of its own, because rows of one batch multiply by
 the same weights. Samplers take turns: while several have rows, each makes a round of tokens, one after another.
@@ -33,7 +33,7 @@ class Row:
     prompt: list[int]  # token ids
     max_new_tokens: int | None  # the most tokens of the answer; None: as many as the row has room for
     temperature: float  # 0: the most likely token is always taken
-    seed: int  # of the request; what a row draws depends on this and `index`
+    seed: int  # of the request; what a row draws depends on this (its low 32 bits) and `index`
     index: int  # the row's number among those of its request, from 0
     top_k: int  # tokens are drawn from the k most likely ones; 0: from all
     top_p: float  # tokens are drawn from the most likely ones that have this much probability in sum; 1: from all
@@ -46,10 +46,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Failed:
-    """Put into a request's queue in place of a Piece (the next tokens of a row): the row ends with this error and gets
-    no further pieces."""
+    """Put into a request's queue in place of a Piece (the next tokens of a row) if a round of the sampler fails or the
+    server stops: the row ends with this error and gets no further pieces."""
 
-    error: ApiError  # which `Answers.next` raises
+    error: ApiError  # which `Answers.next` raises, so that the whole request ends
 
 
 class Answers:
@@ -67,7 +67,7 @@ class Answers:
     Attributes:
       model: the model's name.
       count: the number of rows.
-      left: the number of rows that have not ended.
+      left: the number of rows whose last tokens `next` has not returned.
       numbers: the numbers that Sampler.submit gave the rows. Only the engine's thread uses them.
     """
 
@@ -103,7 +103,8 @@ class Answers:
     def close(self) -> None:
         """Cancels the rows that have not ended, so that their slots (places in the sampler's batch) become free, and
         takes all rows off the number that may wait or decode (Engine.forget). The request's handler calls it when the
-        answer was sent or the client left; a second call does nothing."""
+        answer is complete (a stream: sent), has failed, or the client left, and Engine.submit if it raises; a second
+        call does nothing."""
         if not self._closed:
             self._closed = True
             self._engine.forget(self)
@@ -118,14 +119,15 @@ class Engine:
 
     Args:
       samplers: for each model's name, a function that makes its sampler. It is called at once, and again for the next
-        request after a failure, in which the old sampler's arrays may have been lost.
+        request after a failed round of this sampler, in which its arrays may have been lost.
       tokenizers: for each model's name, the tokenizer with which the sampler finds stop strings.
     Attributes:
-      failure: the type and message, in one line, of the error with which the last round or a later start of a request
-        failed; None if there was none.
-      plans: for each model's name its sampler's SlotPlan: the number of slots and the tokens that a row may have.
+      failure: the type and the first line of the message of the error with which the last round (of any model), or a
+        later start of a request, failed; None if neither did.
+      plans: for each model's name the SlotPlan of its first sampler: the number of slots and the tokens that a row may
+        have. One that is made anew may have another plan, which is not shown here.
     Raises:
-      ValueError: there is too little memory for the slots.
+      ValueError: there is too little memory for the slots. Other errors of `samplers` are raised too.
     """
 
     def __init__(self, samplers: Mapping[str, Callable[[], Sampler]], tokenizers: Mapping[str, Decodes]):
@@ -144,12 +146,13 @@ class Engine:
 
     async def submit(self, model: str, rows: Sequence[Row]) -> Answers:
         """Puts rows at the end of the queue of the model with this name, all of them or none, and returns the Answers
-        from which their tokens are read. If this is cancelled, the rows are too.
+        from which their tokens are read. It waits until the engine's thread has done so, after the round that this
+        thread is in. If this is cancelled, the rows are too.
 
         Raises:
-          ApiError: 400 for a prompt or a setting that the sampler refuses; 429 if more than 1,024 rows would wait or be
-            decoded; 500 for any other failure, such as in making a sampler anew; the error given to `end`, if the
-            server is stopping.
+          ApiError: 400 for a ValueError: the sampler refuses a prompt or a setting, or there is too little memory to
+            make a sampler anew; 429 if more than 1,024 rows of all models would wait or be decoded; 500 for any other
+            failure; the error given to `end`, if the server is stopping.
         """
         if self._rows + len(rows) > _MOST_ROWS:
             message = f"{self._rows} answers wait or are being made, and at most {_MOST_ROWS} may: ask again later"
@@ -167,20 +170,21 @@ class Engine:
 
     def forget(self, answers: Answers) -> None:
         """Takes a request's rows (`answers`) off the count that `submit` limits, and has the engine's thread cancel
-        those that have not ended, which frees their slots in the batch. Answers.close calls it in the event loop's
-        thread, exactly once for each request, also for a complete one."""
+        those that have not ended, which frees their slots in the batch. Only Answers.close calls it, in the event
+        loop's thread, exactly once for each request that has Answers, also for a complete one."""
         self._rows -= answers.count
         self._commands.put(lambda: self._forget(answers))
 
     def end(self, why: ApiError) -> None:
         """Has the engine's thread end all answers, those that wait for a slot too, with the error `why`, and refuse
         later requests with it, because the server stops. It returns at once; the thread does so after the round that it
-        is in. Called from the event loop's thread."""
+        is in. Server calls it in the event loop's thread, when the grace after a signal is over."""
         self._commands.put(lambda: self._end(why))
 
     def close(self, seconds: float) -> bool:
         """Asks the thread to end and waits for that, at most `seconds`. Returns True if it has ended, and False if not:
-        it ends between rounds only, and one in which it compiles may take minutes."""
+        it ends between rounds only, and one in which it compiles may take minutes. Rows that have not ended get no
+        error: Server calls it after the event loop has ended."""
         self._commands.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -199,7 +203,7 @@ class Engine:
     def _obey(self) -> bool:
         """Calls the functions that the event loop's thread has queued (`_commands`), in order. If no sampler has rows
         to decode, it first waits until a function is queued. Returns False if `close` was called, so that the thread
-        ends; else True."""
+        ends; else True. Functions that were queued after `close` are not called."""
         waits = not any(sampler.pending for sampler in self._samplers.values())
         while True:
             try:
@@ -247,8 +251,9 @@ class Engine:
         the rows' tokens; it gets the numbers of the rows in the sampler.
 
         Raises:
-          ValueError: the sampler refuses a row; those submitted before it are cancelled.
-          Exception: what a device or a compiler raises when a sampler is made anew.
+          ValueError: the sampler refuses a row, and those submitted before it are cancelled; or there is too little
+            memory to make the sampler anew.
+          Exception: what else a device or a compiler raises when a sampler is made anew.
         """
         name = answers.model
         if name not in self._samplers:
@@ -287,9 +292,9 @@ class Engine:
 
     def _step(self, name: str) -> None:
         """Runs one round of the sampler of the model of this name, which makes a few tokens in every slot, and puts
-        each row's new tokens (a Piece) into the Answers of its request. If it raises, the sampler is dropped and all
-        its rows end with the error, because its arrays may have been donated to the call that failed. Otherwise
-        `failure` becomes None."""
+        each row's new tokens (a Piece) into the Answers of its request; those of cancelled rows are dropped. If the
+        round raises, the sampler is dropped and all its rows end with the error, because its arrays may have been
+        donated to the call that failed. Otherwise `failure` becomes None, also if it was of another model."""
         try:
             pieces = self._samplers[name].step()
         except Exception as failed:  # as in _submit; the sampler's arrays may be gone
@@ -310,7 +315,7 @@ class Engine:
 
     def _end(self, why: ApiError) -> None:
         """Cancels all rows, those that wait for a slot too, and ends them with the error `why`, with which later
-        requests are refused. It runs in the engine's thread, on behalf of `end`."""
+        requests, of all models, are refused. It runs in the engine's thread, on behalf of `end`."""
         self._ended = why
         for (name, number), (answers, index) in list(self._of_request.items()):
             answers.put(index, _Failed(why))
@@ -321,7 +326,7 @@ class Engine:
         """Prints the traceback of an unexpected error on stderr, such as one of the device, and returns the ApiError
         (500), with the error's type and the first line of its message, for those whose work failed: the request that
         could not be submitted, or all requests with rows in the sampler whose round failed. It also stores these words
-        in `failure`, which /health reports until a round succeeds. The engine continues."""
+        in `failure`, which /health reports until a round, of any model, succeeds. The engine continues."""
         say("jaxtune: the engine failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
         self.failure = f"{type(error).__name__}: {error}".split("\n")[0]
         return ApiError(500, f"the engine failed: {self.failure}")
@@ -329,5 +334,6 @@ class Engine:
 
 def _code(refused: str) -> str | None:
     """OpenAI's error code for `refused`, the message with which a sampler refused a row: context_length_exceeded, by
-    which clients know that a conversation must become shorter, or None for any other reason."""
+    which clients know that a conversation, or the answer that they ask for, must become shorter; or None for any other
+    reason."""
     return "context_length_exceeded" if "positions" in refused else None

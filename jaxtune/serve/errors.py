@@ -13,12 +13,13 @@ _INVALID, _SERVER = "invalid_request_error", "server_error"
 
 class ApiError(Exception):
     """An error that a client gets in place of an answer. Any code that handles a request raises it, and `app` turns it
-    into the response. `body` returns it as JSON in OpenAI's form. The arguments are also its attributes.
+    into the response, or into the last event of a stream. `body` returns it as a dict in OpenAI's form. The arguments
+    are also its attributes.
 
     Args:
       status: HTTP status.
       message: what is wrong, in words for people: the key, its value and the fix.
-      param: the key of the body that is wrong; None: no single one.
+      param: the key of the request that is wrong; None: no single one.
       code: a word that programs can compare, such as model_not_found; None: there is none.
     """
 
@@ -34,9 +35,10 @@ class ApiError(Exception):
 
 
 def encoded(body: object) -> bytes:
-    """Returns `body`, a JSON value, as text in UTF-8. Lone surrogates, which a client's text may have and UTF-8 cannot
-    encode, are written as escapes (\\udXXX), so that no text makes a response fail. NaN and infinities, such as the
-    log-probabilities of weights that have NaN, are written as null, because JSON has no words for them."""
+    """Returns `body`, a JSON value, as JSON text in UTF-8, for responses and the events of streams. Lone surrogates,
+    which a client's text may have and UTF-8 cannot encode, are written as escapes (\\udXXX), so that no text makes a
+    response fail. NaN and infinities, such as the log-probabilities of weights that have NaN, are written as null,
+    because JSON has no words for them."""
     try:
         text = json.dumps(body, ensure_ascii=False, allow_nan=False)
     except ValueError:

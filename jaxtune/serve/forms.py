@@ -1,5 +1,6 @@
 """Answers as OpenAI's JSON: `Answer` makes it from the tokens of a request's rows, whole or as the chunks of a stream.
-`_Choice` collects the text, tool calls and log-probabilities of one row."""
+`_Choice` collects the text, tool calls and log-probabilities of one row; the log-probabilities get a chat's form by
+`_chat_logprobs` or a completion's by `_Choice._completion_logprobs`, which name tokens by `_token`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _LEAST_LOGPROB = -9999.0  # OpenAI's for a token that has no probability: JSON h
 
 
 class _Choice:
-    """One row of the answer, which OpenAI's API calls a choice. `add` takes the row's new tokens and returns the text
+    """One row of an Answer, which OpenAI's API calls a choice. `add` takes the row's new tokens and returns the text
     that can be sent now. `calls` are the calls of tools in the text, once the row has ended. `logprobs` returns the
     log-probabilities of the tokens that were added since it was last called.
 
@@ -26,7 +27,7 @@ class _Choice:
       index: the row's index in `asked.rows`.
     Attributes:
       index: the argument `index`.
-      tokens: the number of tokens so far.
+      tokens: the number of tokens so far, with those whose text is left out (an end token, a stop string).
       reason: why the row ended, OpenAI's finish_reason ("stop", "length", "tool_calls"); None: it has not.
     """
 
@@ -49,7 +50,7 @@ class _Choice:
           stream: True: text is returned as soon as later tokens cannot change it, which they can while a stop string or
             a call of a tool may begin in it; with the last tokens the text that was not returned yet. False: "" is
             returned until the last tokens, and then all text. In both cases the text ends before the first stop string
-            or call of a tool.
+            or, if the request has tools, the first call of one.
         """
         self.tokens += len(piece.ids)
         if self._asked.logprobs:
@@ -69,8 +70,9 @@ class _Choice:
         return self._text.calls
 
     def logprobs(self) -> dict[str, object] | None:
-        """OpenAI's `logprobs` object (a chat's and a completion's differ) for the tokens since the last call of this
-        method; None if the request did not ask for it."""
+        """OpenAI's `logprobs` object (a chat's and a completion's differ) for all tokens since the last call of this
+        method, also those whose text is left out; None if the request did not ask for it. Values below -9999, such as
+        minus infinity, are -9999."""
         if not self._asked.logprobs:
             return None
         form = _chat_logprobs if self._asked.chat else self._completion_logprobs
@@ -86,8 +88,9 @@ class _Choice:
         """Makes the `logprobs` object of /v1/completions, in which each key has a list with an entry for each token:
         tokens its text, token_logprobs its log-probability, text_offset the position of its first character in the
         answer, counted over the tokens' texts, and top_logprobs the most likely tokens at its position, as {text:
-        log-probability}. If the request asked for no most likely tokens, top_logprobs is None instead of a list, and
-        `ranked` is not read. It counts the characters, so that the next call continues the positions.
+        log-probability}, in which tokens with equal texts share a key. If the request asked for no most likely tokens,
+        top_logprobs is None instead of a list, and `ranked` is not read. It counts the characters, so that the next
+        call continues the positions.
 
         Args:
           tokens: the tokens' texts.
@@ -137,8 +140,9 @@ class Answer:
     """The answer to one request, a chat's or a completion's (asked.chat), as OpenAI's JSON, built from the tokens of
     its rows as they arrive in Pieces (the new tokens of one row).
 
-    An answer that is sent whole calls `add` for each Piece, and `whole` at the end for the JSON object. A stream sends
-    the JSON objects of `first_chunks`, then those of `chunks` for each Piece, and those of `last_chunks` at the end.
+    For an answer that is sent whole, app._whole calls `add` for each Piece, and `whole` at the end for the JSON object.
+    For a stream, app._events yields the JSON objects of `first_chunks`, then those of `chunks` for each Piece, and
+    those of `last_chunks` at the end.
 
     Args:
       asked: what the request asks for.
@@ -188,7 +192,7 @@ class Answer:
         """The JSON objects that a stream sends for `piece`, the new tokens of the row with this index in the request:
         up to three chunks, one each for the text that later tokens cannot change, the tool calls, and the reason why
         the row ended. The list is empty if there is none of these. The first chunk has the log-probabilities, if they
-        are asked for, of all tokens since the last chunk of this row."""
+        are asked for, of all tokens since the last chunk of this row; the others' are then empty."""
         choice = self._choices[index]
         text, found = choice.add(piece, stream=True), []
 

@@ -14,9 +14,10 @@ from jaxtune.models.decoder import Decoder
 class Tokenizer(Protocol):
     """The interface of a tokenizer of transformers, as far as a server needs it. Called with a text it encodes it:
     {"input_ids": token ids}. `decode` makes text of token ids, and `apply_chat_template` makes token ids of a
-    conversation."""
+    conversation. Served copies it deeply."""
 
-    chat_template: object  # the Jinja text of the chat template; None or empty: the tokenizer has none
+    # the chat template, a Jinja text or several by name; None or empty: the tokenizer has none, and chats are refused
+    chat_template: object
 
     def __call__(self, text: str, /) -> Mapping[str, list[int]]:
         """{"input_ids": the token ids of a text}, with the special tokens that begin a text, such as BOS."""
@@ -38,11 +39,12 @@ class Served:
     """A model that a server offers, under the name by which clients ask for it."""
 
     name: str  # the `model` of a request's body
-    model: Decoder  # the base model, or the base model with an adapter
+    model: Decoder  # the base model, or the base model with an adapter; the command makes the model's sampler of it
     tokenizer: Tokenizer  # encodes prompts
     # for a model with an adapter, the name of its base model, which /v1/models shows as `parent`; None: it is the base
     base: str | None = None
-    # a copy of the tokenizer that decodes answers: one object cannot encode in one thread and decode in another at once
+    # a copy of the tokenizer that decodes answers and finds stop strings: one object cannot encode in one thread and
+    # decode in another at once
     decoder: Tokenizer = dataclasses.field(init=False)
 
     def __post_init__(self):

@@ -26,11 +26,12 @@ _THREAD_SECONDS = 5.0  # for the engine's thread to end its round
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens on the address `host`, a name or IP address, at `port`; port 0 takes a free port.
-    It is opened before the model is loaded, so that an address in use is reported at once.
+    """Returns a socket that listens at `port` (0: a free one) on the address `host`, an IP address, or a name, of which
+    the first address is taken. `jaxtune serve` opens it before the model is loaded, so that an address in use is
+    reported at once.
 
     Raises:
-      ValueError: the address is not available.
+      ValueError: the address is not available, or there is no such name or port.
     """
     try:
         [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -45,19 +46,22 @@ class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT.
 
     After the first signal no new requests are accepted; answers have `grace` seconds to end, and those that have not
-    ended by then get an error. A second signal ends all of them at once, and run_until_signal, which returns after one
-    signal, raises KeyboardInterrupt.
+    ended by then get an error. A second signal asks uvicorn to end without them, and run_until_signal, which returns
+    after one signal, raises KeyboardInterrupt.
 
     Args:
       models: the served models, by name.
       engine: the engine, which has a sampler for each of the models.
-      listener: the socket of `listen`. It is closed at the end.
-      key: the API key that requests must bring; None: no key is needed.
-      seconds: the time from a request's body until its answer has been made, and, if it is streamed, been read by the
-        client. A later answer fails with error 504, which is the last event of a streamed one.
+      listener: the socket of `listen`. It is closed when the shutdown begins. If its address is a loopback address,
+        requests whose Host or Origin is another machine's are refused.
+      key: the API key that requests except those to /health must bring; None: no key is needed.
+      seconds: the time from when a request's body has arrived until its answer has been made, and, if it is streamed,
+        been read by the client. A later answer fails with error 504, which is the last event of a stream that is being
+        sent.
       grace: seconds that answers have to end after the first signal.
     Attributes:
-      second: the second signal, also if it came when all answers had ended; None if there was none.
+      second: the second signal (or the last, if more came), also if it came when all answers had ended; None if there
+        was none.
     """
 
     def __init__(
@@ -106,8 +110,9 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler, which uvicorn installs. The first signal starts the shutdown, in which answers have
-        `grace` seconds to end. The next one, of the same kind or another, ends them at once and is kept in `second`.
-        sig: the signal's number. frame: where the signal interrupted the program, which is not used."""
+        `grace` seconds to end. A later one, of the same kind or another, asks uvicorn (`force_exit`) to end without
+        them, and is kept in `second`. sig: the signal's number. frame: where the signal interrupted the program, which
+        is not used."""
         if self.should_exit:
             self.second = signal.Signals(sig)
             self.force_exit = True
@@ -123,9 +128,10 @@ class Server(uvicorn.Server):
         say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1  (Ctrl-C ends it)", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits for the answers and closes the connections; after `grace` seconds the answers that have not ended get
-        an error. A line on stderr says so. uvicorn calls it after a signal. sockets: the open sockets, which it closes
-        first; None: there are none."""
+        """Closes the sockets and idle connections, and waits for the answers; after `grace` seconds the answers that
+        have not ended get an error, and what still runs two to three seconds later is cancelled. A line on stderr says
+        at the start how long answers have. uvicorn calls it after a signal. sockets: the open sockets; None: there are
+        none."""
         say(f"jaxtune: stopping; answers have {self._grace:g} s to end", file=sys.stderr)
         ends = asyncio.ensure_future(self._end_of_grace())
         try:
@@ -134,7 +140,7 @@ class Server(uvicorn.Server):
             ends.cancel()
 
     async def _end_of_grace(self) -> None:
-        """Waits `grace` seconds, and then ends every answer that is not complete with error 503. shutdown cancels it if
-        all answers have ended before."""
+        """Waits `grace` seconds, and then has the engine end every answer that is not complete, and refuse later ones,
+        with error 503. shutdown starts it, and cancels it if all connections have ended before."""
         await asyncio.sleep(self._grace)
         self._engine.end(ApiError(503, "the server is stopping: ask again when it is back", code="stopping"))

@@ -1,4 +1,5 @@
-"""The text of an answer while its tokens arrive, up to its stop strings, and the calls of tools in it: `Text`."""
+"""The text of an answer while its tokens arrive, up to its stop strings, and the calls of tools in it: `Text`. By
+`_overlap` it finds the end of a text in which a stop string or a call may begin."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ _CALLS = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class Text:
-    """Makes the text of one answer from its tokens. Of a streamed answer, text is returned as soon as no later token
-    can change it.
+    """Makes the text of one answer (a row, forms._Choice) from its tokens. Of a streamed answer, text is returned as
+    soon as no later token can change it.
 
-    The returned texts, joined, are the text that decoding all tokens at once gives, up to the first stop string or call
-    of a tool. A token alone cannot be decoded: it may be a part of a character, and the space before it depends on
-    earlier tokens.
+    The returned texts, joined, are the text that decoding all tokens at once gives, up to the first stop string or,
+    with `tools`, the first call of a tool. A token alone cannot be decoded: it may be a part of a character, and the
+    space before it depends on earlier tokens.
 
     If the answer is streamed, its tokens are given to `add`, which returns the text that is certain so far. If it is
     not, they are given to `keep`, which only stores them. In both cases `end` is called once after the last token: it
@@ -50,8 +51,8 @@ class Text:
 
     def add(self, ids: Sequence[int]) -> str:
         """Adds the next token ids of a streamed answer, and returns the text that is certain and was not returned yet,
-        which may be "". An incomplete character at the end is not certain, nor is text in which a stop string or, with
-        `tools`, a call of a tool may begin."""
+        which may be "". An incomplete character at the end is not certain, nor is text from where a stop string or,
+        with `tools`, a call of a tool begins or may begin: `end` decides on it."""
         self._ids += ids
         before = self._decode(self._ids[self._begin : self._known])
         now = self._decode(self._ids[self._begin :])
@@ -95,8 +96,9 @@ class Text:
 
     def _split(self, text: str) -> str:
         """Sets `calls` from the <tool_call> marks in a text, in OpenAI's form with new ids, and returns the text before
-        the first of them. If there is no mark with a JSON object, or a call is not a JSON object with a name, the whole
-        text is returned and `calls` stays empty."""
+        the first of them; other text between and after the calls is dropped. If there is no mark with a JSON object, or
+        a call is not a JSON object with a name, the whole text is returned and `calls` stays empty. `end` calls
+        it."""
         begin = text.find(_CALL)
         if begin < 0:
             return text
@@ -117,6 +119,7 @@ class Text:
 
 def _overlap(text: str, mark: str) -> int:
     """The number of characters at the end of a text that may be the beginning of `mark`, a stop string or the mark of a
-    call; 0 if there are none. They must not be sent before the next tokens show whether the mark continues."""
+    call, but not the whole of it; 0 if there are none. Text.add does not return them before the next tokens show
+    whether the mark continues."""
     longest = min(len(text), len(mark) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
