@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -151,14 +152,15 @@ class _Guard:
         """Returns the error for a request that must not be answered, or None if it may be. With `local`, a missing
         Host, or a Host or Origin that is not this machine, is a 403, also for /health. With a key, a missing or wrong
         one ("Authorization: Bearer KEY") is a 401, except for /health, which needs none. Keys are compared in constant
-        time, so that the time does not show how many characters of a key are right."""
+        time, so that the time does not show how many characters of a key are right. Headers come as Latin-1, whatever
+        bytes they have; a key is its UTF-8."""
         why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
         if why is not None:
             return ApiError(403, why)
         if self._key is None or request.url.path == "/health":
             return None
         kind, _, given = request.headers.get("authorization", "").partition(" ")
-        right = kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key.encode())
+        right = kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key.encode())
         return None if right else ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
@@ -175,7 +177,8 @@ class _Api:
     def __init__(self, models: Mapping[str, Served], engine: Engine, seconds: float):
         self._models, self._engine, self._seconds = models, engine, seconds
         self._began = int(time.time())
-        self._encoding = asyncio.Lock()  # a tokenizer encodes for one request at a time
+        # A tokenizer encodes for one request at a time, also while it still does for one that has run out of time.
+        self._encoding = ThreadPoolExecutor(1, "tokenizer")
 
     async def health(self, _: Request) -> Response:
         """GET /health: 200 with {"status": "ok"}; or 503 with {"status": "failing", "error"} if the engine failed in
@@ -238,8 +241,8 @@ class _Api:
         deadline = asyncio.get_running_loop().time() + self._seconds
         try:
             async with asyncio.timeout_at(deadline):
-                async with self._encoding:
-                    asked = await asyncio.to_thread(read, body, self._models)
+                loop = asyncio.get_running_loop()
+                asked = await loop.run_in_executor(self._encoding, read, body, self._models)
                 answers = await self._engine.submit(asked.served.name, asked.rows)
         except TimeoutError:
             raise self._too_late() from None

@@ -238,8 +238,8 @@ def _checked[B: _Body](kind: type[B], body: object) -> B:
 def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
     """Makes the ApiError (400) for the first fault in `error`, which pydantic raised in `_checked` for a body of the
     class `kind`: a key is unknown (the message names the nearest key of `kind`, if one is near), is missing, or has a
-    wrong value. Its `param` is the path of the key, such as messages.3.content; parts that are no identifiers, and what
-    follows them, are left out, because pydantic also puts names of types there."""
+    wrong value. Its `param` is the path of the key, such as messages.3.content. Of a wrong value, parts that are no
+    identifiers, and what follows them, are left out, because pydantic also puts names of types there."""
     fault = error.errors(include_url=False, include_context=False)[0]
     # Of a key with several types the place continues with the name of one of them, which is no key.
     keys = itertools.takewhile(
@@ -247,7 +247,9 @@ def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
     )
     param = ".".join(map(str, keys))
     if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(fault["loc"][-1]), kind.model_fields, 1)
+        *above, unknown = map(str, fault["loc"])
+        near = [] if above else difflib.get_close_matches(unknown, kind.model_fields, 1)
+        param = ".".join([*above, unknown])
         hint = f"did you mean {near[0]}?" if near else "leave it out"
         return ApiError(400, f"unknown parameter {param}: {hint}", param, "unknown_parameter")
     if fault["type"] == "missing":

@@ -124,8 +124,7 @@ class Engine:
     Attributes:
       failure: the type and the first line of the message of the error with which the last round (of any model), or a
         later start of a request, failed; None if neither did.
-      plans: for each model's name the SlotPlan of its first sampler: the number of slots and the tokens that a row may
-        have. One that is made anew may have another plan, which is not shown here.
+      plans: for each model's name the SlotPlan of its sampler: the number of slots and the tokens that a row may have.
     Raises:
       ValueError: there is too little memory for the slots. Other errors of `samplers` are raised too.
     """
@@ -257,7 +256,11 @@ class Engine:
         """
         name = answers.model
         if name not in self._samplers:
-            self._samplers[name] = self._make[name]()
+            try:
+                self._samplers[name] = self._make[name]()
+            except ValueError as error:  # which is no fault of the request
+                raise RuntimeError(str(error)) from error
+            self.plans[name] = self._samplers[name].plan
         sampler = self._samplers[name]
         try:
             for index, row in enumerate(rows):

@@ -101,7 +101,8 @@ class _Choice:
         for token in tokens:
             offsets.append(self._characters)
             self._characters += len(token)
-        top = [dict(one) for one in ranked] if self._asked.rows[self.index].top_logprobs else None
+        # Of tokens with the same text the most likely one, which comes first, is kept.
+        top = [dict(reversed(one)) for one in ranked] if self._asked.rows[self.index].top_logprobs else None
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 

@@ -133,14 +133,23 @@ class Server(uvicorn.Server):
         at the start how long answers have. uvicorn calls it after a signal. sockets: the open sockets; None: there are
         none."""
         say(f"jaxtune: stopping; answers have {self._grace:g} s to end", file=sys.stderr)
-        ends = asyncio.ensure_future(self._end_of_grace())
+        ends = [asyncio.ensure_future(each) for each in (self._end_of_grace(), self._end_at_once())]
         try:
             await super().shutdown(sockets)
         finally:
-            ends.cancel()
+            for each in ends:
+                each.cancel()
 
     async def _end_of_grace(self) -> None:
         """Waits `grace` seconds, and then has the engine end every answer that is not complete, and refuse later ones,
         with error 503. shutdown starts it, and cancels it if all connections have ended before."""
         await asyncio.sleep(self._grace)
         self._engine.end(ApiError(503, "the server is stopping: ask again when it is back", code="stopping"))
+
+    async def _end_at_once(self) -> None:
+        """Waits for a second signal, and then closes every connection, because uvicorn ends only when all are closed.
+        shutdown starts it, and cancels it if they end without one."""
+        while not self.force_exit:
+            await asyncio.sleep(0.1)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import signal
 import socket
+import threading
 import time
 
 import numpy as np
@@ -163,6 +165,8 @@ WRONG = [
     (GOOD | {"messages": [{"role": "tool", "content": "3"}]}, 400, "messages", "roles are system, user and assistant"),
     (GOOD | {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "refuses these messages"),
     (GOOD | {"temperatur": 1}, 400, "temperatur", "did you mean temperature?"),
+    (GOOD | {"top-p": 1}, 400, "top-p", "did you mean top_p?"),
+    (GOOD | {"stream": True, "stream_options": {"n_": 1}}, 400, "stream_options.n_", "leave it out"),
     (GOOD | {"temperature": "1"}, 400, "temperature", "valid number"),
     (GOOD | {"temperature": float("nan")}, 400, "temperature", "less than or equal to 2"),
     (GOOD | {"top_p": 0}, 400, "top_p", "greater than 0"),
@@ -234,6 +238,12 @@ def test_a_key_is_asked_of_everybody(models, engine):
         assert ask(port, "/health")[0] == 200
 
 
+def test_a_key_may_have_any_characters(models, engine):
+    with serving(models, engine, key="öffne dich") as (port, _):
+        assert ask(port, "/v1/models", Authorization="Bearer öffne dich".encode())[0] == 200
+        assert ask(port, "/v1/models", Authorization="Bearer öffne Dich".encode())[0] == 401
+
+
 def raw_request(body: dict, path: str = CHAT) -> bytes:
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -277,6 +287,22 @@ def test_the_server_goes_on_after_the_engine_failed(models, engine, port, monkey
     assert chat(port, max_tokens=3)["choices"] and ask(port, "/health")[0] == 200
 
 
+def test_a_sampler_for_which_memory_is_gone_is_no_fault_of_the_request(models):
+    own = engine_of({"base": models["base"]}, length=128)
+
+    def too_little():
+        raise ValueError("Sampler: too little memory")
+
+    with serving(models, own) as (port, _):
+        own._samplers.clear()
+        own._make["base"] = too_little
+        status, answer = ask(port, CHAT, GOOD | {"max_tokens": 3})
+        assert status == 500 and "too little memory" in answer["error"]["message"] and ask(port, "/health")[0] == 503
+        own._make["base"] = lambda: Sampler(models["base"].model, 2, 64)
+        assert chat(port, max_tokens=3)["choices"] and own.plans["base"].length == 64
+    assert own.close(120)
+
+
 def test_more_rows_than_may_wait_are_refused(models, engine, port, monkeypatch):
     monkeypatch.setattr("jaxtune.serve.engine._MOST_ROWS", 3)
     status, answer = ask(port, CHAT, GOOD | {"n": 4})
@@ -314,3 +340,33 @@ def test_a_second_signal_ends_at_once(models):
         server.handle_exit(signal.SIGTERM, None)
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
             server.run_until_signal()
+
+
+def test_a_second_signal_ends_answers_that_have_begun(models):
+    from jaxtune.serve.server import Server, listen
+
+    own = engine_of({"base": models["base"]})
+
+    def ask_and_interrupt():
+        wait_until(lambda: server.started)
+        with socket.create_connection(listener.getsockname()) as client:
+            client.sendall(raw_request(GOOD | {"max_tokens": 230, "n": 64, "temperature": 2, "stream": True}))
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+            server.handle_exit(signal.SIGINT, None)
+            time.sleep(0.5)
+            server.handle_exit(signal.SIGTERM, None)
+            signalled.append(time.monotonic())
+            with contextlib.suppress(ConnectionError):
+                while client.recv(1 << 16):
+                    pass
+            signalled.append(time.monotonic())
+
+    signalled: list[float] = []
+    with listen("127.0.0.1", 0) as listener:
+        server = Server(models, own, listener, None, 60.0, 60.0)
+        client = threading.Thread(target=ask_and_interrupt)
+        client.start()
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+            server.run_until_signal()
+        client.join(30)
+    assert signalled[1] - signalled[0] < 30  # and not after the 60 s that answers have, or 64 of them
