@@ -5,9 +5,10 @@ A stream is a list of shards (`reading.Source`), which are divided among the lan
 whole shards of its own, and takes every `lanes`-th row of the shards that remain. A lane reads its shards in an order
 drawn for the epoch, one window of rows at a time. A window is tokenised and packed like a small data set, and its
 packed rows are used in an order drawn for the window, while a thread makes the next window. So only two windows of a
-lane are in memory. A checkpoint records where the current window begins and how many of its rows were used; a resumed
-run reads that window again and continues with the same row. `StreamedRows` is the stream as a set of rows
-(`feeds.RowSet`), and `StreamFeed` the feed of one lane.
+lane are in memory, beside the first window of the stream, which shows before the run whether its rows can be used. A
+checkpoint records where the current window begins and how many of its rows were used; a resumed run reads that window
+again and continues with the same row. `StreamedRows` is the stream as a set of rows (`feeds.RowSet`), and `StreamFeed`
+the feed of one lane.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4_096  # how many pieces of a file its fingerprint
 @dataclasses.dataclass(frozen=True)
 class _Place:
     """A position between two rows of a lane. A lane is the sequence of rows that one device (or one group of devices)
-    takes from the stream."""
+    takes from the stream. Windows begin and end at such positions, and a checkpoint records one."""
 
     epoch: int = 0
     """The number of the epoch, from 0."""
@@ -81,10 +82,12 @@ class StreamedRows:
         sources: its shards, from `reading.open_sources`.
         prepare: a function that tokenises a Window and returns it as a data set, or raises `NothingUsable` if none of
             it can be trained on. The threads of the feeds call it too.
-        buffer_size: the most rows of a window; one with long rows has fewer.
+        buffer_size: the most rows of a window. One that reaches 64 Mi characters (`WINDOW_CHARACTERS`) or the end of an
+            epoch has fewer.
 
     Raises:
-        ValueError: the rows cannot be used, or a shard can be read only as a whole (a JSON array).
+        ValueError: a shard cannot be read, or only as a whole (a JSON array); or no row of the first window can be
+            trained on, or `prepare` refuses it.
     """
 
     def __init__(
@@ -129,7 +132,8 @@ class StreamedRows:
     def max_documents(self) -> int:
         """The most documents that a packed row may have, for which batches have room. If documents are packed, it is
         twice the most of the first window, and at least 8 (`_LEAST_DOCUMENTS`), because later windows may have shorter
-        documents; otherwise it is that of the first window. `with_max_documents` changes it."""
+        documents; otherwise it is that of the first window. `with_max_documents` changes it. Later windows are packed
+        with at most as many documents in a row."""
         return self._max_documents
 
     def with_max_documents(self, documents: int) -> StreamedRows:
@@ -153,8 +157,8 @@ class StreamedRows:
     def identity(self) -> dict[str, Json]:
         """Values that identify the stream, by name: the buffer size, a checksum of the first window's tokens, and the
         shards: {path: fingerprint}, with paths relative to their common folder; above 1,000 files
-        (`MOST_NAMED_SHARDS`), the number of shards and a digest of these; for shards that are no files, their number.
-        A run does not resume with other values."""
+        (`MOST_NAMED_SHARDS`), the number of shards and one digest of all these paths and fingerprints; for shards that
+        are no files, their number. A run does not resume with other values."""
         known: dict[str, Json] = {
             "buffer_size": self.buffer_size,
             "first_tokens_crc32": self.first.documents.tokens_crc32,
@@ -167,8 +171,9 @@ class StreamedRows:
         return {**known, "shards": shards or len(self.sources)}
 
     def described(self) -> str:
-        """The stream in words: its name, its number of shards (files), and the counts of the first window, the rows
-        that were read before the run. FedBatches puts it into the lines that are shown before the run."""
+        """The stream in words: its name, its number of shards (files, or parts of a data set), and the counts of the
+        first window, the rows that were read before the run. FedBatches puts it into the lines that are shown before
+        the run."""
         shards = "1 shard" if len(self.sources) == 1 else f"{len(self.sources):,} shards"
         return f"{self.name}, a stream of {shards}; its first {self._first_rows:,} rows give {self.first.report}"
 
@@ -180,7 +185,7 @@ class StreamedRows:
 
     def news(self) -> list[str]:
         """Sentences about bad rows and finished epochs since the last call, which the run prints after a step. The
-        threads of the feeds add them."""
+        threads of the feeds add them. There is none about a window of which nothing can be trained on."""
         with self._lock:
             news, self._news = self._news, []
         return news
@@ -188,11 +193,11 @@ class StreamedRows:
     # ---- used by its feeds
 
     def read(self, source: Source, after: int) -> Iterator[Row]:
-        """Yields the rows of a shard (`source`) whose number is above `after`, if its file is unchanged. The feeds read
-        with it, so that no run mixes two versions of a file.
+        """Yields the rows of a shard (`source`) whose number is above `after`. The constructor and the feeds read with
+        it. If the shard is a file, its fingerprint is compared first, so that no run mixes two versions of a file.
 
         Raises:
-            ValueError: the shard is missing, has changed since the run began, or cannot be read.
+            ValueError: the shard is missing, has changed since this object was made, or cannot be read.
         """
         known = self._fingerprints.get(source.name)
         try:
@@ -210,7 +215,7 @@ class StreamedRows:
 
     def tokenised(self, begin: _Place, end: _Place, number: int, rows: list[Row], key: int) -> _TokenisedWindow | None:
         """Tokenises and packs a window, and counts its rows for the sentences of `news`. Returns None if nothing of it
-        can be trained on.
+        can be trained on. The feeds call it in their threads.
 
         Args:
             begin, end: the positions before its first row and after its last one.
@@ -219,7 +224,8 @@ class StreamedRows:
             key: the seed of the lane, from which, with `number`, the order of the packed rows is drawn.
 
         Raises:
-            ValueError: its batches have other `extra` arrays than those of the first window.
+            ValueError: its batches have other `extra` arrays than those of the first window, or `prepare` refuses it by
+                another error than `NothingUsable`.
         """
         try:
             made = self._prepare(Window(self.name, rows)).with_max_documents(self._max_documents)
@@ -257,8 +263,9 @@ class StreamedRows:
 
 
 class StreamFeed:
-    """The feed of one lane of a stream: an endless iterator over the rows that one device takes (`feeds.Feed`). A
-    thread makes the next window while the rows of the current one are taken; it starts at once.
+    """The feed of one lane of a stream: it gives without end the packed rows that one device (or one group of devices)
+    takes (`feeds.Feed`). A thread makes the next window while the rows of the current one are taken; the constructor
+    starts it for the first window. `StreamedRows.feed` makes the feed.
 
     Args:
       stream: the stream, whose shards are divided among the lanes.
@@ -309,8 +316,8 @@ class StreamFeed:
         return {**begin, "window": self._window.number, "taken": self._taken}
 
     def close(self) -> None:
-        """Makes the daemon thread that makes windows stop at its next row. It is not waited for, because the run that
-        closes its feeds needs no more rows."""
+        """Makes the daemon thread that makes windows stop at the next row that it reads. It is not waited for, because
+        no row is taken from a closed feed."""
         self._closed.set()
 
     def _load(self) -> Future[_TokenisedWindow]:
@@ -331,7 +338,7 @@ class StreamFeed:
     def _make(self) -> _TokenisedWindow:
         """Reads and tokenises windows, starting after the last row that was read, until one has rows that can be
         trained on, and returns it. It runs in the thread of `_load`. Raises ValueError if a shard cannot be read, if a
-        whole epoch has no such rows, or after `close`."""
+        window is refused (`StreamedRows.tokenised`), if a whole epoch has no such rows, or after `close`."""
         epoch = self._end.epoch
         while True:
             rows, begin, size = [], self._end, 0
@@ -357,8 +364,9 @@ class StreamFeed:
 
     def _read(self, begin: _Place) -> Iterator[tuple[_Place, Row | None]]:
         """Yields (the position after the row, the row) for each row of this lane after the position `begin`, over
-        endless epochs. At the end of an epoch it tells the stream (`note_epoch`) and yields None as a row, so that no
-        window has rows of two epochs. Raises ValueError if a shard cannot be read or has changed."""
+        endless epochs. At the end of an epoch it tells the stream (`note_epoch`) and yields (the beginning of the next
+        epoch, None), at which `_make` ends the window, so that none has rows of two epochs. Raises
+        ValueError if a shard cannot be read or has changed."""
         while True:
             order = epoch_order(len(self._shards), self._key, begin.epoch)
             for index in range(begin.shard, len(order)):
@@ -372,8 +380,9 @@ class StreamFeed:
 
 
 def _file_fingerprint(file: Path) -> str:
-    """A string that (very probably) differs when a file has changed: its size, and a digest of 17 samples of 4 KiB
-    spread over it. Reading the whole file would take too long.
+    """A string by which a changed file is recognised during a run and when it is resumed: its size, and a digest of 17
+    samples of 4 KiB spread over it. Reading the whole file would take too long, so a change outside the samples that
+    keeps the size is not noticed.
 
     Raises:
         ValueError: the file is missing or cannot be read.
@@ -394,5 +403,5 @@ def _file_fingerprint(file: Path) -> str:
 
 
 def _digest(data: bytes) -> str:
-    """A hash of `data`, 16 hex digits, for the fingerprints of shards."""
+    """A hash of `data`, 16 hex digits, for the fingerprint of one shard and for that of a long list of shards."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()

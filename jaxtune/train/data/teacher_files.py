@@ -8,8 +8,9 @@ A row of the file (JSONL, JSON or Parquet; or a folder of such files) is a docum
   not trained on;
 - or, in place of both, `prompt_logprobs`: for each token null or {token id: {"logprob": number}}, as vLLM writes it.
 
-Rows may be in any order, and more than needed. They are found by their token ids. `open_file` opens such a file and
-returns a `TeacherFile`, which reads the values.
+Rows may be in any order, and more than needed. They are found by their token ids; if the run cuts documents at a row's
+length, the ids behind it do not count. Of rows with the same ids the first is used. `open_file` opens such a file and
+returns a `TeacherFile`, which reads the values for `objectives.stored_teachers`.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ _SLACK = 1e-3  # by how much probabilities may add up to more than 1, because th
 @dataclasses.dataclass(frozen=True)
 class TeacherFile:
     """A file with a teacher's log-probabilities, which `open_file` has read once. `require_all` reads it again when the
-    run's rows are known, and `read` before the first step."""
+    run's rows are known, and `read` before the first step, unless the values are stored from an earlier run."""
 
     path: str
     """The file or folder, as the config names it."""
     sources: list[Source]
     """Its files."""
     digest: str
-    """A hash of the content and the names of the files, 32 hex digits: a run is not resumed with another file."""
+    """A hash of the content and the paths of the files, 32 hex digits: a run is not resumed with another file."""
     k: int
-    """The most tokens that any distribution of the file has."""
+    """The most tokens that any distribution of the file has, by which the arrays for its values are made."""
 
     def require_all(self, values: TeacherValues, what: str) -> None:
         """Raises ConfigError if a document with trained tokens is not in the file, so that a run does not find this out
-        later. values: the documents, with the places for their values. what: the key of their rows, such as data.train,
-        for messages."""
+        later; whether each of these tokens has a distribution is checked by `read`. values: the documents, with the
+        places for their values. what: the key of their rows, such as data.train, for messages."""
         wanted = _wanted(values)
         for row in _rows(self.sources):
             wanted.pop(_key(_tokens(row), values.limit), None)
@@ -75,9 +76,8 @@ class TeacherFile:
           into: `[values.total]` of the dtype `TeacherValues.entry(k)`, filled in place, as `TeacherValues.stored` has
             the values.
         Raises:
-          ConfigError: a trained token has no distribution, or what it has is none: it has a token id twice or not below
-            `vocab_size`, logarithms that are above 0 or not finite, or probabilities that add up to more than 1
-            (rounding by `_SLACK` is allowed).
+          ConfigError: a trained token has no distribution, or one that cannot be read, or what it has is none
+            (`_require_distributions` has the rules).
         """
         wanted = _wanted(values)
         for row in _rows(self.sources):
@@ -91,9 +91,10 @@ class TeacherFile:
 
 
 def open_file(path: str, say: Callable[[str], None]) -> TeacherFile:
-    """Opens a file or folder, `path` (objective.teacher_logprobs), and reads it once, to find out how many tokens its
-    distributions have. say: shows a line to the user. Raises ConfigError if it is not there or not in the format, or
-    has no log-probability. The distributions themselves are checked only by `TeacherFile.read`."""
+    """Opens a file or folder, `path` (objective.teacher_logprobs), by `reading.open_sources`, and reads it: for its
+    digest, and to find out how many tokens its distributions have. say: shows a line to the user. Raises ConfigError if
+    it is not there, a row has no token ids or not an entry for each, or no row has a distribution. The distributions
+    themselves are checked only by `TeacherFile.read`."""
     try:
         sources = open_sources(path)
         digest = hashlib.blake2b(digest_size=16)
@@ -113,7 +114,8 @@ def open_file(path: str, say: Callable[[str], None]) -> TeacherFile:
 
 
 def _rows(sources: Sequence[Source]) -> Iterator[Row]:
-    """Yields the rows of all sources, in order. Raises ConfigError for one that cannot be read."""
+    """Yields the rows of all sources, in order. Raises ConfigError for a row that cannot be read, and a plain
+    ValueError for a file that cannot be read at all, such as damaged Parquet."""
     for source in sources:
         for row in source.read(0):
             if row.value is None:
@@ -128,14 +130,15 @@ def _bad(row: Row, reason: str) -> ConfigError:
 
 
 def _columns(row: Row) -> Mapping[str, object]:
-    """The columns by name of a row from `_rows`, which has some, as rows that cannot be read are refused there."""
+    """The columns by name of a row from `_rows`. They are never None, because `_rows` refuses a row that cannot be
+    read."""
     assert row.value is not None
     return row.value
 
 
 def _tokens(row: Row) -> np.ndarray:
-    """The token ids of a row, int32[n], from the column input_ids or else prompt_token_ids. Raises ConfigError if it
-    has none, or they are not whole numbers."""
+    """The token ids of a row, int32[n], from the column input_ids or else prompt_token_ids; a row is matched with a
+    document of the run by them. Raises ConfigError if it has none, or they are not whole numbers."""
     columns = _columns(row)
     name = next((name for name in ("input_ids", "prompt_token_ids") if columns.get(name) is not None), None)
     if name is None:
@@ -148,8 +151,9 @@ def _tokens(row: Row) -> np.ndarray:
 
 def _entries(row: Row) -> Sequence[Sequence[int] | Mapping[str, object] | None]:
     """For each token of a row, its entry in top_ids (token ids) or else in prompt_logprobs ({token id as text:
-    log-probability, or a dict with it}), or None if it has no distribution. Raises ConfigError if there is neither
-    column, or it has not as many entries as the row has tokens."""
+    log-probability, or a dict with it}), which is None or empty if the token has no distribution. Raises ConfigError if
+    there is neither column, or it is no list with as many entries as the row has tokens. `open_file` counts the tokens
+    of the entries, and `_distributions` reads them."""
     columns = _columns(row)
     for name in ("top_ids", "prompt_logprobs"):
         found = columns.get(name)
@@ -190,8 +194,9 @@ def _require_distributions(
     row: Row, places: list[int], ids: np.ndarray, log_probs: np.ndarray, vocab_size: int
 ) -> None:
     """Raises ConfigError, with the index of the token, if a stored distribution is none: it has no token, a token id
-    twice or not from 0 to vocab_size - 1, a log-probability above 0 or not finite, or probabilities that add up to more
-    than 1 (rounding allowed, `_SLACK`). `TeacherFile.read` calls it for each row.
+    twice, below -1 or not below `vocab_size`, a log-probability above 0 or not finite, or probabilities that add up to
+    more than 1 (rounding allowed, `_SLACK`). The id -1 is taken for a place that is not used, also if the file has it.
+    `TeacherFile.read` calls it for each row that it uses.
 
     Args:
       row: the row, for the message.
@@ -222,9 +227,8 @@ def _key(tokens: np.ndarray, limit: int | None) -> bytes:
 
 
 def _wanted(values: TeacherValues) -> dict[bytes, list[int]]:
-    """Returns {hash of a document's first `values.limit` tokens (`_key`): the indices of the documents that begin with
-    these}. It has every document of `values` that has trained tokens. The reader of the file looks the file's rows up
-    in it."""
+    """Returns {hash of a document's first `values.limit` tokens (`_key`): the indices of the documents with this hash},
+    for all documents of `values` that have trained tokens. `TeacherFile` looks the rows of the file up in it."""
     found: dict[bytes, list[int]] = {}
     for index in np.flatnonzero(values.counts).tolist():
         found.setdefault(_key(values.documents[index].tokens, values.limit), []).append(index)

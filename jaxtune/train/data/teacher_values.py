@@ -1,7 +1,7 @@
 """A teacher's stored log-probabilities beside packed rows, for distillation without the teacher in memory: for each
-trained token of the rows, the k most probable tokens of the teacher's distribution and their log-probabilities.
-`TeacherValues` says where each document's values are in one array, and `TaughtRows` are packed rows whose batches have
-them."""
+trained token of the rows, the k most probable tokens of the teacher's distribution (or fewer, if a file has fewer) and
+their log-probabilities. `TeacherValues` says where each document's values are in one array, and `TaughtRows` are
+packed rows whose batches have them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TeacherValues:
         k: the number of stored tokens of a distribution.
         stored: [total] of the dtype `entry(k)`, the values in the order of the documents; None until they are computed
             or read.
-        total: the number of trained tokens of all documents, within `limit`.
+        total: the number of trained tokens of all documents, within `limit` and without first tokens.
         counts: int64[documents], the number of these tokens in each document.
     """
 
@@ -120,6 +120,6 @@ class TaughtRows(PackedRows):
             at += count
 
     def alone(self) -> PackedRows:
-        """The same rows without the teacher's values, whose batches have no `extra`: a copy of `packed`, on which the
-        teacher itself is run."""
+        """The same rows without the teacher's values, whose batches have no `extra`: a shallow copy of `packed`, on
+        which the teacher itself is run to compute the values."""
         return copy.copy(self.packed)

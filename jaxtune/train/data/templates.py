@@ -41,9 +41,10 @@ class Encoded:
     mask: np.ndarray
     """bool[n]: True where the token is trained on."""
     responses: int
-    """The number of responses found; 1 with train_on="all"."""
+    """The number of responses that are trained on; 1 with train_on="all"."""
     ended: int
-    """The number of responses whose trained tokens include the one that ends the turn, or that were cut before it."""
+    """The number of these responses that end with a token that ends a turn, or were cut before it. With train_on="all"
+    it is 1 if any token but the first is such a token or the text was cut, else 0."""
     masked: int = 0
     """The number of tokens of responses that `mask_spans` excludes."""
     special: str = ""
@@ -61,7 +62,8 @@ class Rendered:
     text: str
     """The text to tokenise."""
     ranges: list[tuple[int, int]] | None
-    """The (start, end) character ranges of its responses; None if markers must find them in the tokens."""
+    """The (start, end) character ranges of its responses (all of it for text alone; [] for a conversation of which all
+    is trained on); None if markers must find them in the tokens."""
     special: str = ""
     """A special token or marker that the text of the messages contains; "" if there is none."""
     left_out: str = ""
@@ -79,7 +81,7 @@ def resolve_template(tokenizer: Any, template: str | None) -> str:
             `.jinja` file, or Jinja text.
 
     Raises:
-        SetupError: there is no such template, or a packaged template needs special tokens that the tokenizer lacks.
+        SetupError: there is no such template, or it is packaged and needs special tokens that the tokenizer lacks.
     """
     if template is None or template == "tokenizer":
         own = tokenizer.chat_template
@@ -140,11 +142,12 @@ class RowEncoder:
             prompts and completions are plain text and are not rendered; otherwise they become a conversation.
         train_on: "responses" trains on responses only, "all" on all tokens.
         instruction_part, response_part: marker strings, both or neither. If they are given, `markers.Markers` finds the
-            responses, otherwise the template does.
+            responses, otherwise the template does. They are ignored with train_on="all".
         last_response_only: train only on the last response of a conversation (True) or on all of them (False).
         mask_spans: (opening, closing) pairs of texts; tokens of a response from an opening to its closing, both
             included, are not trained on. A span without a closing reaches to the end of its response.
-        max_tokens: a text of over 65,536 characters is cut once it has at least this many tokens; None cuts nothing.
+        max_tokens: a text may be cut once it has at least this many tokens: after a window of 65,536 characters, or,
+            if it is tokenised in pieces (`_finish`), after a piece. None cuts nothing.
 
     Raises:
         ValueError: an argument is wrong, or the tokenizer is not fast.
@@ -194,7 +197,7 @@ class RowEncoder:
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """For each of `examples` in order, its tokens and mask (`Encoded`), or a `RowError` with the reason why it
-        cannot be used. Raises `SetupError` if the template or the tokenizer cannot be used for any example."""
+        cannot be used. Raises `SetupError` if one needs a template or an EOS, and there is no usable one."""
         rendered: list[Rendered | RowError] = [attempt(self.render, example) for example in examples]
         texts = [item.text for item in rendered if isinstance(item, Rendered)]
         try:
@@ -208,11 +211,11 @@ class RowEncoder:
         return results
 
     def encode_prompt(self, example: Example) -> np.ndarray:
-        """int32[n]: the prompt from which the last response of an example is generated: the tokens before that
-        response, the same text, BOS and tokens as in training. For an example of text alone, it is all of the text; for
-        a plain prompt (data.template is null), the prompt; neither needs a template. For a conversation, it is the
-        turns without the last one if that is the assistant's, rendered by the template with its generation prompt.
-        Raises `RowError` if the template fails, and `SetupError` if a conversation has none."""
+        """int32[n]: the prompt from which the last response of an example is generated, with BOS as in training. For an
+        example of text alone, it is all of the text; for a plain prompt (data.template is null), the prompt; neither
+        needs a template. For a conversation, it is the turns without the last one if that is the assistant's, rendered
+        with the generation prompt (training has the same tokens before the response, unless the template renders them
+        differently there). Raises `RowError` if the template fails, and `SetupError` if a conversation has none."""
         if example.text is not None:
             text = example.text
         elif self._is_raw(example):
@@ -241,7 +244,8 @@ class RowEncoder:
 
     def render(self, example: Example) -> Rendered:
         """The text of an example (text, prompt with completion, or a rendered conversation) and the ranges of its
-        responses. Raises `RowError` if it cannot be rendered, its responses are not found, or its text is too long."""
+        responses. Raises `RowError` if it cannot be rendered, its responses are not found or may not be trained on, or
+        its text is too long or not Unicode."""
         if example.text is not None:
             text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
         elif self._is_raw(example):
@@ -262,15 +266,15 @@ class RowEncoder:
 
     def _special_in(self, example: Example) -> str:
         """The first special token, or marker string that opens turns, in the messages and tools of the conversation
-        `example`; "" if there is none. If there is one, markers cannot be trusted to find the responses."""
+        `example`; "" if there is none. A warning counts such rows, and markers are not used for them."""
         if self._special_texts is None:
             return ""
         found = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
         return next((match[0] for match in found if match), "")
 
     def _render_conversation(self, example: Example, special: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the (start, end) character ranges of its responses. There are no ranges if
-        all tokens are trained on, or if markers will find the responses.
+        """The text of a conversation, and the (start, end) character ranges of its responses, also of some that are not
+        trained on. There are none if all tokens are trained on, or if markers will find the responses.
 
         Args:
             example: with messages.
@@ -316,12 +320,13 @@ class RowEncoder:
         )
 
     def _is_raw(self, example: Example) -> bool:
-        """Whether an example is trained on as a plain prompt and completion: it has both, and no template was given."""
+        """Whether an example is a prompt (and completion, if any) that stays plain text, as no template was given."""
         return example.prompt is not None and self.template is None
 
     def _finish(self, example: Example, rendered: Rendered, tokens: Tokens) -> Encoded | RowError:
-        """The tokens of a rendered example with their mask, with at most one BOS, and for plain text an EOS. Returns a
-        `RowError` if there is no token.
+        """The tokens of a rendered example with their mask, with at most one BOS at the beginning, and an EOS for
+        plain text. If a token extends over the begin of a response, the text is tokenised again, in pieces that begin
+        there. Returns a `RowError` if there is no token.
 
         Args:
             example: the example.
@@ -391,6 +396,7 @@ class RowEncoder:
         self, text: str, tokens: Tokens, spans: list[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Appends an EOS to a row of plain text and to its last response (if any), so that the model learns to stop.
+        Returns (the token ids, int32[n]; the ranges). Raises `SetupError` if the tokenizer has no EOS.
 
         A row that already ends with EOS is not changed. If markers are used, the text is a rendered conversation; it is
         not changed either if it ends with another token that ends a turn, such as Gemma's or Phi-3's.
@@ -398,12 +404,6 @@ class RowEncoder:
         Args:
             text, tokens: the text of the row and its tokens.
             spans: the (start, end) token ranges of its responses.
-
-        Returns:
-            The token ids, int32[n], and the ranges.
-
-        Raises:
-            SetupError: the tokenizer has no EOS.
         """
         eos = self.tokenizer.eos_token
         if eos is None:
@@ -417,7 +417,7 @@ class RowEncoder:
 
     def _one_bos(self, tokens: np.ndarray) -> np.ndarray:
         """`tokens` (int32[n] token ids) with exactly one BOS at the beginning if the tokenizer adds one or the template
-        wrote one (several become one), else with none."""
+        wrote one (several become one), else unchanged."""
         if self.bos_id is None:
             return tokens
         leading = 0
@@ -431,7 +431,7 @@ class RowEncoder:
 
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
         """The tokens of each of `texts`, in order, with their positions in the text. A text of over 65,536 characters
-        is cut once it has `max_tokens` tokens."""
+        is cut after the window with which it has at least `max_tokens` tokens."""
         return tokenize(self.tokenizer, texts, self.max_tokens)
 
     def _template_text(self) -> str:
@@ -450,14 +450,14 @@ class RowEncoder:
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation (messages, and tools or None), as `Conversations.render` gives it with this
         encoder's template. add_generation_prompt: whether the text ends with what the template writes before a
-        response. Raises `RowError` if the template fails on it."""
+        response. Raises `RowError` if the template fails on it, `SetupError` if there is none."""
         return self._conversations.render(messages, tools, add_generation_prompt)
 
 
 def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, str]:
-    """Returns the markers (instruction_part, response_part) of a chat template, for a user who names none: the texts
-    that it writes before a user's message that follows a response, and before a response. A short conversation is
-    rendered with `template`, in any form that `resolve_template` takes (None: that of `tokenizer`).
+    """Returns the markers (instruction_part, response_part) of a chat template, for jaxtune.compat's
+    train_on_responses_only without markers: the texts that it writes before a user's message that follows a response,
+    and before a response. A short conversation is rendered with `template`, as `RowEncoder` takes it.
 
     Raises:
       ValueError: the markers cannot be found in what the template writes, or there is no such template.

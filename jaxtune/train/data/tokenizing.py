@@ -55,14 +55,16 @@ class Tokens:
 
 
 def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) -> list[Tokens]:
-    """The tokens of each text, in order, without the special tokens that a tokenizer adds around a text. A text of more
-    than `WINDOW` characters is tokenised window by window.
+    """The tokens of each text, in order, with their positions in it, without the special tokens that a tokenizer adds
+    around a text. A text of more than `WINDOW` characters is tokenised window by window, whatever `max_tokens` is, so
+    that the time grows linearly with its length.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         texts: any number of texts of any length.
-        max_tokens: tokenising a text stops after the window with which there are at least this many tokens; the
-            result's `cut` is then True, if text is left. None never stops. A text of a single window is never cut.
+        max_tokens: tokenising a text stops after the window with which there are at least this many tokens, because
+            the caller would cut off the rest; the result's `cut` is then True, if text is left. None never stops. A
+            text of a single window is never cut.
     """
     short = iter(_at_once(tokenizer, [text for text in texts if len(text) <= WINDOW]))
     return [next(short) if len(text) <= WINDOW else _in_windows(tokenizer, text, max_tokens) for text in texts]
@@ -71,14 +73,16 @@ def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) ->
 def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], max_tokens: int | None = None) -> Tokens:
     """The tokens of a text that is cut into pieces, which are tokenised separately, so that no token extends over one
     of the positions `cuts`. Special tokens that the tokenizer adds around a text, such as BOS and EOS, are not among
-    them. Training cuts where a response begins, because at inference the prompt before it is tokenised alone.
+    them. `RowEncoder` cuts where a response begins, if a token would extend over that place, because at inference the
+    prompt before it is tokenised alone.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         text: the text.
         cuts: indices of characters, in ascending order; each is the first character of a piece.
         max_tokens: tokenising stops after the piece with which there are at least this many tokens, and the result's
-            `cut` is then True if text is left; a piece longer than a window may be cut itself. None never stops.
+            `cut` is then True if text is left; a piece longer than a window may be cut itself, as by `tokenize`. None
+            never stops.
     """
     pieces, count = [], 0
     for low, high in itertools.pairwise([0, *cuts, len(text)]):
@@ -114,7 +118,7 @@ def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
 def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
     """The tokens of a `text` of more than `WINDOW` characters, tokenised by `tokenizer` window by window, because the
     time for a text as a whole may grow faster than its length. max_tokens: tokenising stops once there are at least
-    this many tokens, and the result's `cut` is then True; None never stops."""
+    this many tokens, and the result's `cut` is then True, if text is left; None never stops."""
 
     def window(low: int) -> Tokens:
         """The tokens of the window that begins at character `low`, with positions in the whole text."""
@@ -148,7 +152,8 @@ def _seam(before: Tokens, after: Tokens, low: int, high: int) -> tuple[int, int 
         low, high: the overlap of the windows is the characters low to high - 1 of the text.
     Returns:
         the indices of the common token (of equal id and position) that is nearest to the middle of the overlap. If
-            there is no common token, the index in `before` of the token at the middle, and None.
+            there is no common token: the index of the first token of `before` that begins at or after the middle, or
+            their number if none does, and None; the caller then makes the next window anew from there.
     """
     middle = (low + high) // 2
     places = np.intersect1d(before.starts[before.starts >= low], after.starts[after.starts < high])

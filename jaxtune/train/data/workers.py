@@ -1,4 +1,5 @@
-"""Tokenises rows in chunks (`encode_rows`; `encode_chunk` makes one `Chunk`), in this process or in several others.
+"""Tokenises rows in chunks (`encode_rows`; `encode_chunk` makes one `Chunk`), in this process (`_InProcess`) or in
+several others (`_Process`, which run `_serve`).
 
 The processes are started as separate commands and receive their work through pipes. Nothing is forked, because JAX may
 already be running here. The caller's main module is not imported again, as multiprocessing's spawn would do, so a
@@ -85,7 +86,7 @@ class Chunk:
     problems: list[tuple[str, str]]
     """The (place, reason) of each row that cannot be used."""
     untrained: list[str]
-    """The places of rows without a trained token after the first (of pairs: in one of the two documents)."""
+    """The places of rows without a trained token after the first (of pairs: in either document); they give none."""
     responses: int
     """The number of responses in the documents."""
     ended: int
@@ -99,7 +100,7 @@ class Chunk:
     cut: int = 0
     """The number of documents of which only the beginning was tokenised."""
     unread: list[str] = dataclasses.field(default_factory=list)
-    """The names of columns in which a row has a value and which the rows' format does not use."""
+    """The names, each once, of columns in which any row has a value and which its format does not use."""
 
 
 # The document of the answer that a labelled row does not have.
@@ -108,8 +109,8 @@ _NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     """Renders and tokenises rows with `encoder`, and returns the chunk of their documents. A row that cannot be used,
-    or has no trained token, gives none and is listed with its place. A row of a preference format gives two, chosen and
-    rejected (an empty one for the answer that a labelled row lacks). SetupError: the encoder can use no row."""
+    or has no trained token after its first, gives none and is listed with its place. A row of a preference format gives
+    two, chosen and rejected (an empty one for the answer that a labelled row lacks). Raises SetupError as `encode`."""
     outcome = [attempt(_examples, row) for row in rows]
     encoded = iter(
         encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found if one])
@@ -180,11 +181,11 @@ def encode_rows(
         options: keyword arguments of `RowEncoder`.
         num_workers: the number of processes. With 0 or 1, or a tokenizer that cannot be pickled (a line says so), a
             thread does it. None: a process for each CPU, at most 16, if there are both more than 3 CPUs and more than
-            16,384 rows, which are read ahead to see it, else a thread.
+            32 chunks (16,384 rows, fewer if they are long), which are read ahead to see it, else a thread.
         poll: called several times a second; what it raises ends the work at once and passes through.
 
     Raises:
-        ValueError: an option is wrong, a process was killed, or a chunk takes too long.
+        ValueError: an option is wrong, the encoder can use no row, a process was killed, or a chunk takes too long.
     """
     encoder = RowEncoder(tokenizer, **options)  # made here too, so that a wrong option raises before processes start
     chunks = _chunks(rows)
@@ -222,10 +223,9 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 class _Encoder(Protocol):
-    """The interface of what tokenises chunks of rows, in this process or in another one. `encode` tokenises one chunk
-    and is called in a `_Worker` thread. The other methods are called in the thread that waits for the chunk: `stopped`
-    says whether the process is stopped by a signal, `close` ends the encoder after its last chunk, and `kill` ends it
-    at once."""
+    """The interface of what tokenises chunks of rows, in this process or another. `encode` makes a chunk in a `_Worker`
+    thread. The other methods are called in the thread that waits for chunks: `stopped` says whether a signal stopped
+    the process, `close` ends the encoder after its last chunk, and `kill` ends it at once."""
 
     def encode(self, rows: list[Row]) -> Chunk:
         """Tokenises some rows and returns their chunk; blocks until it is made. Raises what the tokenising raised."""
@@ -273,7 +273,7 @@ def _encode(
     Args:
         chunks: chunks of rows, of which at most 2 x `count` + 1 are taken ahead, to limit the memory.
         count: the most workers, each a thread with an encoder of its own; no more are made than there are chunks.
-        make: makes the encoder of one worker, which is closed after the last chunk, or killed after an error.
+        make: makes the encoder of one worker, which is closed after the last chunk, or killed if the work ends before.
         poll: called for each chunk, and several times a second while one is waited for; what it raises ends the work.
     """
     tasks: queue.SimpleQueue = queue.SimpleQueue()
@@ -319,7 +319,8 @@ def _wait_for(
         poll: called several times a second; an exception that it raises passes through.
 
     Raises:
-        ValueError: the chunk takes more than 600 s and 1 s per 10,000 characters; also what its encoder raised.
+        ValueError: the chunk takes more than 600 s plus 1 s per 10,000 characters; also what its encoder raised. Time
+            in which this process itself was stopped does not count.
     """
     size = sum(row.size for row in rows)
     patience = PATIENCE_SECONDS + size / CHARACTERS_PER_SECOND
@@ -376,8 +377,7 @@ class _InProcess:
         """Does nothing: there is no process to end."""
 
     def kill(self) -> None:
-        """Raises SystemExit in the encoding thread, if any, at its next Python instruction, to end a looping
-        template."""
+        """Raises SystemExit in the encoding thread, if any, at its next Python instruction: it ends an endless loop."""
         if (thread := self.thread) is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
 
@@ -405,8 +405,8 @@ class _Process:
         self.setup: bytes | None = setup
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """Sends rows to the process and waits for their chunk. Raises ValueError, with the error's text, if tokenising
-        raised an error there, or if the process was killed."""
+        """Sends rows to the process and waits for their chunk. Raises ValueError if tokenising raised an error there,
+        whose text it has, or if the process ended or was killed."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         try:
@@ -446,7 +446,7 @@ class _Process:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the process. The thread that waits for its answer wakes when the pipes close."""
+        """Kills the process and closes its pipes. A thread that waits for its answer wakes with an error."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):

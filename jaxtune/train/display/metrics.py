@@ -34,8 +34,8 @@ class MetricsLogger:
 
     The file is the primary record: one JSON object per line, written at each call. NaN and infinities are written as
     the strings "nan", "inf" and "-inf", so that every line is valid JSON. A logger that fails during training (network,
-    disk) is reported once, and training continues without it; the file alone is tried again at each line.
-    Only the first process of a run records; in the others nothing is recorded. As a context it closes them at its end.
+    disk), or when it is opened, is reported once, and training continues without it; the file alone is tried again at
+    each line. Only the first process of a run records. As a context it closes the loggers at its end.
 
     Args:
       folder: the run's folder.
@@ -153,7 +153,8 @@ class _JsonlSink(_Sink):
 
 
 class _TensorBoardSink(_Sink):
-    """The logger that writes TensorBoard's event files in `folder`. resumed_step: a resumed run's step, or None."""
+    """The logger that writes TensorBoard's event files in `folder`. resumed_step: the step after which an earlier part
+    of a resumed run is hidden, or None."""
 
     def __init__(self, folder: Path, resumed_step: int | None):
         from tensorboardX import SummaryWriter
@@ -173,7 +174,7 @@ class _TensorBoardSink(_Sink):
 
 class _WandbSink(_Sink):
     """The logger for Weights & Biases. folder: the run's, in which the id of the run there is stored, so that a resumed
-    run (resumed_step is not None) continues it. project: its name. config: shown as the run's configuration."""
+    run (resumed_step is not None) continues it. project: that of the run there. config: its configuration."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
         import wandb
@@ -196,8 +197,8 @@ class _WandbSink(_Sink):
 
 class _TrackioSink(_Sink):
     """The logger for trackio, which stores runs by name in its own folder (TRACKIO_DIR). The arguments mean what those
-    of _WandbSink mean. A run's name is that of the output folder with a random ending, so that two folders of the same
-    name are two runs."""
+    of _WandbSink mean. A run's name, stored in the output folder, is that of the folder with a random ending, so that
+    two folders of the same name are two runs."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
         import trackio
@@ -228,9 +229,8 @@ class _TrackioSink(_Sink):
 
 
 def require_packages(tensorboard: bool, wandb_project: str | None, trackio_project: str | None) -> None:
-    """Imports the packages of the loggers that a config asks for: tensorboardX if `tensorboard` is true, wandb and
-    trackio if the names of their projects are not None. A run calls it before it loads its model. ValueError, with the
-    key and the command that installs it: one is missing."""
+    """Imports the loggers' packages: tensorboardX if `tensorboard` is true, wandb and trackio if their project is not
+    None. A run calls it before it loads its model. ValueError if one is missing, with the command that installs it."""
     if tensorboard:
         _require_package("tensorboardX", "metrics.tensorboard")
     if wandb_project is not None:
@@ -285,7 +285,8 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def parsed(text: bytes) -> dict[str, Any] | None:
-    """`text`, a line of a metrics.jsonl, as a dict, with "nan", "inf" and "-inf" as floats; None for any other text."""
+    """`text`, a line of a metrics.jsonl, as a dict, with "nan", "inf" and "-inf" as floats (not in lists); None if it
+    is no JSON object with an integer `step`."""
     with contextlib.suppress(ValueError, RecursionError):
         line = json.loads(text.decode("utf-8", "replace"))
         if isinstance(line, dict) and type(line.get("step")) is int:
@@ -319,8 +320,8 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """A live progress bar on a terminal; elsewhere plain lines, at most one in `line_seconds`, and always the last
-    step. It is used as a context. `update` shows a step, `compiling` and `evaluating` what happens between steps.
+    """A live progress bar on a terminal, within its use as a context; elsewhere plain lines of steps, at most one in
+    `line_seconds`, and always the last step. `update` shows a step, `compiling` and `evaluating` what is between steps.
 
     Args:
       total_steps, start_step: the steps of the whole run, and those done before a resume.
@@ -390,7 +391,7 @@ class Progress:
         memory_bytes: int | None = None,
     ) -> None:
         """Shows the numbers of a finished step that are not None: loss, learning_rate, grad_norm (of the gradient),
-        tokens_per_second, memory_bytes (the peak of device memory). `step` is the number of steps done."""
+        tokens_per_second, memory_bytes (the peak of device memory), and the estimated time left. `step`: steps done."""
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)
@@ -416,7 +417,7 @@ class Progress:
 
     def evaluating(self, done: int, batches: int) -> None:
         """Shows that `done` of an evaluation's `batches` batches are done. If all are, the bar shows steps again.
-        Without a bar it prints a line, at most one in `line_seconds` and none for the last batch."""
+        Without a bar it prints a line at most each `line_seconds`, the first after that time, none at the end."""
         if self._live is not None:
             text = "step" if done == batches else f"evaluating {done}/{batches}"
             self._bar.update(self._task, description=text)
@@ -435,7 +436,7 @@ class Progress:
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         """Estimates the seconds until the last step, when `step` steps are done at the time `now` (time.monotonic()).
-        It takes the mean time of the steps since the first `update` after compiling; None before there is one."""
+        It takes the mean time of the steps since the first `update` after compiling; None up to that `update`."""
         first_step, first_seconds = self._first or (step, now)
         if step <= first_step:
             return None
@@ -446,9 +447,8 @@ class Progress:
 
 
 def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
-    """Draws the finite losses in the metrics.jsonl at jsonl_path into the image png_path: of every logged step and
-    every evaluation, and from 50 logged steps on a moving average. ValueError if there are none, ImportError without
-    matplotlib."""
+    """Draws the finite losses in the metrics.jsonl at jsonl_path into the image png_path (a run's loss.png): of logged
+    steps, from 50 on with a moving average, and of evaluations. ValueError: none; ImportError: no matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
