@@ -38,7 +38,7 @@ def implementations(
     Args:
       query: [B, T, heads, D]; only shape and dtype are used.
       layout: the bounds of the documents; only its static guarantee max_documents is used: it decides the order of the
-        names, what cuDNN can run, and which blocks the Mosaic kernels use.
+        names, what cuDNN and Triton can run, and which blocks the Mosaic kernels use.
       kv_heads: number of key and value heads, which decides the case on which a kernel is compared with the reference.
         None: not known; the case has as many as query heads for cuDNN, and half as many for the other kernels.
       window: a query sees itself and the window - 1 keys before it; None: all keys before it.
