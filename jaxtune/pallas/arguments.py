@@ -35,6 +35,8 @@ class Arguments:
 
     A shape is written as words: "B T heads D". A word is a size that is bound by the first array that has it, and that
     every other array with the word must have. A number stands for itself, and a leading "..." for any number of axes.
+    The attribute `sizes` is {word: (its size, a text for messages on where it is from)}; operations add to it words
+    whose sizes they compute.
 
     Args:
       op: the name of the operation, for messages.
@@ -81,7 +83,8 @@ class Arguments:
         axes. Names that have no size yet get it from this array.
 
         Raises:
-          ValueError: the shape differs; the message has the sizes of the names, and the argument each is from.
+          ValueError: the shape differs; the message has the sizes of the names that have one, and where each is from
+            (the text in `sizes`).
         """
         sizes = tuple(value.shape)
         if words[:1] == ["..."]:
@@ -146,7 +149,7 @@ class Arguments:
           below: it must be smaller than this number; None: no limit.
           optional: True: None is allowed too; False: it is refused.
         Raises:
-          TypeError: it is not such a number.
+          TypeError: it is not such a number, for instance an array or a traced value.
           ValueError: it is out of range, infinite or NaN.
         """
         if optional and value is None:
@@ -183,8 +186,8 @@ def describe(value: Any) -> str:
 
 def _is_array(value: Any) -> bool:
     """Whether a value is an array: one of JAX or numpy, a numpy scalar, or an object that JAX converts to an array
-    (with a method __jax_array__). `Arguments.array` refuses all other values, and messages describe arrays by their
-    shape."""
+    (with a method __jax_array__). `Arguments.array` refuses all other values, except quantised weights of the classes
+    that it is given, and messages describe arrays by dtype and shape."""
     return isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__")
 
 

@@ -64,7 +64,8 @@ def _elementwise(arrays, refs, layout, dtype, function):
 
 
 def looked_up(codes, table_smem, layout):
-    """Returns table[codes], float32 in the shape of `codes`: the decoding of a moment, before the factor absmax.
+    """Returns table[codes], float32 in the shape of `codes`. The Adam kernel decodes both moments by it, and then
+    multiplies by absmax.
 
     Args:
       codes: uint8 in registers; every register has a multiple of four of them.
@@ -95,9 +96,9 @@ def looked_up(codes, table_smem, layout):
 
 
 def direction(m, v, mean_factor, root_factor, eps, layout):
-    """Returns Adam's direction m mean_factor / (sqrt(v) root_factor + eps), float32, by the approximate square root and
-    reciprocal (errors of 1 and 2 units in the last place), which are much faster than exact ones. The kernel of
-    adam8/api.py calls it for each chunk.
+    """Returns Adam's direction m mean_factor / (sqrt(v) root_factor + eps), float32, by PTX's approximate square root
+    and reciprocal, which are much faster than exact ones; they may be off in the last bits, and take subnormal numbers
+    as 0. The kernel of adam8/api.py calls it for each chunk, with the new moments before they are rounded.
 
     Args:
       m, v: the first and the second moment, float32 in registers of `layout`.
@@ -121,11 +122,12 @@ def direction(m, v, mean_factor, root_factor, eps, layout):
 
 def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
     """Encodes numbers in a dynamic map of 256 values (blockwise8.py): returns the uint8 code of each x, which is the
-    index of the value nearest to it.
+    index of the value nearest to it. The Adam kernel encodes the new moments by it, divided by their blocks' absmax.
 
     The map is divided into cells, ranges of magnitudes that have the same upper bits in float32, and within a cell the
-    code rises by one at most. The table has an entry for each cell; the entry plus the lower bits of |x| overflows into
-    the code exactly where the code rises. So a code takes one read of memory and no search.
+    code of a magnitude rises by one at most. The table has an entry for each cell; the entry plus the lower bits of |x|
+    overflows exactly where the code rises, and its upper bits are the code, which with `signed` is then counted from
+    the code of 0, up or down. So a code takes one read of memory and no search.
 
     Args:
       x: float32 in registers of `layout`, in [-1, 1] if `signed`, otherwise in [0, 1].

@@ -56,10 +56,11 @@ def cells(signed: bool) -> np.ndarray:
     """Makes the table, int32[cells], with which `adam_lanes.places` encodes a number of a moment in one read. The
     number's code is the index of the nearest of the 256 values of a dynamic map.
 
-    A cell is a range of magnitudes whose float32 bits are equal except the lowest 17 (signed) or 16. The entry of a
-    cell is the number of codes below it, shifted by that many bits, plus a number to which the lower bits of a
-    magnitude are added: the sum overflows into the code exactly if the magnitude is above the bound between two codes
-    that is within the cell. Entries go from the cell of the smallest values to that of 1.
+    A cell is a range of magnitudes whose float32 bits are equal except the lowest 17 (signed) or 16. A bound is the
+    middle between two neighbouring magnitudes of the map. The entry of a cell is the number of bounds below it, shifted
+    left by that many bits, plus a number to which the lower bits of a magnitude are added: the sum overflows into the
+    shifted number exactly if the magnitude is above the bound that is within the cell. Shifted back, the sum is the
+    code, or if signed its distance from the code of 0. Entries go from the cell of the smallest values to that of 1.
 
     Args:
       signed: True for the map of the first moment, which has negative values; False for that of the second moment.
@@ -81,8 +82,9 @@ def refusal(gradient, m_codes) -> str | None:
     """Returns the reason why the kernel cannot update this tensor, or None if it can; the optimizer then calls
     adam_update, otherwise plain_update. Reasons are a device that is not a Hopper GPU, a gradient that is neither
     bfloat16 nor float32, codes that are not uint8, and fewer than 2,048 elements. On a GPU, the first call for a dtype
-    runs a small case on the kernel and compares it with XLA (later, within dispatch.built); a difference is a reason
-    too. In Pallas' interpreter, in which tests run the kernel, the device does not matter and nothing is compared.
+    compares the kernel with XLA on a small case, unless an earlier run has stored that this GPU passed, and within
+    dispatch.built later (dispatch.first_use); a difference is a reason too. In Pallas' interpreter, in which tests run
+    the kernel, the device does not matter and nothing is compared.
 
     Args:
       gradient: the gradient, or its jax.ShapeDtypeStruct; only dtype and size matter.
@@ -137,7 +139,8 @@ def _small_case(dtype):
 
 def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
     """One step of Adam on a tensor with 8-bit moments in plain jnp, which runs on any machine and which XLA divides
-    over any mesh. It is used if the kernel refuses a tensor, and is the reference with which the kernel is compared.
+    over any mesh. It is used if the kernel refuses a tensor, and for the elements that the kernel leaves after its last
+    whole chunk, and is the reference with which the kernel is compared.
 
     Args:
       gradient: bfloat16, float16 or float32, of any shape.
@@ -214,10 +217,10 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
       m_ref, m_max_ref, v_ref, v_max_ref: codes uint8[blocks, 256] and absmax float32[blocks] of the moments. They are
         updated in place, except the blocks after the last whole chunk, which the direction does not have either.
       factors_ref: float32[4]: 1 / correction1, 1 / sqrt(correction2), the gradient's scale, and 0 if nothing may
-        change.
-      refs: the two maps and the two tables of `cells`, first those of the first moment; the direction, float32 and
-        flat; then shared memory: the four tables, a slot of each of the five inputs for each warpgroup, and the slots'
-        barriers.
+        change; then nothing is written, not even the direction.
+      refs: the two maps, then the two tables of `cells`, each for the first moment and then for the second; the
+        direction, float32 and flat; then shared memory: the four tables in this order, a slot of each of the five
+        inputs for each warpgroup, and the slots' barriers.
       betas, eps: Adam's (beta1, beta2) and eps.
       interpreted: True if Pallas' interpreter runs it, which gets jnp in place of PTX; False on a GPU.
     """
@@ -350,9 +353,10 @@ def adam_update(
 def _adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
-    """One step of Adam on one device by the kernel, which `adam_update` calls on each device of a mesh. The elements
-    after the last whole chunk of 2,048 are updated by XLA. Returns (direction, m, m_absmax, v, v_absmax), the last four
-    updated.
+    """One step of Adam on one device by the kernel. `adam_update` calls it, on each device of a mesh, and so does
+    `_small_case`.
+    The elements after the last whole chunk of 2,048 are updated by XLA (plain_update). Returns (direction, m, m_absmax,
+    v, v_absmax), the last four updated.
 
     Args:
       gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, betas, eps: as adam_update describes

@@ -37,8 +37,10 @@ def implementations(
 
     Args:
       query: [B, T, heads, D]; only shape and dtype are used.
-      layout: the bounds of the documents; its static guarantees decide the order of the names and what cuDNN can run.
-      kv_heads: number of key and value heads; None: as many as query heads.
+      layout: the bounds of the documents; only its static guarantee max_documents is used: it decides the order of the
+        names, what cuDNN and Triton can run, and which blocks the Mosaic kernels use.
+      kv_heads: number of key and value heads, which decides the case on which a kernel is compared with the reference.
+        None: not known; the case has as many as query heads for cuDNN, and half as many for the other kernels.
       window: a query sees itself and the window - 1 keys before it; None: all keys before it.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap.
       sinks: float[heads], an extra logit for each head that has no value; None: none.
@@ -80,8 +82,8 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
 
     Args:
       op: the name of the public function that was called, with which messages begin.
-      query, key, value: [B, T, heads, D] and twice [B, T, kv_heads, D], all bfloat16, float16 or float32, heads a
-        multiple of kv_heads.
+      query, key, value: [B, T, heads, D] and twice [B, T, kv_heads, D], all of one dtype, which is bfloat16, float16 or
+        float32, heads a multiple of kv_heads.
       layout: a PackedLayout for B rows of T tokens.
       scale: a number.
       window: None, or a whole number from 1 on.
@@ -141,9 +143,10 @@ def _by_rows(function, operands: int, results: int):
     Args:
       function: an implementation's forward or backward. It takes the same arguments, with `sinks` as a keyword.
       operands: how many of f's first arguments, the layout included, have the batch's rows as their leading axis, and
-        are divided among the devices. The arguments after them, sinks, are whole on every device.
-      results: how many of the first results have rows as their leading axis. Further ones (dsinks) are summed over
-        devices.
+        are divided along the mesh's axis "data" (if there is none, or it does not divide the number of rows, each
+        device computes all rows). The arguments after them, sinks, are whole on every device.
+      results: how many of the first results have rows as their leading axis. Further ones (dsinks) are summed over the
+        devices among which rows are divided.
     """
     return meshes.on_each_device(lambda *given: function(*given[:-1], sinks=given[-1]), rows=operands, results=results)
 
@@ -166,7 +169,8 @@ def attention_forward(
       soft_cap: scores s become soft_cap * tanh(s / soft_cap), as in Gemma 2; None: no cap.
       sinks: float[heads], an extra logit for each head that has no value, as in gpt-oss; None: none.
       implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
-        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call.
+        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call, in the
+        order of `implementations`.
     Returns:
       (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], the natural logarithm of the sum of exponentials
         of a query's scores, its head's sink included). Padding gives out = 0; its lse means nothing, and depends on the
@@ -213,8 +217,8 @@ def attention_backward(
       soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
       sinks: float[heads], an extra logit for each head that has no value; None: none.
       implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
-        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call; it need
-        not be that of the forward.
+        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call, in the
+        order of `implementations`; it need not be that of the forward.
     Returns:
       (dquery, dkey, dvalue, dsinks): shapes and dtypes of the operands; dsinks is None without sinks. Padding gives 0.
     Raises:
@@ -250,7 +254,7 @@ def _attention(query, key, value, sinks, layout, static, implementation, backwar
 
 def _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation):
     """The forward rule of `_attention` for jax.custom_vjp, with the same arguments: returns (out [B, T, heads, D],
-    residuals). backward_implementation has no effect here, because JAX passes all arguments to both rules. The
+    residuals). backward_implementation is not used: it is here because JAX passes all arguments to both rules. The
     residuals are (query, key, value, sinks, layout, out, lse), lse being the log-sum-exp float32[B, heads, T]; the
     softmax weights [T, T] are not saved but computed again in the backward."""
     out, lse = attention_forward(query, key, value, layout, sinks=sinks, implementation=implementation, **dict(static))
@@ -292,7 +296,8 @@ def attention(
     backward_implementation=None,
 ):
     """Causal attention over packed documents, differentiable with respect to query, key, value and sinks. The backward
-    computes the softmax weights again, from the operands, out and the log-sum-exp, which are saved.
+    computes the softmax weights again, from the operands, out and the log-sum-exp, which are saved. The layers of a
+    model save these themselves, and call attention_forward and attention_backward in its place.
 
     Args:
       query: [B, T, heads, D] bfloat16, float16 or float32.
@@ -303,7 +308,8 @@ def attention(
       soft_cap: scores s become cap * tanh(s / cap); None: no cap.
       sinks: float[heads], an extra logit for each head that has no value; None: none.
       implementation: "cudnn", "mosaic" (kernels for Hopper GPUs), "triton" (kernels for NVIDIA GPUs from compute
-        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call.
+        capability 8.0 on), "reference" (plain jnp, everywhere), or None for the first that supports the call, in the
+        order of `implementations`.
       backward_implementation: the implementation of the gradients; None: `implementation`.
     Returns:
       out [B, T, heads, D] in query's dtype. Padding gives 0 and gets no gradient, whatever out's gradient is there.

@@ -1,11 +1,12 @@
-"""Attention through cuDNN, NVIDIA's library, where it is exact: an implementation that api.py chooses mainly for rows
-of one document each.
+"""Attention through cuDNN, NVIDIA's library, where it is exact: an implementation that api.py prefers for rows of one
+document each, on Hopper GPUs mostly for long ones (api.implementations).
 
 cuDNN has no segment ids. Its packed ("THD") path takes the starts and lengths of at most n documents a row. Measured on
 an H200 with cuDNN 9.19, it is exact up to 32 documents a row, and its dq is wrong at 64. It therefore serves rows that
-are one document, and packed rows whose layout guarantees at most 32 documents; first_use.py checks it with that number
-on the GPU in use. The call is private to JAX (jaxtune.system.private_jax), and this module is the only one that makes
-it: `forward` and `backward` make it, and `refusal` says which calls they cannot compute.
+are one document, and (from compute capability 9.0 on) packed rows whose layout guarantees at most 32 documents;
+first_use.py checks it on the GPU in use with the number that the layout guarantees. The call is private to JAX
+(jaxtune.system.private_jax), and this module is the only one that makes it: `forward` and `backward` make it, and
+`refusal` says which calls they cannot compute.
 """
 
 from __future__ import annotations
@@ -123,8 +124,9 @@ def _call_arguments(layout, query, scale, window):
 
 
 def _real(layout, array):
-    """`array` [B, T, heads, D], which is out, dout or a gradient of cuDNN, with zeros at the padding of `layout`, where
-    cuDNN leaves the memory unwritten. It is returned unchanged if the layout guarantees that there is no padding."""
+    """`array` [B, T, heads, D] with zeros at the padding of `layout`. It is out or a gradient from cuDNN, which leaves
+    the memory unwritten there, or dout, which may be anything there. It is returned unchanged if the layout guarantees
+    that there is no padding (`full`)."""
     if layout.full:
         return array
     real = jnp.arange(array.shape[1]) < layout.doc_end
@@ -141,7 +143,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
       key, value: [B, T, kv_heads, D].
       layout: the bounds of the documents; a query sees only its own document.
       scale: the factor on scores.
-      window: how many keys a query sees, itself included; None: all of its document before it.
+      window: how many keys a query sees, itself included; None: all of its document up to itself.
     """
     arrays, static = _call_arguments(layout, query, scale, window)
     out, stats = cudnn._dot_product_attention_fwd_p_wrapper.bind(query, key, value, *arrays, **static, is_training=True)

@@ -34,9 +34,10 @@ _DOCUMENT_LENGTHS = (90, 1, 160, 7, 110)
 def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
     """Returns the reason why this GPU must not run the kernels of `module` for calls like this one, or None. It
     compares the forward and the gradients of a small packed case with the reference, once for each kind of call: dtype,
-    head dim, whether an even number of query heads shares a key head, soft cap or not, blocks. This takes some seconds;
-    a pass is stored in the user's cache. It is None without a check if there is no GPU, while compiling for another
-    GPU, or if the check is done later (dispatch.built).
+    head dim, whether an even number of query heads shares a key head, soft cap or not, blocks (the case has a window of
+    100 and no sinks, whatever the call has). This takes some seconds; a pass is stored in the user's cache. It is None
+    without a check if there is no GPU, while compiling for another GPU, or if the check is done later (dispatch.built,
+    dispatch.unchecked). api.implementations asks it after the implementation's own `refusal`.
 
     Args:
       name: the implementation's name, such as "mosaic".
@@ -90,9 +91,10 @@ def _arrays(shape: tuple[int, int], heads: int, kv_heads: int, dim: int, dtype) 
 def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int | None) -> str | None:
     """Returns the reason why this GPU must not run cuDNN for calls like this one, or None. It compares the forward and
     the gradients with the reference, on packed rows of the call's own sizes, by which cuDNN chooses its kernels, or for
-    rows of one document each on a single row of at most 1,024 tokens; once for each kind of call; a pass is stored in
-    the user's cache. It is None without a check if there is no GPU, while compiling for another GPU, or if the check is
-    done later (dispatch.built).
+    rows of one document each on a single row of at most 1,024 tokens; once for each kind of call: dtype, the case's
+    sizes, max_documents and window. A pass is stored in the user's cache. It is None without a check if there is no
+    GPU, while compiling for another GPU, or if the check is done later (dispatch.built, dispatch.unchecked).
+    api.implementations asks it after cudnn.refusal.
 
     Args:
       query: of the call, [B, T, heads, D]; only shape and dtype are used.
@@ -142,8 +144,9 @@ def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarra
     """Lays out the documents of the case with which cuDNN is checked, and returns (row, first token, length in tokens),
     int[documents] each. There are `rows` rows of `length` tokens. The first row has `most` documents, the second one
     fewer, the third two fewer, the fourth `most` again, and so on; each has at least one. The numbers differ because
-    cuDNN has been wrong for a single number of documents. The documents are spread over their row, with padding between
-    them. If `most` is 1, the only document of a row fills nine tenths of it."""
+    cuDNN has been wrong for a single number of documents. Each document begins an equal part of its row, at most as
+    long as this part; the rest of the part is padding. If `most` is 1, the only document of a row fills nine tenths of
+    it. No row has more documents than tokens."""
     most = min(most, length)
     part = length // most
     sizes = [part - part // 10] if most == 1 else [min(part, tokens) for tokens in _DOCUMENT_LENGTHS]

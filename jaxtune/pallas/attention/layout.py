@@ -22,8 +22,8 @@ from jaxtune.pallas.meshes import on_any_mesh
 class PackedLayout:
     """The document boundaries of every token of a batch, and the model's rotary tables; packed_layout makes one for
     each batch without tables, the model adds its tables, and all layers use it: attention takes the bounds, and the
-    layers rotate queries and keys by the tables. It is a JAX pytree whose guarantees are static: another guarantee is
-    another program."""
+    layers rotate queries and keys by the tables. (A step of generation makes its own.) It is a JAX pytree whose
+    guarantees are static: another guarantee is another program."""
 
     doc_start: jax.Array  # int32[B, T], index in the row of the first token of this token's document
     # int32[B, T], index after the last token of this token's document. Padding has doc_start = doc_end = its own index:

@@ -10,9 +10,9 @@ only those that a bound crosses are masked. XLA writes the tiles into a table, t
 (mosaic_forward.py, mosaic_backward.py, mosaic_backward_wide.py, and for heads of 512 mosaic_halves.py and
 mosaic_halves_keys.py) work through it.
 
-The backward has one kernel for dq and one for dk and dv (for heads of 512, one for each), which visits all query heads
-of its key head, or of a share of them (`_head_shares`). So every sum has a fixed order: results are bitwise
-deterministic without atomics.
+The backward has one kernel for dq and one for dk and dv (for heads of 512, one for each). A tile of keys visits all
+query heads of its key head, or a share of them (`_head_shares`), whose sums XLA then adds. So every sum has a fixed
+order: results are bitwise deterministic without atomics.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
     """Returns the name of the class of calls for which the tuner stores one choice of blocks, such as "head_dim=128,
     whole rows". It has what the fastest blocks depend on: the head dim of the kernels, and how many blocks a tile
     visits. A short window makes the visits short whatever the documents are; a long window hardly matters. Windows of
-    up to 1,024 keys are named by the next power of two from 128 on, such as "head_dim=128, window up to 256".
+    up to 1,024 keys are named by the next power of two from 128 on, such as "head_dim=128, window up to 256", and
+    `whole` then has no effect. Longer windows have no effect.
 
     Args:
       dim: the head dim of the kernels (`kernel_dim`).
@@ -86,8 +87,9 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
 
 
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
-    """Returns how a kernel divides its work for such calls: the blocks that the tuner measured for them, else those
-    that it measured for packed rows, else those of HEURISTIC. Within tuning.forced they are the ones given there.
+    """Returns how a kernel divides its work for such calls: the blocks that were measured for them on this kind of GPU
+    (tuning.tuned), else those measured for packed rows without a short window, else those of HEURISTIC. Within
+    tuning.forced they are the ones given there.
 
     Args:
       kernel: a key of HEURISTIC: "forward", "dquery", "dkey" or "dvalue".
@@ -223,8 +225,8 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
     Args:
       lower: int32[B, T], the first key that each query sees, from `_prepare`.
       blocks: how the kernel divides its work.
-      pairs: True: the two warpgroups take the same blocks.own queries of two heads; False: a tile has queries for both
-        warpgroups, 2 blocks.own.
+      pairs: True: a tile has blocks.own queries, which both warpgroups take, of two heads (in dq of heads of 512, of
+        one head); False: a tile has queries for both warpgroups, 2 blocks.own.
       full: True: every row is one document without padding, so that rows are equal and need no sort; False: lines are
         sorted.
     """
@@ -408,7 +410,7 @@ def _halved_rings(blocks: Blocks, dtype, pieces_first: bool = True) -> list:
 
     Args:
       blocks: has the tokens of a block (`step`), and the number of slots of the first operand (`stages`) and of the
-        second (`value_stages`).
+        second (`value_stages`, which must not be None here).
       dtype: of both operands.
       pieces_first: True: the first comes in pieces of 128 columns and the second in halves of 256; False: the reverse.
     """
@@ -451,7 +453,8 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
 
 
 def _query_gradient(operands, lower, blocks: Blocks, layout, options):
-    """Computes dq, in query's shape. All arrays are padded as `_operand` and `_prepare` do it.
+    """Computes dq, in query's shape, by the kernel of mosaic_backward.py, or for heads of 512 that of mosaic_halves.py.
+    All arrays are padded as `_operand` and `_prepare` do it.
 
     Args:
       operands: (query, key, value, dout, stat, delta). The first four are [B, T, heads or kv_heads, D]; stat and delta
@@ -483,8 +486,9 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
 
 
 def _key_gradients(operands, upper, blocks: Blocks, layout, options):
-    """Computes (dk, dv), in the shapes of key and value, by one of two kernels: for head dims above NARROW (128), whose
-    gradients do not fit the registers of one warpgroup, by that of mosaic_backward_wide.py. All arrays are padded.
+    """Computes (dk, dv) for head dims of 64, 128 and 256, in the shapes of key and value, by one of two kernels: for
+    256, whose gradients do not fit the registers of one warpgroup, by that of mosaic_backward_wide.py, otherwise by
+    that of mosaic_backward.py. All arrays are padded.
 
     Args:
       operands: (query, key, value, dout, stat, delta). The first four are [B, T, heads or kv_heads, D]; stat and delta
@@ -577,7 +581,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
 
     Args:
       query, key, value: the operands of `forward`, [B, T, heads, D] and twice [B, T, kv_heads, D].
-      out, lse: its results, which were saved, [B, T, heads, D] and float32[B, heads, T].
+      out, lse: its results, or another implementation's, which were saved, [B, T, heads, D] and float32[B, heads, T].
       dout: the gradient of out, [B, T, heads, D], finite at padding.
       layout, scale, window, soft_cap, sinks: the arguments of `forward`.
     """

@@ -32,9 +32,10 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 
 def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, scale, soft_cap):
-    """Computes for dq, from one block of keys, (the softmax weights times the slope of the soft cap, the gradients of
-    the weights), both float32 of `shape` in registers. The tensor cores start on two products, scores and dweights; the
-    weights are computed from the scores while dweights is still being multiplied.
+    """Computes for dq, from one block of keys, (the masked softmax weights times the slope of the soft cap, the
+    gradients of the weights), both float32 of `shape` in registers; query_kernel calls it in each step. The tensor
+    cores start on two products, scores and dweights; the weights are computed from the scores while dweights is still
+    being multiplied.
 
     Args:
       scores: (queries, transposed keys) in shared memory, whose product is the raw scores.
@@ -44,7 +45,8 @@ def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, 
       seen: a function that returns weights with 0 where a query does not see a key.
       between: a function without arguments, called after the start of the first product and before the second, which
         waits until the values have arrived in shared memory.
-      issued: a function without arguments, called after both products are started, which passes the tensor cores on.
+      issued: a function without arguments, called after both products are started, which passes the tensor cores on if
+        the warpgroups take turns.
       scale, soft_cap: the factor on scores, and their soft cap or None.
     """
 
@@ -220,19 +222,20 @@ def masked_keys(weights, *, base, upper, queries, lean):
 
 
 def bring_queries(items, group, width, operands, slots, full, free):
-    """Copies the blocks of queries that the dk/dv kernel visits into shared memory, for all items of a program: the
-    work of its loading warpgroup. For each tile of keys it goes through the `group` query heads that share the key
-    head, and for each through the blocks that see the tile, as far ahead as there are free slots. It ends when all
-    blocks were used.
+    """Copies the blocks of queries and dout that a kernel of dk and dv (key_kernel, wide_key_kernel) visits into shared
+    memory, for all items of a program: the work of its loading warpgroup. For each tile of keys it goes through the
+    `group` query heads that share the key head, and for each through the blocks that see the tile, as far ahead as
+    there are free slots. It ends when all blocks were used.
 
     Args:
       items: deals the work to the program, an Items.
       group: number of query heads that share a key head.
-      width: queries of a block.
+      width: queries of a block (Blocks.step).
       operands: (query, dout, stat, delta) in global memory; stat and delta are two numbers of each query, the
         log-sum-exp in log2, and the sum of out * dout times scale.
       slots: shared memory, (slots of query, slots of dout, numbers: a vector of stat for each slot, then one of delta).
-      full: (query's, dout's) barriers, one for each slot, which complete when a block has arrived.
+      full: (query's, dout's) barriers, one for each slot, which complete when a block has arrived; stat comes with the
+        block of query, and delta with that of dout.
       free: (query's, dout's) barriers, one for each slot, at which readers arrive when the slot is free again.
     """
     q_ref, do_ref, stat_ref, delta_ref = operands

@@ -60,6 +60,9 @@ class Softmax:
         """Takes one block of keys. Returns (weights float32[own, step], factor float32[own] by which the sums of
         earlier blocks are multiplied because the maximum rose, the new state).
 
+        As long as a query has seen no key, masked keys may get the weight 1 (not with `lean`); the factor is 0 once it
+        sees one, and so removes their sums.
+
         Args:
           scores: float32[own, step], the raw products of queries and keys.
           state: the state after the blocks before, (maximum, sum).
@@ -116,10 +119,10 @@ def forward_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the forward kernel of packed attention, which one program runs on each multiprocessor: writes out and
-    lse (natural log, without sinks; 0 at padding) of the tiles of queries that are dealt to it. Two of its warpgroups
-    compute, each `blocks.own` queries of one head at a time; a third loads the blocks of keys and values ahead of them.
-    It is for head dims of 64, 128 and 256.
+    """The body of the forward kernel of packed attention, which a program runs on each multiprocessor. It writes out
+    and lse (natural log, without sinks), both 0 at padding, of the tiles of queries that are dealt to the program. Two
+    of its warpgroups compute, each `blocks.own` queries of one head at a time; a third loads the blocks of keys and
+    values ahead of them. It is for head dims of 64, 128 and 256.
 
     Args:
       q_ref, k_ref, v_ref: query, key and value, [B, T, heads or kv_heads, D], in global memory as all refs.

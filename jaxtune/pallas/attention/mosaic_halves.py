@@ -37,7 +37,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
 )
 
 HALF = 256  # columns of a result that one warpgroup accumulates
-PIECE = 128  # columns that are brought at a time of a block that only scores are made of
+PIECE = 128  # columns copied at a time of a block of which only scores, or gradients of weights, are computed
 
 
 def columns_of(number, size: int):
@@ -71,9 +71,9 @@ def bring_pieces(ref, place, number, ring, full, free, which=None):
 
 def bring_both(pieces, halves):
     """Starts the copies of two blocks that one step uses, one in four pieces of 128 columns and one in two halves of
-    256. The step uses first all pieces and then both halves, which stay until its end. A copy waits until its slot is
-    free; the order of the copies is such that none waits behind a copy that is needed later. The loading warpgroup
-    calls it, for dq and dk.
+    256. The step uses first all pieces and then both halves, which stay until its end. A copy, and all after it, wait
+    until its slot is free; so the copies of halves are started between those of pieces, where with two slots of each
+    they delay no piece. The loading warpgroup calls it, for dq and dk.
 
     pieces, halves: for each of the two blocks a tuple, the first arguments of `bring_pieces`: (the array in global
     memory, the block's place in it, its number among the blocks that were loaded, the slots, the barriers of slots that
@@ -96,7 +96,7 @@ def multiply(acc, own, first, ring, full, number, release=None):
       full: a barrier for each slot, which completes when a piece has arrived.
       number: int32[], the block's number among those that were loaded into `ring`.
       release: a function that gets the slot of a piece and marks it as free; it is called for all pieces but the last
-        one when their products are done. None: the slots are still needed, and nothing is waited for.
+        one when their products are done. None: the slots are still needed, and no product is waited for.
     """
     size = ring.shape[-1]
     pieces, before = 2 * HALF // size, None
@@ -124,8 +124,8 @@ def two_products(shape, weight_operands, score_operands, number, zero):
         side in shared memory, ring has the slots with the block's pieces, full is a barrier for each slot, which
         completes when a piece has arrived, and free one at which the slot is released when the product has read it.
       score_operands: (own, ring, full), the same of the scores.
-      number: int32[], the number of the block.
-      zero: unknown_zero of the step.
+      number: int32[], the number of the block among those that were loaded into either ring.
+      zero: unknown_zero of the step, the index of the first half in both `own`.
     """
     own, ring, full, free = weight_operands
     score_own, score_ring, score_full = score_operands
@@ -205,10 +205,10 @@ def half_forward_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the forward kernel for heads of 512: writes out and lse (natural log, without sinks; 0 at padding) of
-    the tiles of queries that are dealt to a program. An item is one half, 256 columns, of the output of a tile, for
-    which all of the tile's scores are computed. Two warpgroups compute, each `blocks.own` queries; a third loads the
-    blocks of keys and values ahead of them.
+    """The body of the forward kernel for heads of 512: writes out and lse (natural log, without sinks), both 0 at
+    padding, of the tiles of queries that are dealt to a program. An item is one half, 256 columns, of the output of a
+    tile, for which all of the tile's scores are computed. Two warpgroups compute, each `blocks.own` queries; a third
+    loads the blocks of keys and values ahead of them.
 
     Args:
       q_ref, k_ref, v_ref: query, key and value, [B, T, heads or kv_heads, 512], in global memory as all refs.

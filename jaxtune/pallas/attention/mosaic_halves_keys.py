@@ -39,9 +39,9 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 
 def _bring_queries(items, group, width, copies):
-    """Starts the copies of all blocks of queries that a dk or dv kernel visits, for all items of a program: the work of
-    its loading warpgroup. For each tile of keys it goes through the query heads that share the key head, and for each
-    through the blocks that see the tile. Returns the number of all blocks, int32[].
+    """Starts the copies of all blocks of queries and dout that a dk or dv kernel visits, for all items of a program:
+    the work of its loading warpgroup. For each tile of keys it goes through the query heads that share the key head,
+    and for each through the blocks that see the tile. Returns the number of all blocks, int32[].
 
     Args:
       items: deals the work to the program, an Items.

@@ -5,15 +5,16 @@ queries. `capped`, `products`, `add_product` and `within` compute scores, produc
 arrays in registers and shared memory. The kernels of decode_attention use the smallest of these functions, too.
 
 A kernel runs one program on each multiprocessor, with two warpgroups that compute and one that loads blocks. A program
-works through a list of items. An item is a tile of queries of two heads (or, without grouped heads, two tiles of one
-head), or a tile of keys of one key head. In each step of an item, the computing warpgroups process one block of the
-other side: a block of keys and values for a tile of queries, or a block of queries and their output gradients for a
-tile of keys. Each of the two usually has a tile of queries of its own: with grouped heads, the same queries of two
-heads that share their keys; without, neighbouring queries of one head.
+works through a list of items. An item is a tile of queries of two heads (or two tiles of one head, if the number of
+query heads of a key head is odd), or a tile of keys of one key head. In each step of an item, the computing warpgroups
+process one block of the other side: a block of keys and values for a tile of queries, or a block of queries and their
+output gradients for a tile of keys. Each of the two usually has a tile of queries of its own: the same queries of two
+heads that share their keys, or, if that number is odd, neighbouring queries of one head. The kernel of dk and dv for
+heads of 256 and the kernels for heads of 512 divide items otherwise (mosaic_backward_wide.py, mosaic_halves.py).
 
-An item's own side (queries and their gradient, or keys and values) is double-buffered for head dims up to 128, and the
-loading warpgroup runs ahead across items, so that the start and end of an item overlap with its neighbours' work. On
-packed rows an item has only two to ten steps, so its start and end take as long as the steps.
+An item's own side (queries and their output gradients, or keys and values) is double-buffered for head dims up to 128,
+and the loading warpgroup runs ahead across items, so that the start and end of an item overlap with its neighbours'
+work. On packed rows an item often has only two to ten steps, so its start and end take as long as the steps.
 """
 
 from __future__ import annotations
@@ -45,23 +46,26 @@ class Blocks:
 
     own: int  # tokens whose results a computing warpgroup accumulates: queries in the forward and dq, keys in dk and dv
     step: int  # tokens of a block that a step visits: keys in the forward and dq, queries in dk and dv
-    # slots in shared memory for blocks of `step` tokens, or for heads of 512 for their pieces, that are loaded ahead
+    # slots in shared memory of each of the two operands that are loaded in blocks (but see value_stages): for blocks
+    # of `step` tokens, or for heads of 512 for pieces or halves of them
     stages: int
-    # True: the two warpgroups take turns on the tensor cores (Turns); False: each runs as fast as it can
+    # True: the two warpgroups take turns on the tensor cores (Turns); False: each runs as fast as it can. The kernel
+    # of dk and dv for heads of 256, and all for heads of 512, take no turns and ignore it.
     turns: bool
     # True: fewer instructions per score: a mask by one comparison and, in the forward, scaling and subtraction of the
     # maximum in one multiply-add; False: a mask by two comparisons, and scores that are scaled first
     lean: bool = False
     # how many items' own operands (such as queries) a warpgroup has room for in shared memory, in the forward and dq:
-    # 2, so that the next item's are loaded ahead; 1 if 2 do not fit (the forward then has three for both warpgroups)
+    # 2, so that the next item's are loaded ahead; 1 if 2 do not fit (the forward then has three for both warpgroups).
+    # The kernels of dk and dv, and all for heads of 512, ignore it.
     buffers: int = 2
-    # slots for the second of the two operands that are loaded in blocks, if not `stages`: the values in the forward and
-    # dq, dout in dk and dv of heads of 512; None: `stages`
+    # slots for the second of the two operands, if not `stages`: for the values in dq, and for heads of 512 (where it
+    # must be given) in the forward too, and for dout in dk and dv; None, as in all other kernels: `stages`
     value_stages: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """{field: value} of the fields that differ from their defaults, as tuning.py stores blocks in its table and
-        looks them up again."""
+        """{field: value} of the fields that have no default or differ from it, as tuning.py stores blocks in its table
+        and looks them up again."""
         fields = dataclasses.fields(self)
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
@@ -74,7 +78,7 @@ def smem(shape, dtype):
 
 def rows_of(value, shape):
     """One number per row (value, [rows] in registers), broadcast over the columns to `shape`, (rows, columns), in
-    registers: the kernels multiply or compare each row of a block by its own number."""
+    registers, because the kernels scale, shift or mask each row of a block by a number of its own."""
     return lax.broadcast_in_dim(value, shape, [0])
 
 
@@ -99,7 +103,7 @@ def capped(scores, scale, soft_cap):
     Args:
       scores: float32 in registers, the raw products of queries and keys.
       scale: the factor on scores.
-      soft_cap: scores are limited to soft_cap * tanh(scores / soft_cap); None: they are not.
+      soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap); None: no cap.
     """
     if soft_cap is None:
         return scores * (scale * LOG2E), None
@@ -175,7 +179,7 @@ def within(shape, axis, base, first, count):
     Args:
       shape: (rows, columns), of which `axis` is one (0 or 1).
       base: int32[], the token at index 0 of `axis`.
-      first, count: int32 in registers, a number for each index of the other axis.
+      first, count: int32 in registers, a number for each index of the other axis; count must be at least 0.
     """
     offset = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
     offset = offset - lax.broadcast_in_dim(first - base, shape, [1 - axis])
@@ -273,6 +277,7 @@ def bring(number, copies):
 
     copies: a tuple for each copy: (source in global memory, its slots in shared memory, the slots' barriers `full`,
     which complete when a copy has arrived, and `free`, at which the computing warpgroups arrive after their last read).
+    Where a step copies its block in several pieces into one array of slots, `number` counts pieces in place of steps.
     """
     for source, target, full, free in copies:
         stages = jnp.int32(target.shape[0])
@@ -283,8 +288,8 @@ def bring(number, copies):
 
 def drain(done, *rings):
     """Waits until everything that was loaded has been used, because a barrier must not end with an arrival that was not
-    waited for. The loading warpgroup calls it at its end; `done` is the number of all steps (int32[]), and a ring is
-    (slots in shared memory, their `free` barrier)."""
+    waited for. The loading warpgroup calls it at its end; `done` is the number of all steps or pieces, as `bring`
+    counts them (int32[]), and a ring is (slots in shared memory, their `free` barriers)."""
     for target, free in rings:
         for slot in range(target.shape[0]):
             pl.when(slot < done)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
@@ -304,7 +309,8 @@ class QuerySide:
       pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: they take
         neighbouring queries of one head.
       wg: the number of the warpgroup that runs this code.
-      shared: True: both warpgroups take the same queries of one head, and `pairs` is not used; False: see `pairs`.
+      shared: True, in dq of heads of 512: both warpgroups take the same queries of one head, and `pairs` is not used;
+        False: see `pairs`.
       parts: the number of items into which the result of a tile is divided by columns: 2 in the forward for heads of
         512, where an item has one half of the output's columns; otherwise 1.
     """
