@@ -338,6 +338,11 @@ def set_at(name, make):
         (lambda lines: [line["input_ids"].reverse() for line in lines], "of other rows, or of another tokenizer"),
         (lambda lines: [line.pop("input_ids") for line in lines], "it has no input_ids, but top_ids, top_logprobs"),
         (lambda lines: lines[0]["top_ids"].pop(), "top_ids must be a list with an entry for each of the"),
+        (lambda lines: lines[0]["input_ids"].__setitem__(0, [3]), "jsonl:1: input_ids must be a list of token ids"),
+        (
+            lambda lines: lines[0]["top_ids"].__setitem__(0, 7),
+            "jsonl:1: top_ids: the entry of a token is 7, and must be",
+        ),
         (lambda lines: [line.update(top_ids=[None] * len(line["input_ids"])) for line in lines], "none of its 40 rows"),
         (set_at("top_ids", lambda ids: None), "is trained on, and has no log-probabilities"),
         (set_at("top_ids", lambda ids: [VOCAB, *ids[1:]]), "a token id beyond the model's vocabulary of 48"),
@@ -355,6 +360,24 @@ def test_a_file_that_does_not_fit_is_refused_in_words(change, words, tmp_path):
         trainer = trainer_of(tmp_path / "run", teacher_logprobs=str(path))
         trainer.stored.fill((trainer.train_data, trainer.eval_data), trainer.engine)
     assert not list((tmp_path / "run/cache").glob("*.tmp"))
+
+
+def test_the_id_of_no_token_has_no_log_probability(tmp_path):
+    path = tmp_path / "t.jsonl"
+    file_of(path, teacher_model(), TRAIN[:3], k=2)
+    changed(
+        path,
+        lambda lines: [
+            line["top_ids"].__setitem__(i, [-1, ids[1]])
+            for line in lines
+            for i, ids in enumerate(line["top_ids"])
+            if ids
+        ],
+    )
+    values = TeacherValues(dataset(TRAIN[:3]).documents, LENGTH, 2)
+    into = np.zeros(values.total, TeacherValues.entry(2))
+    open_file(str(path), print).read(values, VOCAB, into)
+    assert (into["ids"][:, 0] == -1).all() and not into["log_probs"][:, 0].any() and into["log_probs"][:, 1].all()
 
 
 def test_files_of_parquet_are_read(tmp_path):

@@ -176,8 +176,9 @@ def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
     """int64[pairs, 2]: the lengths of both documents of each pair after truncation, so that their sum is at most
     `length`: the longer one loses tokens first, then both equally. lengths: int64[pairs, 2], the lengths before.
     `PackedPairs` cuts pairs by it with overflow="truncate"."""
-    shorter = np.minimum(lengths.min(1), length // 2)  # tokens of the shorter document that are always kept
-    room = np.where(lengths.sum(1) > length, length - shorter, lengths.max(1))
+    half, shorter = length // 2, lengths.min(1)
+    cut = np.where(shorter > half, half, length - shorter)  # of an odd length both lose one token more
+    room = np.where(lengths.sum(1) > length, cut, lengths.max(1))
     return np.minimum(lengths, room[:, None])
 
 

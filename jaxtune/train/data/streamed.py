@@ -230,24 +230,26 @@ class StreamedRows:
         try:
             made = self._prepare(Window(self.name, rows)).with_max_documents(self._max_documents)
             packed = made.rows
-        except NothingUsable:
-            with self._lock:
-                self._counts["rows"] += len(rows)
+        except NothingUsable as error:
+            self._count(len(rows), len(rows), str(error))
             return None
         if (found := {*packed.empty(1).extra}) != (known := {*self.empty(1).extra}):
             raise ValueError(
                 f"{rows[0].place} and the rows after it: a batch of them has {sorted(found)}, and one of the first "
                 f"rows {sorted(known)}: give a column such as margin to all rows, or to none"
             )
-        with self._lock:
-            self._counts["rows"] += len(rows)
-            if made.summary.bad_rows:
-                self._counts["bad"] += made.summary.bad_rows
-                self._news.append(
-                    f"{self.name}: {self._counts['bad']:,} of {self._counts['rows']:,} rows left out as bad so far, "
-                    f"lately {made.summary.offenders[0]}"
-                )
+        self._count(len(rows), made.summary.bad_rows, *made.summary.offenders[:1])
         return _TokenisedWindow(begin, end, number, packed, epoch_order(len(packed), key, number))
+
+    def _count(self, rows: int, bad: int, lately: str = "") -> None:
+        """Adds a window's rows to the counts, and a sentence to `news` if some are left out. rows, bad: the numbers of
+        its rows, and of those left out. lately: one of the latter, or why all of them are."""
+        with self._lock:
+            self._counts["rows"] += rows
+            self._counts["bad"] += bad
+            if bad:
+                counts = f"{self._counts['bad']:,} of {self._counts['rows']:,}"
+                self._news.append(f"{self.name}: {counts} rows left out as bad so far, lately {lately}")
 
     def note_epoch(self, epoch: int, lane: int) -> None:
         """Called by a feed when it reaches the end of an epoch: adds a sentence to those that `news()` returns.

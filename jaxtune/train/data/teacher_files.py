@@ -143,7 +143,10 @@ def _tokens(row: Row) -> np.ndarray:
     name = next((name for name in ("input_ids", "prompt_token_ids") if columns.get(name) is not None), None)
     if name is None:
         raise _bad(row, f"it has no input_ids, but {', '.join(columns) or 'nothing'}")
-    found = np.asarray(columns[name])
+    try:
+        found = np.asarray(columns[name])
+    except ValueError:  # lists of different lengths
+        found = np.empty((0, 0))
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise _bad(row, f"{name} must be a list of token ids")
     return found.astype(np.int32)
@@ -152,14 +155,16 @@ def _tokens(row: Row) -> np.ndarray:
 def _entries(row: Row) -> Sequence[Sequence[int] | Mapping[str, object] | None]:
     """For each token of a row, its entry in top_ids (token ids) or else in prompt_logprobs ({token id as text:
     log-probability, or a dict with it}), which is None or empty if the token has no distribution. Raises ConfigError if
-    there is neither column, or it is no list with as many entries as the row has tokens. `open_file` counts the tokens
-    of the entries, and `_distributions` reads them."""
+    there is neither column, or it is no list with as many such entries as the row has tokens. `open_file` counts the
+    tokens of the entries, and `_distributions` reads them."""
     columns = _columns(row)
     for name in ("top_ids", "prompt_logprobs"):
         found = columns.get(name)
         if found is not None:
             if not isinstance(found, Sequence) or len(found) != len(_tokens(row)):
                 raise _bad(row, f"{name} must be a list with an entry for each of the {len(_tokens(row)):,} input_ids")
+            if wrong := [entry for entry in found if not isinstance(entry, Sequence | Mapping | None)]:
+                raise _bad(row, f"{name}: the entry of a token is {wrong[0]!r}, and must be a list, an object or null")
             return found
     raise _bad(row, f"it has no top_ids with top_logprobs, but {', '.join(columns)}")
 
@@ -187,6 +192,7 @@ def _distributions(row: Row, places: list[int], k: int) -> tuple[np.ndarray, np.
             ids[index, : len(tokens)] = tokens
         except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
             raise _bad(row, f"the log-probabilities of token {place} cannot be read ({error})") from None
+    log_probs[ids == -1] = 0.0  # also if the file has the id -1
     return ids, log_probs
 
 

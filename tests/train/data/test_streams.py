@@ -329,6 +329,10 @@ def test_bad_rows_stop_a_stream_or_are_counted(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(rows[:30] + ["{broken"] * 40))
     few = source(tmp_path / "rows.jsonl", rows_per_step=1, packing=False, on_bad_row="skip")
     assert sorted(one_epoch(few, 30)) == list(range(30))  # whole windows without a usable row
+    few.batch_at(30)  # of the next epoch, after those windows
+    news = few.news()
+    assert any("34 of 64 rows left out as bad so far, lately" in text for text in news), news
+    assert any("40 of 70 rows left out" in text and "none of 6 rows is usable" in text for text in news), news
 
 
 def test_more_devices_than_rows_is_an_error(tmp_path):
