@@ -1,5 +1,5 @@
 """A first look at what a config names, which `jaxtune train` takes before anything is loaded: `require_readable` opens
-the rows and the model's folder, so that a slip in a name or a format is reported at once."""
+the rows and the model's folder, so that a wrong name or format is reported at once."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ _MOST_FILES = 32  # the most files of a folder that are opened
 
 
 def require_readable(config: TrainConfig) -> None:
-    """Opens the rows that a config names (data.train and data.eval), and reads the first row of each file (of a folder
-    32 files at most, of a stream the first shard). A data set that is given by name is downloaded for it, unless it is
-    streamed. For sft the row is also converted, which checks its columns, unless data.on_bad_row is "skip"; the columns
-    of other objectives are checked later. If the model is a local folder and model.tokenizer is not set, the folder
-    must have a tokenizer.
+    """Opens the rows that a config names (data.train and data.eval), and reads the first row of each file: of each
+    folder 32 files at most, and with data.streaming only the first file or shard of each training source. A data set
+    that is given by name is downloaded for it; with data.streaming only data.eval is. For sft the row is also
+    converted, which checks its columns, unless data.on_bad_row is "skip"; the columns of other objectives are checked
+    later. If the model is a local folder and model.tokenizer is not set, the folder must have a tokenizer.
 
     Raises:
-      ConfigError: a file or data set is not there or has no rows (one file of several may be empty), or its first row
-        cannot be used and data.on_bad_row is "error"; the message names the key.
-      ValueError: the folder of the model has no tokenizer, data.format is not known, or a file cannot be read at all.
+      ConfigError: a file or data set is not there, or is empty (files of a folder may be empty); or a first row cannot
+        be read, or for sft not converted, and data.on_bad_row is "error". The message names the key.
+      ValueError: the folder of the model has no tokenizer or no usable config.json, data.format is not known (sft
+        only), or a file cannot be read at all.
+      OSError: a file cannot be opened.
     """
     data = config.data
     mixed = [rows for rows, _ in data.mixed]
@@ -41,18 +43,19 @@ def require_readable(config: TrainConfig) -> None:
 
 
 def _look(key: str, rows: Any, config: TrainConfig) -> None:
-    """Opens one of the sources that a config key names, and reads its first row; of a folder, the first row of each
-    file (of `_MOST_FILES`, 32, at most), and of a stream, that of its first shard. For the objective sft the row is
-    also converted to an example. A bad row is no error if data.on_bad_row is "skip".
+    """Opens one of the names that a config key has, for `require_readable`, and reads its first row; of a folder, the
+    first row of each file (of `_MOST_FILES`, 32, at most), and of training rows with data.streaming, that of the first
+    file or shard. For the objective sft the row is also converted to an example. A bad row is no error if
+    data.on_bad_row is "skip".
 
     Args:
       key: "data.train" or "data.eval".
-      rows: the name of the source.
+      rows: one of its names, in any form that `open_sources` takes.
       config: the run's.
     Raises:
-      ConfigError: it cannot be opened, has no rows (one file of several may be empty), or a first row cannot be used
-        and data.on_bad_row is "error".
-      ValueError: data.format is not known, or a file cannot be read at all.
+      ConfigError: it is not found, or is a file or data set without rows (files of a folder may be empty); or a first
+        row cannot be read, or for sft not converted, and data.on_bad_row is "error".
+      ValueError: data.format is not known (sft only), or a file cannot be read at all.
     """
     data, objective = config.data, config.objective.name
     streaming = data.streaming and key == "data.train"

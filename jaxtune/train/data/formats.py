@@ -2,10 +2,10 @@
 one with a chosen and a rejected answer, one with an answer and a label.
 
 `normalize` converts a row's columns to an `Example`, the one form that `templates.py` renders. `normalize_pair` and
-`normalize_labelled` convert the rows of preference objectives to a `Pair` of examples. All of them raise `RowError`
-with the reason if a row cannot be converted. `detect_format` finds the format of rows by their columns, `unread` names
-columns that the format does not read, `refuse_media` refuses rows with images, video or audio, and `strings` yields all
-texts of a row.
+`normalize_labelled` convert the rows of preference objectives to a `Pair` of examples; `workers.py` tokenises what they
+return. All of them raise `RowError` with the reason if a row cannot be converted. `detect_format` finds the format of
+rows by their columns, `unread` names columns that the format does not read, `refuse_media` refuses rows with images,
+video or audio, and `strings` yields all texts in a nested value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 # The columns with a system message.
 SYSTEM = ("system", "system_prompt")
-# The format of rows with a chosen and a rejected answer, for the objectives dpo, orpo and simpo.
+# The format of rows with a chosen and a rejected answer, for dpo, orpo, simpo and reward.
 PREFERENCE = "preference"
 # The format of rows with one answer and a label that says whether it is desirable, for the objective kto.
 LABELLED = "labelled"
@@ -69,15 +69,18 @@ ALPACA_PREAMBLE_WITH_INPUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A row in the form that chat templates render; `normalize` makes it, and `templates.RowEncoder` renders and
+    """A row in the form that chat templates render. `normalize`, `normalize_pair` and `normalize_labelled` make it of
+    rows to train on, `objectives/prompts.py` of prompts to sample from, and `templates.RowEncoder` renders and
     tokenises it.
 
-    Either `text` is set; or `messages` (with or without `tools`); or `prompt`, `completion` and `messages`: such a row
-    is trained on as plain text if no template was chosen, and else as a conversation. Fields that are not set are None.
+    Either `text` is set; or `messages` (with or without `tools` and `prompt_messages`); or `prompt`, `completion` and
+    `messages`: such a row is trained on as plain text if no template was chosen, and else as a conversation. (A prompt
+    to sample from has no completion.) Fields that are not set are None, or 0. What the fields say about training holds
+    with data.train_on=responses and without marker strings, which find responses in plain text, too.
     """
 
     text: str | None = None
-    """Text of which every token is trained on."""
+    """Text that is trained on as a whole, except for the spans of data.mask_spans."""
     prompt: str | None = None
     """Text before the completion, not trained on."""
     completion: str | None = None
@@ -88,13 +91,14 @@ class Example:
     tools: list[dict[str, Any]] | None = None
     """The JSON schemas of the tools that the conversation may call."""
     prompt_messages: int = 0
-    """How many of the messages, from the first, are the prompt; responses among them are not trained on."""
+    """How many of the messages, from the first and with a system message, are the prompt; responses among them are not
+    trained on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt, each an example with the prompt before it, for preference objectives. A labelled row
-    has only one answer."""
+    """Two answers to one prompt, each an example with the prompt before it, for preference objectives. `workers.py`
+    makes two documents of it. A labelled row has only one answer, and its other document is empty."""
 
     chosen: Example | None
     """The preferred or desirable answer; None for a labelled row with an undesirable answer."""
@@ -104,8 +108,9 @@ class Pair:
 
 def detect_format(columns: Iterable[str]) -> str:
     """The row format, a key of `COLUMNS` such as "alpaca", of rows that have these columns (`columns`, their names). Of
-    several formats that fit, it is the first in `COLUMNS`. data.format=auto reads rows by it. Raises `RowError` if none
-    fits, or if there are columns chosen and rejected, which need a preference objective."""
+    several formats that fit, it is the first in `COLUMNS`; the names alone decide, even if a cell is null. With
+    data.format=auto it decides how rows are read, and objectives that sample answers read their prompts by it. Raises
+    `RowError` if none fits, or if there are columns chosen and rejected, which need a preference objective."""
     columns = list(columns)
     if {"chosen", "rejected"} <= set(columns):
         raise RowError("columns chosen and rejected are preference data: set objective=dpo, orpo or simpo")
@@ -120,8 +125,9 @@ def detect_format(columns: Iterable[str]) -> str:
 
 def unread(value: Mapping[str, Any], format: str) -> list[str]:
     """The names of the columns of a row (`value`, its columns by name) that have a value and are not read in this row
-    format, for a warning. Null and empty cells (texts, lists, objects) do not count. format: a key of `COLUMNS` such as
-    "alpaca", or PREFERENCE or LABELLED."""
+    format, for a warning. Of columns that mean the same (a group in `_READ`), only the first that is not null is read.
+    Null and empty cells (texts, lists, objects) do not count. format: a key of `COLUMNS` such as "alpaca", or
+    PREFERENCE or LABELLED."""
     groups = _READ[format]
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     empty = (str, list, tuple, Mapping)
@@ -133,9 +139,9 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
 
 
 def refuse_media(value: Mapping[str, Any]) -> None:
-    """Raises `RowError` for a row with an image, video or audio column, which cannot be trained on: without it, the
-    text would teach another task, and the tag that represents it is plain letters to the tokenizer. value: the row's
-    columns by name. The functions that normalize rows call it first.
+    """Raises `RowError` for a row with an image, video or audio column (`_MEDIA`), which cannot be trained on: without
+    it, the text would teach another task, and the tag that represents it is plain letters to the tokenizer. value: the
+    row's columns by name. The functions that normalize rows, or read prompts, call it first.
 
     A column that is empty or null does not count. One that has only text is accepted if the other columns have no such
     tag: it is metadata, such as the address of a page's image.
@@ -153,8 +159,9 @@ def refuse_media(value: Mapping[str, Any]) -> None:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yields every string in `value`, which may be nested lists, tuples and mappings, the keys of mappings included. By
-    it all text of a row is searched for tags of images and for special tokens."""
+    """Yields every string in `value`, which may be nested lists, tuples and mappings, the keys of mappings included.
+    `refuse_media` searches the other columns for tags of images by it, and `RowEncoder` the messages and tools of a
+    conversation for special tokens."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -167,16 +174,18 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def normalize_pair(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row with a preference (columns chosen and rejected): the prompt with each of its two answers.
-    value: the row's columns by name. Raises `RowError` with the reason if the row cannot be used."""
+    """The `Pair` of a row with a preference (columns chosen and rejected), for dpo, orpo, simpo and reward: the prompt
+    with each of its two answers. value: the row's columns by name. Raises `RowError` with the reason if the row cannot
+    be used."""
     refuse_media(value)
     return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
 
 
 def normalize_labelled(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row with one answer and a label (columns label, and completion or messages): the answer is
-    `chosen` if the label is true, else `rejected`, and the other one is None. value: the row's columns by name. Raises
-    `RowError` with the reason if the row cannot be used."""
+    """The `Pair` of a row with one answer and a label, for kto: the answer is `chosen` if the label is true, else
+    `rejected`, and the other one is None. The answer is the column completion, or without one the last turn of the
+    column messages. value: the row's columns by name. Raises `RowError` with the reason if the row cannot be used, or
+    its label is not true, false, 1 or 0."""
     refuse_media(value)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
@@ -193,14 +202,14 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
 
     - text: `text`.
     - messages and sharegpt: `messages` and `tools`.
-    - alpaca, and prompt_completion if both columns are text: `prompt`, `completion` and `messages`; but only `messages`
-      if the row has a column question in place of prompt.
-    - prompt_completion if one of the columns is a list of turns: `messages`, `tools` and `prompt_messages`, the number
-      of the prompt's turns.
+    - alpaca, and prompt_completion if both columns are text: `prompt`, `completion` and `messages`. For a row of
+      prompt_completion with a column question in place of prompt, only `messages`.
+    - prompt_completion if one of the columns is a turn or a list of turns: `messages`, `tools` and `prompt_messages`,
+      the number of messages before the completion.
 
     Args:
         value: the row's columns by name.
-        format: its row format, a key of `COLUMNS` such as "messages" or "alpaca", which is not checked.
+        format: its row format, a key of `COLUMNS` such as "messages" or "alpaca"; any other is taken for "sharegpt".
 
     Raises:
         RowError: the row cannot be used; the message has the reason.
@@ -241,12 +250,12 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
 
 def _answered(value: Mapping[str, Any], side: str) -> Example:
     """The example of a row's prompt with one of its answers, in the formats of TRL and LLaMA-Factory. Raises `RowError`
-    if the row lacks the answer, or the prompt of an answer that is text; if a text answer is empty; or if the turns do
-    not end with one of the assistant.
+    if the row lacks the answer, or the prompt of an answer that is text; if a text answer is empty; or if a turn is
+    wrong, or the last one is not the assistant's. `normalize_pair` and `normalize_labelled` call it.
 
     If both are text, the example has both as text and as a conversation. Otherwise it is a conversation only: the turns
-    of the prompt (in the column prompt, question, messages or conversations), then the answer, which is text, a turn or
-    a list of turns. If there is no prompt column, the answer's turns begin with the prompt.
+    of the prompt (in the column prompt, question, messages or conversations; text is a user's turn), then the answer,
+    which is text, a turn or a list of turns. If there is no prompt column, the answer's turns begin with the prompt.
 
     Args:
       value: the row's columns by name.
@@ -267,10 +276,11 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
 
 
 def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
-    """The example of a prompt (`asked`) and a completion (`answer`) of which at least one is a list of turns, TRL's
-    conversational format: one conversation, in which only the responses of the completion are trained on. Raises
-    `RowError` if the completion is empty, the prompt is an empty list, or the completion does not end with a turn of
-    the assistant. value: the row's columns by name, for its system message and tools."""
+    """The example of a prompt (`asked`) and a completion (`answer`) of which at least one is a turn or a list of turns,
+    TRL's conversational format, for `normalize`: one conversation, in which only the responses of the completion are
+    trained on. Raises `RowError` if the completion is empty, the prompt is an empty list, a turn is wrong, or the
+    completion does not end with a turn of the assistant. value: the row's columns by name, for its system message and
+    tools."""
     if isinstance(answer, str):
         _not_empty(answer, "response")
         answer = {"role": "assistant", "content": answer}
@@ -282,8 +292,9 @@ def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
 
 
 def _asked_and_answered(value: Mapping[str, Any], asked: Any, answer: Any, side: str) -> Example:
-    """The example of the conversation of a prompt (`asked`: text, turns or None) and the turns after it (`answer`).
-    Raises `RowError` if it does not end with a turn of the assistant.
+    """The example of the conversation of a prompt (`asked`: text, a turn, turns or None) and the turn or turns after it
+    (`answer`), for `_answered` and `_prompted`. Raises `RowError` if a turn is wrong, or the last one is not the
+    assistant's.
 
     Args:
         value: the row's columns, of which the system message and the tools are read.
@@ -299,7 +310,8 @@ def _asked_and_answered(value: Mapping[str, Any], asked: Any, answer: Any, side:
 
 def _parsed(turns: Any) -> Any:
     """The turns of a cell, decoded from JSON if the cell is text, as in CSV files; any other value is returned
-    unchanged. Raises `RowError` if the text is not JSON; whether the result is a list of turns is not checked here."""
+    unchanged. `normalize` reads the columns messages and conversations by it. Raises `RowError` if the text is not
+    JSON; whether the result is a list of turns is not checked here."""
     if not isinstance(turns, str):
         return turns
     try:
@@ -309,8 +321,8 @@ def _parsed(turns: Any) -> Any:
 
 
 def _turns(turns: Any) -> list[Any]:
-    """A list of turns, from a list of turns, a single turn, None (no turns), or a text, which becomes a user's turn.
-    Raises `RowError` for anything else."""
+    """A list of turns, from a list (or other iterable) of turns, a single turn, None (no turns), or a text, which
+    becomes a user's turn. Raises `RowError` for anything else. The turns themselves are not checked."""
     if isinstance(turns, str):
         return [{"role": "user", "content": turns}]
     if isinstance(turns, Mapping):
@@ -332,13 +344,13 @@ def _alpaca_prompt(instruction: str, context: str) -> str:
 
 def _after(system: str, prompt: str) -> str:
     """The text of a prompt in which the system message comes first: `system`, an empty line, and `prompt`. If `system`
-    is blank, it is `prompt` alone."""
+    is blank, it is `prompt` alone. It is `Example.prompt`, which is used without a template."""
     return f"{system}\n\n{prompt}" if system.strip() else prompt
 
 
 def _exchange(system: str, user: str, assistant: str) -> list[dict[str, Any]]:
     """The messages of a conversation of one question (`user`) and its answer (`assistant`), after the system message if
-    `system` is not blank."""
+    `system` is not blank. It is `Example.messages` of a row whose prompt and answer are text."""
     first = [{"role": "system", "content": system}] if system.strip() else []
     return [*first, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
@@ -379,8 +391,8 @@ def _not_empty(text: str, what: str) -> None:
 
 def _conversation(value: Mapping[str, Any], turns: Any, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Example:
     """The example of a conversation. The text in the row's column system or system_prompt (`SYSTEM`), if any, becomes
-    its first message, unless it begins with a system message. Raises `RowError` if it is empty, a turn is wrong, or a
-    response is empty and calls no tool.
+    its first message, unless it begins with a system message. Raises `RowError` if it is empty, no list, or has a wrong
+    turn; if a response is empty and calls no tool; or if the system message or the tools cannot be used.
 
     Args:
         value: the row's columns, of which the system message and the tools are read.

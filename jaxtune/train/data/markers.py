@@ -1,5 +1,6 @@
 """Finds responses by marker strings (`Markers`): a response is the tokens from a response marker to the end of that
-turn. `special_ids` gives the ids of a tokenizer's special tokens.
+turn. `templates.RowEncoder` decides by it what is trained on, if data.response_part is set. `special_ids` gives the ids
+of a tokenizer's special tokens.
 
 The rules are those of Unsloth's `train_on_responses_only`. They work on token ids, so they also apply to rows that were
 tokenised elsewhere. A marker is found by its stable core, the tokens that are the same whatever text is next to the
@@ -30,21 +31,23 @@ _AFTER_TEXT = ("\n", "\n\n", "\nA", " a", " A", "a", "1")
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """The ids of the special tokens of `tokenizer`, a Hugging Face one: those that its list of added tokens marks as
-    special, and its named ones such as EOS. Only templates should write them: a row whose own text has one is counted
-    in a warning."""
+    special, and its named ones such as EOS. Only templates should write them: a conversation whose own messages have
+    one is counted in a warning. They decide which packaged templates fit, which tokens may end a turn, and which open
+    one."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
 class _Marker:
     """A marker string as token ids, which `find` searches for in the tokens of a row. `Markers` makes it by tokenising
-    the marker between several texts and keeping the tokens that it has in all of them.
+    the marker between several texts and keeping the longest run of tokens that it has in all of them.
 
     Attributes:
         text: the marker.
-        core: int32[n], the tokens of the marker that are the same whatever text is next to it.
+        core: int32[n], the longest run of tokens of the marker that are the same whatever text is next to it.
         lead, trail: the marker's head and tail, the text before and after the core, as the tokenizer's raw pieces
-            (token strings). In real text these tokens may be merged with their neighbours.
+            (token strings); "" if there is none, or if it is merged with its neighbours in every context. In real text
+            these tokens may be merged with their neighbours.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -52,7 +55,7 @@ class _Marker:
         key: the config key below `data` that it comes from, for error messages.
 
     Raises:
-        ValueError: the marker is empty, or no token of it but white space is the same in every context.
+        ValueError: the marker is empty, or its core would be empty or only white space.
     """
 
     def __init__(self, tokenizer: Any, text: str, key: str):
@@ -108,8 +111,9 @@ class _Marker:
 
 
 def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64[n]: the indices at which the sequence `wanted` (not empty) begins in `tokens`; both are int32 arrays. The
-    tokens of markers are searched for by it; [] if there are none."""
+    """int64[n]: the indices at which the sequence `wanted` (not empty) begins in `tokens`; both are int32 arrays. It
+    finds the cores of markers in a row, or in another marker's core, and the special tokens that open a turn; [] if
+    there are none."""
     at = np.flatnonzero(tokens[: max(len(tokens) - len(wanted) + 1, 0)] == wanted[0])
     for shift in range(1, len(wanted)):
         at = at[tokens[at + shift] == wanted[shift]]
@@ -119,7 +123,8 @@ def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
     """The forms in which the marker `text` can occur in tokens, one or two: the marker itself and, if the core (the
     tokens that are the same in every context) that it has after a space does not contain its own, the marker after a
-    space ("hi ASSISTANT:"). A marker that begins with white space has one form. `Markers` searches for all forms.
+    space ("hi ASSISTANT:"). A marker that begins with white space, or has no core after a space, has one form.
+    `Markers` searches for all forms.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -127,7 +132,7 @@ def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
         key: its config key below `data`, for error messages.
 
     Raises:
-        ValueError: the marker is empty or has no token that is the same in every context.
+        ValueError: the marker is empty, or its own core would be empty or only white space.
     """
     plain = _Marker(tokenizer, text, key)
     if text[0].isspace():
@@ -155,13 +160,14 @@ def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) 
 
 def _is_blank(pieces: str) -> bool:
     """Whether raw pieces (token strings, joined) are only white space, which byte-level BPE writes as "Ġ", "Ċ" and so
-    on, and SentencePiece as "▁" and "<0x0A>"."""
+    on, and SentencePiece as "▁" and "<0x0A>". `Markers._after` keeps words of the response apart from a marker's last
+    white space by it."""
     return not pieces.replace("<0x0A>", "").strip("ĠĊĉč▁ \t\n\r")
 
 
 class Markers:
     """Finds responses by an instruction marker and a response marker (data.instruction_part, data.response_part):
-    `spans` returns their token ranges in a row.
+    `spans` returns their token ranges in a row. `RowEncoder` makes it if they are set.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -169,7 +175,8 @@ class Markers:
         response_part: the string that begins a response, such as "<|im_start|>assistant\\n".
 
     Raises:
-        ValueError: a marker is missing, empty, or has no token that is the same whatever text is next to it.
+        ValueError: a marker is missing or empty, or has no token but white space that is the same whatever text is next
+            to it.
     """
 
     def __init__(self, tokenizer: Any, instruction_part: str | None, response_part: str | None):
@@ -200,8 +207,9 @@ class Markers:
         """The (start, end) token ranges of the responses in `tokens` (int32[n]), in order and without empty ones. A
         response begins after its marker.
 
-        A response ends after the first EOS, which belongs to it; or before the first BOS, special token that opens a
-        turn, response marker or instruction marker; or at the end of the row.
+        A response ends at whichever comes first: after an EOS, which belongs to it; before a BOS (that is not EOS), the
+        special tokens with which both markers begin, a response marker or an instruction marker; or at the end of the
+        row.
         """
         tokens = np.asarray(tokens, np.int32)
         starts = {
@@ -249,8 +257,9 @@ class Markers:
 
     def _before(self, tokens: np.ndarray, at: int, lead: str) -> int:
         """The index of the first token of a marker, at which a response before it ends. It is where the marker's head,
-        the text before its core, begins; or `at` if the head is not there. (The core is the tokens of the marker that
-        are the same whatever text is next to it.) A token that also has text from before the marker is not counted.
+        the text before its core, begins, as far as the tokens before `at` are those of the head; `at` if the last of
+        them is not. (The core is the tokens of the marker that are the same whatever text is next to it.) A token that
+        also has text from before the marker is not counted.
 
         Args:
             tokens: the row, int32[n].

@@ -2,8 +2,9 @@
 conversations of rows by it.
 
 Data sets write turns as OpenAI's API does (`role`, `content`, `tool_calls`) or as ShareGPT does (`from`, `value`). Both
-become dicts with a chat role and text, and with calls whose arguments are objects: `chat_message` converts a turn of
-the first form, `sharegpt_message` one of either, and `tool_schemas` the tools of a conversation.
+become dicts with a chat role and text, and with calls whose arguments are decoded if they were JSON text:
+`chat_message` converts a turn of the first form, `sharegpt_message` one of either, and `tool_schemas` the tools of a
+conversation.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     - The content becomes text, "" if the turn has only tool calls. If it is a list of typed parts, their texts are
       joined, parts of the type "reasoning" become `reasoning_content`, and those of the type "tool_call" `tool_calls`.
     - The name of a speaker becomes a role ("human" becomes "user"); other roles stay.
-    - Each tool call becomes {"type": "function", "function": {"name", "arguments": object}}. The older key
-      `function_call` becomes `tool_calls`, unless the turn has these too; then it is dropped.
+    - Each tool call becomes {"id" (if it has one), "type": "function", "function": {"name", "arguments": object}}. The
+      older key `function_call` becomes `tool_calls`, unless the turn has these too; then it is dropped.
     - Other keys stay, without those that are None.
 
-    Raises `RowError` if the turn cannot be used: it has no role, or neither content nor calls; a part is of another
-    type, such as an image; a call is wrong; or the text is not valid Unicode.
+    Raises `RowError` if the turn cannot be used: it has no role, or neither content nor calls; the content is neither
+    text nor a list; a part is of another type, such as an image; a call is wrong; or the content is not valid Unicode.
     """
     role = turn.get("role")
     if not isinstance(role, str) or not role:
@@ -77,11 +78,11 @@ def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined_parts(parts: Iterable[object]) -> dict[str, Any]:
-    """The keys of a message whose content is `parts`, a list of typed parts such as {"type": "text", "text": ...}:
-    "content" as text, and "reasoning_content" (text) and "tool_calls" (a list) if there are such parts. The text of a
-    part is under its key "text" or else "value"; that of a part "tool_call" is the JSON of a call. The texts of several
-    parts are joined without a separator. Raises `RowError` for a part of another type, such as an image, or a wrong
-    call."""
+    """The keys of a message whose content is `parts`, a list of typed parts such as {"type": "text", "text": ...}, for
+    `chat_message`: "content" as text, and "reasoning_content" (text) and "tool_calls" (a list) if there are such parts.
+    Parts of the types text, input_text and output_text are content. The text of a part is under its key "text" or else
+    "value"; that of a part "tool_call" is the JSON of a call. The texts of several parts are joined without a
+    separator. Raises `RowError` for a part of another type, such as an image, or a wrong call."""
     texts, reasoning, calls = [], [], []
     targets = {"text": texts, "input_text": texts, "output_text": texts, "reasoning": reasoning, "tool_call": calls}
     for part in parts:
@@ -101,7 +102,8 @@ def _joined_parts(parts: Iterable[object]) -> dict[str, Any]:
 
 def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Converts a turn in ShareGPT's form ({from, value}) to a message in the form that chat templates expect ({"role",
-    "content", ...}); a turn with the key `role` is in OpenAI's form, and `chat_message` converts it. The value of the
+    "content", ...}); a turn with the key `role` is in OpenAI's form, and `chat_message` converts it. `formats.py` reads
+    sharegpt rows by it, and the turns of prompts, completions and preferences, which have either form. The value of the
     speaker function_call or tool_call is the JSON of a call, which becomes `tool_calls`. Of the other keys of a
     ShareGPT turn only weight, train and training stay (none for a call). Raises `RowError` if the speaker is not one of
     ROLES (such as human, gpt or system), or the turn is wrong otherwise."""
@@ -124,8 +126,8 @@ def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
 def _tool_call(call: Any) -> dict[str, Any]:
     """Converts a call to the form that chat templates expect: {"id" (if it has one), "type": "function", "function":
     {"name", "arguments": object}}. The call may be given as it is in OpenAI's API or as {"name", "arguments"}, and it
-    and its arguments as JSON text. Missing arguments become {}. Raises `RowError` if that is not valid, or the call has
-    no name."""
+    and its arguments as JSON text. Missing arguments become {}; that arguments are an object is not checked. Raises
+    `RowError` if the JSON is not valid, or the call has no name."""
     if isinstance(call, str):
         try:
             call = json.loads(call)

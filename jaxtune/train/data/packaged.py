@@ -1,11 +1,13 @@
-"""Packaged chat templates, chat_templates/NAME.jinja, for the tokenizers of base models, which have none of their own.
+"""Packaged chat templates, chat_templates/NAME.jinja, for the tokenizers of base models, which often have none of their
+own.
 
-Each template writes the same text as the template of its family's chat models, with `{% generation %}` around what is
-trained on: a response and the token that ends its turn. It writes a BOS if the family's own template does; training
-rows never have two (`RowEncoder`). There are these differences: the templates do not look up the current date (Llama's
-have the date of its first template with one, gpt-oss the day of its release), phi-4 has no default system message, and
-gpt-oss writes no tools. Mistral's template is that of its tokenizers from version 3 on. `PACKAGED` has the templates by
-name. `missing_marks` says why a tokenizer cannot use one of them, and `packaged_that_fit` which it can use.
+Each template writes the same text as the template of its family's chat models (alpaca and chatml: that format), with
+`{% generation %}` around what is trained on: a response and the token that ends its turn. It writes a BOS if the
+family's own template does; training rows never have two (`RowEncoder`). There are these differences: the templates do
+not look up the current date (Llama's have the date of its first template with one, gpt-oss the day of its release),
+phi-4 has no default system message, and gpt-oss writes no tools. Mistral's template is that of its tokenizers from
+version 3 on. `PACKAGED` has the templates by name. `missing_marks` returns the special tokens that a tokenizer lacks
+for one of them, and `packaged_that_fit` the names of those that it can use.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class Packaged:
     name: str
     """The name by which data.template selects it, and of its file."""
     marks: tuple[str, ...] | None
-    """Those tokens that the template writes which must be special tokens of the tokenizer; the last one ends a turn.
-    None if the template needs only an EOS, which ends a turn."""
+    """Of the tokens that the template writes, those that must be special tokens of the tokenizer; the last one ends a
+    turn. None if the template needs only an EOS, which ends a turn."""
 
     @property
     def text(self) -> str:
@@ -71,6 +73,6 @@ def missing_marks(tokenizer: Any, name: str) -> list[str]:
 
 
 def packaged_that_fit(tokenizer: Any) -> list[str]:
-    """The names of the packaged templates all of whose marks (the special tokens that they write) are special tokens
-    of `tokenizer`, a Hugging Face one. Error messages about a template propose them."""
+    """The names of the packaged templates that `tokenizer`, a Hugging Face one, can use: those without `missing_marks`.
+    Error messages about a template propose them."""
     return [name for name in PACKAGED if not missing_marks(tokenizer, name)]

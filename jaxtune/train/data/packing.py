@@ -3,10 +3,11 @@
 First, a `Plan` assigns each document (or each piece of a document that is split) to a row. `plan_rows` makes it from
 lengths alone, so it costs little even for millions of documents. `PackedRows` then builds rows from the plan on demand,
 from arrays in memory or from the memory-mapped token cache; its `PackingReport` counts what was packed and cut. `pack`
-makes one batch of all rows, for scripts and tests. `NothingUsable` is the error of rows without a trained token.
+makes one batch of all rows, for scripts and tests. `NothingUsable` is the error of a set of rows without a trained
+token.
 
-A document never continues in another row. The documents of a row do not attend to each other, because
-`Batch.segment_ids` separates them.
+A document never continues in another row: with overflow="split", each piece of a long document is a document of its
+own. The documents of a row do not attend to each other, because `Batch.segment_ids` separates them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ OVERFLOW_POLICIES = ("truncate", "split", "error")
 
 
 class NothingUsable(ValueError):
-    """Raised if no token of a set of rows can be trained on; the message says why. If the rows are a window of a
-    stream, the part of it that is tokenised at a time, the run may leave them out and continue."""
+    """Raised by `prepare`, and when a data set is packed, if there is no token that can be trained on; the message says
+    why. A run leaves out such a window of a stream (the part that is tokenised at a time) and continues, unless it is
+    the first; in all other cases it stops."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class PackingReport:
     (pairs.py) documents are counted too, two for each pair."""
 
     documents: int
-    """Documents given."""
+    """Documents that packing was given."""
     rows: int
     """Rows made."""
     tokens: int
@@ -67,18 +69,18 @@ class PackingReport:
         return self.tokens / self.slots if self.slots else 0.0
 
     def __str__(self) -> str:
-        """The counts in words, those of rows and slots included."""
+        """The counts in words, those of rows and slots included; `dropped` is left to `TokenDataset.warnings`."""
         return self._text(f" in {self.rows:,} rows", f" in {self.slots:,} slots (fill {self.fill:.3f})")
 
     @property
     def of_documents(self) -> str:
-        """The counts in words, without those of rows and of slots (tokens and padding): for data.packing=step, where
-        rows are packed again for each step."""
+        """The counts in words, as in `str()` but without those of rows and of slots (tokens and padding): for
+        data.packing=step, where rows are packed again for each step."""
         return self._text("", "")
 
     def _text(self, rows: str, slots: str) -> str:
-        """The counts in words. rows, slots: texts such as " in 8 rows", which are inserted after the number of
-        documents and after the number of tokens; "" leaves them out."""
+        """The counts in words, for `str()` and `of_documents`. rows, slots: texts such as " in 8 rows", which are
+        inserted after the number of documents and after the number of tokens; "" leaves them out."""
         text = f"{self.documents:,} documents{rows}, {self.tokens:,} tokens{slots}, {self.trained_tokens:,} trained"
         if self.truncated:
             text += f"; {self.truncated:,} documents truncated, {self.cut_tokens:,} tokens cut"
@@ -92,14 +94,14 @@ class PackingReport:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The assignment of pieces to rows, which `plan_rows` makes. A piece is a run of tokens of one document (or pair of
-    documents), usually all of it."""
+    documents), usually all of it. The arrays have the pieces in the order of the rows."""
 
     length: int
     """The number of tokens in a row."""
     row_starts: np.ndarray
     """int64[rows + 1]: row r has the pieces `row_starts[r]:row_starts[r + 1]`, in order."""
     document: np.ndarray
-    """int64[pieces]: the index of the document of each piece."""
+    """int64[pieces]: the index of the document (or pair) of each piece."""
     offset: np.ndarray
     """int64[pieces]: the index in its document of each piece's first token."""
     count: np.ndarray
@@ -141,8 +143,8 @@ def plan_rows(
     max_documents: int | None = None,
 ) -> Plan:
     """Assigns documents, or pairs of documents, to rows by best fit decreasing: longest first, each into the fullest
-    row with enough room. It needs their lengths only. `PackedRows` and `pairs.PackedPairs` build their rows from the
-    plan.
+    row with enough room. With packing=False each gets the next row. It needs their lengths only. `PackedRows` and
+    `pairs.PackedPairs` build their rows from the plan.
 
     The plan is deterministic: equally long documents are taken in the order of their indices. Within a row, pieces are
     in the order of their documents. Documents of length 0 are left out.
@@ -154,7 +156,7 @@ def plan_rows(
         packing: True puts several pieces into a row; False gives every piece a row of its own.
         name: gives the name of a document by its index, for the message that refuses it.
         is_trained: takes (document, offset, count) of a piece of a split document, and says whether a token of it is
-            trained on; other pieces are left out. None keeps all pieces.
+            trained on; pieces of split documents without one are left out. None keeps all pieces.
         max_documents: the most pieces in a row; None sets no limit.
 
     Raises:
@@ -217,11 +219,11 @@ def _pieces(
 
 
 def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None = None) -> tuple[np.ndarray, int]:
-    """Returns (the row of every piece, int64[pieces]; the number of rows), by best fit decreasing.
+    """Returns (the row of every piece, int64[pieces]; the number of rows), by best fit decreasing, for `plan_rows`.
 
-    Rows that are not full are kept in one stack for each remaining capacity. A Python integer has a bit set for every
-    capacity with such a row, so the fullest row with room for `c` tokens is found as the lowest set bit at or above
-    `c`, without a search over rows.
+    Rows that have room for tokens and for another piece are kept in one stack for each remaining capacity. A Python
+    integer has a bit set for every capacity with such a row, so the fullest row with room for `c` tokens is found as
+    the lowest set bit at or above `c`, without a search over rows.
 
     Args:
         count: int[pieces], the number of tokens of each piece, at most `length`.
@@ -258,7 +260,7 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
 class PackedRows:
     """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch;
     `TokenDataset.rows` makes them. Documents that are empty, or lose all their trained tokens when they are cut, are in
-    no row; nor are untrained pieces of a divided document that is trained on elsewhere. The attribute `report` has the
+    no row; nor are untrained pieces of a divided document that has trained tokens. The attribute `report` has the
     counts, a PackingReport, `plan` the assignment of documents to rows, and `full` says whether every row is one
     document without padding. `empty` makes a batch, `fill` writes a row into it, and `batch` makes one of all rows.
 

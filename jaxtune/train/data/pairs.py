@@ -1,6 +1,7 @@
 """Packs preference pairs into rows. A pair has two documents, which are always in the same row.
 
-Documents 2i and 2i + 1 of a set are pair i: the prompt with the chosen answer, then the prompt with the rejected one. A
+Documents 2i and 2i + 1 of a set are pair i: the prompt with the chosen answer, then the prompt with the rejected one.
+(For kto, the "chosen" one is the row's own answer, desirable or not, and the "rejected" one a mismatched answer.) A
 pair is packed as one piece, so its documents are next to each other: in a row, segment 2p + 1 is the chosen document of
 the row's pair p, and segment 2p + 2 the rejected one. `PairDataset` is the data set of pairs, and `PackedPairs` its
 packed rows.
@@ -28,7 +29,8 @@ class PackedPairs:
     """Packed rows of preference pairs, which are built when they are written into a batch (`batches.Rows`);
     `PairDataset.rows` makes them. The attribute `kept`, int64[pairs, 2], is the number of tokens of each document after
     truncation, 0 for a pair that is left out. `report` has the counts, a PackingReport, `plan` the assignment of pairs
-    to rows, and `max_pairs` is the most pairs of a row (half of `max_documents`, if that is given).
+    to rows, `length` is the number of tokens in a row, and `max_pairs` the most pairs of a row (half of
+    `max_documents`, if that is given). `full` is always False.
 
     With overflow="truncate", a pair that is longer than `length` is cut: first its longer document, to the length of
     the shorter one, then both equally; with `width`, each document is cut by itself. With any overflow, a pair is left
@@ -45,7 +47,8 @@ class PackedPairs:
         labels: float32[pairs] or None, a number that the objective gives each pair, such as its margin.
         whole: True leaves out pairs that would have to be cut; False cuts them.
         width: the number of tokens in a row, at least that of the longest pair; None: `length` is that of a row.
-        max_documents: the most documents in a row, for which batches have room; None is the most of any row.
+        max_documents: the most documents that a row may have, at least 2; batches have room for as many. None sets no
+            limit, and batches have room for the most of any row.
 
     Raises:
         ValueError: the number of documents is odd; `overflow` is "split"; it is "error", and a pair, or with `width` a
@@ -184,26 +187,29 @@ def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class PairDataset(TokenDataset):
-    """Tokenised preference pairs, ready to be packed and batched, which preference objectives make of a TokenDataset.
-    Documents 2i and 2i + 1 are pair i, the chosen and the rejected answer, each after the prompt."""
+    """Tokenised preference pairs, ready to be packed and batched, which preference objectives make of a TokenDataset
+    (`Pairs.prepare`). Documents 2i and 2i + 1 are pair i, the chosen and the rejected answer, each after the prompt;
+    for kto, the row's own and a mismatched answer."""
 
     reference: np.ndarray | None = None
     """float32[documents] or None: the sum of the log-probabilities of each document's answer under the reference model,
     NaN where it is not computed yet."""
     labels: np.ndarray | None = None
-    """float32[pairs] or None: a number that the objective gives each pair, such as its margin (`LABELS`)."""
+    """float32[pairs] or None: a number that the objective gives each pair, its margin or (kto) 1 if its answer is
+    desirable, else 0. Batches have it as LABELS."""
     whole: bool = False
-    """Whether pairs that would have to be cut are left out (True) or cut (False)."""
+    """Whether pairs that would have to be cut are left out (True, for reward) or cut (False)."""
     width: int | None = None
     """The number of tokens in a row, if `length` is the most tokens of each document; None if `length` is the most
-    tokens of a pair, and of a row."""
+    tokens of a pair, and of a row. `in_rows` sets it."""
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]
         """The packed rows of pairs; packing is planned on first access. With packing="step" each row is one pair, and
         `steps.pack_steps` packs them; then, and with `width`, `length` limits each document, and otherwise the pair.
         Raises `NothingUsable` if no pair is left whose documents both have a trained token, and ValueError if
-        `overflow` is "split", or is "error" and a document or pair is longer than its limit."""
+        `overflow` is "split", or is "error" and a document or pair is longer than its limit, or if a pair is longer
+        than `width`."""
         rows = PackedPairs(
             self.documents,
             self.length,

@@ -24,7 +24,7 @@ MARKS = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHI
 def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> Text:
     """The decoded text of one row, as a `rich.text.Text`: trained tokens are green, other tokens plain, and lines show
     where documents and padding begin. A line before them has the numbers of tokens and the legend. `jaxtune train
-    --check` prints it.
+    --check` shows the first row of the first batch by it.
 
     A token counts as trained if it is a target, so its colour comes from the weight at the position before it in the
     row, where it is predicted.

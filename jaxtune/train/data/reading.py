@@ -1,11 +1,11 @@
 """Opens and reads rows of files, folders, Hugging Face data sets and lists of dicts.
 
-Reading yields each row as a `Row` with its file and line, so that error messages can name it. A row that cannot be read
-is yielded with the reason, and the caller decides whether to stop or leave it out. The readers are in `row_files.py`. A
-row has at most `MAX_ROW_SIZE` bytes or characters (32 MiB), and a Parquet file may expand to at most `MAX_EXPANSION`
-times its size (or 32 MiB), so that a damaged or malicious file cannot exhaust the memory. `open_sources` finds the
-files, each a `Source`, and `read_rows` reads them. A `Window` is a source of rows that were read already, those of a
-stream.
+Reading yields each row as a `Row` with its file and line (or number), so that error messages can name it. A row that
+cannot be read is yielded with the reason, and the caller decides whether to stop or leave it out. The readers are in
+`row_files.py`. A row has at most `MAX_ROW_SIZE` bytes or characters (32 MiB), and a Parquet file may expand to at most
+`MAX_EXPANSION` times its size (or 32 MiB), so that a damaged or malicious file cannot exhaust the memory.
+`open_sources` finds the files or data sets, each a `Source`, and `read_rows` reads them. A `Window` is a source of rows
+that were read already, those of a stream.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Source:
     the file format allows. A JSON array and a window yield all rows in any case."""
     identity: Callable[[], str] | None = None
     """Returns a string that changes when the rows change, which goes into the key of the token cache. None for a list
-    in memory, a window of a stream or a data set without a fingerprint, whose tokens are not cached."""
+    in memory, a window of a stream or a data set without a fingerprint; then tokens are not cached."""
     count: Callable[[], int] | None = None
     """Returns roughly how many rows there are, for a progress bar; None if that is not known."""
     file: Path | None = None
-    """The file, if the source is one."""
+    """The file, if the source is one. A stream notices by it that the file has changed."""
     streams: bool = True
-    """True if it can be read with only a few rows in memory at a time; False if it must be read whole, as a JSON
-    array."""
+    """True if it can be read with only a few rows in memory at a time; False if it must be read whole, as a JSON array,
+    which data.streaming refuses."""
     part: bool = False
     """True for the rows of a window of a stream after the first: a run leaves them out if none is usable. False for all
     other sources."""
@@ -71,8 +71,8 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Consecutive rows of a stream that are tokenised as one set, which streamed.py makes during a run. `open_sources`
-    accepts it as a source."""
+    """Consecutive rows of a stream that are tokenised as one set, which streamed.py makes (the first one before the
+    run, the others during it). `open_sources` accepts it, and makes a source of the rows of each file."""
 
     name: str
     """The name of the stream."""
@@ -94,8 +94,10 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
             and names, a `datasets.Dataset` or IterableDataset, a list (or other iterable) of dicts, or a Window (rows
             of a stream that were read already).
         streaming: whether a data set given by name is read over the network during the run instead of being downloaded.
-            A data set that streams gives one source for each of its shards.
-        columns: {name of a format's column: its name in these rows}; other columns keep their names.
+            With it, such a data set, or an IterableDataset, gives one source for each of its shards; else a data set is
+            one source.
+        columns: {name of a format's column: its name in these rows}; other columns keep their names. A row that lacks
+            one of these columns is a bad row.
 
     Raises:
         ValueError: there is no such file or data set, or its kind is not known; a folder has no data file, a compressed
@@ -131,17 +133,19 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
 
 
 def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | None = None) -> Iterator[Row]:
-    """Yields the rows of all sources in order, as they are read, each with its row format set. A bad row, which cannot
-    be read or fits no format, is yielded too, without columns and with the reason.
+    """Yields the rows of all sources in order, as they are read. A good row has its row format set. A bad row, which
+    cannot be read or (with "auto") fits no format, is yielded too, without columns and with the reason.
 
     Args:
         sources: from `open_sources`.
-        format: a row format of `formats.FORMATS`. With "auto", the first row of a source whose columns are known
-            decides for the whole source, and the rows before it become bad rows (without columns, with the reason).
-        max_rows: the number of rows of all sources after which to stop; None reads all.
+        format: a row format of `formats.FORMATS`. With "auto", the first row of a source whose columns fit a format
+            decides for the whole source: the rows before it become bad rows, and the rows after it are not compared
+            with the format.
+        max_rows: the number of rows of all sources, bad rows included, after which to stop; None reads all.
 
     Raises:
-        ValueError: an argument is wrong, or a file cannot be read at all.
+        ValueError: an argument is wrong (raised at the call), or a file cannot be read further (while rows are read).
+        OSError: a file cannot be opened.
     """
     if format not in FORMATS:
         raise ValueError(f"data.format must be one of {', '.join(FORMATS)}, got {format!r}")
@@ -152,19 +156,19 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
 
 
 def _window_source(window: Window, rows: list[Row]) -> Source:
-    """The `Source` of `rows`, those of `window` (consecutive rows of a stream) that come from one file. They are in
-    memory and have no identity, so their tokens are not cached."""
+    """The `Source` of `rows`, those of `window` (consecutive rows of a stream) that come from one file, so that
+    data.format=auto decides for each file. They are in memory and have no identity, so their tokens are not cached."""
     return Source(window.name, lambda after: iter(rows), part=window.part)
 
 
 def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
-    """Yields the rows of one source with their row format set. A row whose columns fit no format becomes a bad row
-    (without columns, with the reason).
+    """Yields the rows of one source with their row format set, for `read_rows`. As long as the format is to be
+    detected, a row whose columns fit none becomes a bad row (without columns, with the reason).
 
     Args:
         rows: the rows of the source.
         format: a row format of `formats.FORMATS`; with "auto" it is detected from the first row whose columns fit one,
-            and applies to all rows after it.
+            and applies to all rows after it, whatever their columns are.
     """
     for row in rows:
         if row.value is not None:
@@ -203,8 +207,8 @@ def _folder(folder: Path) -> list[Source]:
 
 
 def _file_source(file: Path) -> Source:
-    """The `Source` of the data file `file`, read by the reader for its suffix; lower and upper case are the same.
-    Raises ValueError if no reader knows the suffix."""
+    """The `Source` of the data file `file`, read by the reader for its suffix; lower and upper case are the same. Of a
+    .json file the beginning is read, to see whether it is an array. Raises ValueError if no reader knows the suffix."""
     readers = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet, ".csv": read_csv}
     reader = readers.get(file.suffix.lower())
     if reader is None:
@@ -267,7 +271,7 @@ def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
 
 
 def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -> Source:
-    """The source of the first `count` rows of another one, for a name such as rows.jsonl[:1000].
+    """The source of the first `count` rows of another one, bad rows included, for a name such as rows.jsonl[:1000].
 
     Args:
         sources: a list with that source only.
@@ -293,7 +297,7 @@ def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -
 
 def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
     """A copy of `source` with the columns of its rows renamed to the names that the row formats use (data.columns);
-    other columns stay. The renaming is part of its identity.
+    other columns stay, unless one has such a name already: then it is replaced. The renaming is part of its identity.
 
     columns: {name of a format's column: its name in these rows}. A row that lacks one of them is a bad row.
     """
@@ -333,8 +337,8 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _load_from_disk(folder: Path) -> object:
-    """The data set in a folder that `save_to_disk` of the library `datasets` wrote; of several splits, the one named
-    `train`. Raises ValueError if none of several splits has that name."""
+    """The data set in a folder that `save_to_disk` of the library `datasets` wrote; if it was saved with its splits,
+    the one named `train`. Raises ValueError if none of the splits has that name."""
     from datasets import DatasetDict, load_from_disk
 
     dataset = load_from_disk(str(folder))

@@ -12,12 +12,13 @@ class RowError(ValueError):
 
 
 class SetupError(ValueError):
-    """The tokenizer or the options are wrong, so that no row can be used, whatever it contains."""
+    """The tokenizer or the options are wrong, so that no row can be used, whatever it contains. `templates.py` raises
+    it; `attempt` does not catch it, so it ends the run instead of making every row a bad one."""
 
 
 def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
     """The result of `work(*arguments)`, which handles one row, or the `RowError` that it raised, returned and not
-    raised. The code that reads and tokenises rows calls its functions by it.
+    raised. The code that converts and tokenises rows calls its functions by it.
 
     Any other exception is returned as a `RowError` that names its type (a RecursionError as "nested too deeply"), so
     that a row with unforeseen content affects that row only. A `SetupError` is raised, since it concerns all rows.
@@ -36,6 +37,7 @@ def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def check_unicode(text: str) -> None:
     """Raises `RowError` if `text`, which comes from a row, has half of a surrogate pair. JSON can write one as an
-    escape (backslash, u, d83d), and no tokenizer can encode it."""
+    escape (backslash, u, d83d), and no tokenizer can encode it. Texts are checked when a row is converted, and again
+    once they are rendered."""
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise RowError("not valid Unicode: half of a surrogate pair")

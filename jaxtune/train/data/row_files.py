@@ -6,9 +6,10 @@ Each reader yields in order the rows whose number is above `after` and skips the
 allows. Numbers count from 1, so 0 yields all. Of an array in a .json file all rows are yielded, whatever `after` is.
 
 A row that cannot be read, that has more than MAX_ROW_SIZE bytes or characters, or that is nested deeper than MAX_DEPTH
-(`_measure`, `_too_long`), is a bad row: it is yielded as a `Row` with the reason instead of its columns. Readers raise
-ValueError where nothing can be read after an error: read_dataset for a row that cannot be decoded, read_csv for a wrong
-header, and read_parquet for a damaged file or one that expands too much (MAX_EXPANSION).
+(`_measure`, `_too_long`), is a bad row: it is yielded as a `Row` with the reason instead of its columns. Where nothing
+can be read after an error, readers raise ValueError: read_dataset for a row that cannot be decoded, read_csv for a
+wrong header, and read_parquet for a damaged file or one that expands too much (MAX_EXPANSION). Only read_json yields a
+bad row then, the last one, for an array that is not valid. A file that is not there raises OSError.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ class Row:
     file: str
     """The file or data set that it comes from."""
     number: int
-    """Its line in the file (JSONL, JSON, CSV) or its row (Parquet, datasets, lists), from 1."""
+    """The line in the file on which it begins (JSONL, JSON, CSV) or its number (Parquet, datasets, lists), from 1."""
     value: Mapping[str, Any] | None
-    """Its columns by name; None if it cannot be read."""
+    """Its columns by name; None if it is a bad row."""
     format: str = ""
-    """Its row format, one of `formats.FORMATS` without "auto", such as "alpaca"; "" until it is known."""
+    """Its row format, one of `formats.FORMATS` without "auto", such as "alpaca"; "" until `reading.read_rows` sets it,
+    and for a bad row."""
     error: str = ""
-    """Why it cannot be read, if `value` is None."""
+    """Why it cannot be used (it cannot be read, fits no format or lacks a column), if `value` is None."""
     size: int = 0
     """Roughly how many characters it has, by which chunks of rows and windows of streams are limited; 0 if it was not
     decoded."""
@@ -55,7 +57,8 @@ class Row:
 
 def _object(file: str, number: int, value: object) -> Row:
     """The `Row` of a decoded value, as row `number` of `file`: a bad one (without the value, with the reason) if the
-    value is not a mapping, is too large, or is nested too deeply. All readers make their rows by it."""
+    value is not a mapping, is too large, or is nested too deeply. Readers make every row that they could decode by
+    it."""
     if not isinstance(value, Mapping):
         return Row(file, number, None, error=f"not an object with columns but {type(value).__name__}")
     size, error = _measure(value)
@@ -77,8 +80,8 @@ def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
 
 
 def _without_none(value: object) -> object:
-    """A copy of `value`, a cell of a table, for `_table_row`. In a mapping, and in all mappings and lists within it,
-    keys with the value None are left out; tuples become lists. Other values are returned as they are."""
+    """A copy of `value`, a cell of a table, for `_table_row`. In it and within it, mappings lose the keys whose value
+    is None, and tuples become lists. Other values are returned as they are."""
     if isinstance(value, Mapping):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value
@@ -86,8 +89,8 @@ def _without_none(value: object) -> object:
 
 def _measure(value: Any) -> tuple[int, str]:
     """Returns (roughly how many characters a row has, why it is too large or too deeply nested, or ""). value: the
-    row's columns, a mapping of any nested values; names count too, and a number or other value that is no text counts
-    as 8 characters.
+    row's columns, a mapping of any nested values; names count too, and a value that is neither text nor bytes counts as
+    8 characters. `_object` refuses rows by it.
 
     It is walked level by level and not recursively, so that deep nesting cannot overflow the stack, and a list that
     contains itself is refused as nested too deeply.
@@ -118,7 +121,7 @@ def _too_long(unit: str) -> str:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The dict of a JSON object's (key, value) pairs, an `object_pairs_hook` of json. Raises ValueError if a key occurs
-    twice, because json would silently keep only the last."""
+    twice, because json would silently keep only the last; the row becomes a bad one."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -176,8 +179,8 @@ def is_array(file: Path) -> bool:
 def read_json(file: Path, after: int) -> Iterator[Row]:
     """Yields the rows of a .json file: an array of objects, which is read into memory as a whole and always from its
     beginning (`after` is ignored), or one object a line. In an array, a row's number is the line on which it begins.
-    Invalid JSON in an array gives a bad row, after which nothing is read; a file with an array that is not UTF-8 gives
-    only a bad row."""
+    Invalid JSON in an array, or text after it, gives a bad row, after which nothing is read; a file with an array that
+    is not UTF-8 gives only a bad row."""
     if not is_array(file):
         yield from read_jsonl(file, after)
         return
@@ -208,9 +211,10 @@ def read_json(file: Path, after: int) -> Iterator[Row]:
 
 
 def read_csv(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a CSV file with a header whose number, the line on which they begin, is above `after`; all
-    values are text. An unreadable line gives a bad row. Raises ValueError if the header names a column twice, or shows
-    another separator than commas."""
+    """Yields the rows of a CSV file with a header: those whose number, the line on which they begin, is above `after`.
+    All values are text. A line that cannot be read, or has another number of fields than the header, gives a bad row.
+    Raises ValueError if the header names a column twice, or is a single column that shows another separator than
+    commas."""
     return (row for row in _csv_rows(file) if row.number > after)
 
 
@@ -267,9 +271,9 @@ def _csv_rows(file: Path) -> Iterator[Row]:
 
 
 def read_parquet(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a Parquet file whose number (from 1) is above `after`; groups of rows before it are not
-    read. Raises ValueError if the file is damaged, or would expand to more than 1,000 times its size (`MAX_EXPANSION`)
-    and more than 32 MiB. A single row that cannot be decoded gives a bad row."""
+    """Yields the rows of a Parquet file whose number (from 1) is above `after`; groups of rows before it are not read.
+    Raises ValueError, also after some rows, if the file is damaged, or expands to more than 1,000 times its size
+    (`MAX_EXPANSION`) and more than 32 MiB. A single row that cannot be decoded gives a bad row."""
     import pyarrow.parquet as parquet
 
     weight = file.stat().st_size

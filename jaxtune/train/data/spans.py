@@ -18,7 +18,8 @@ from jaxtune.train.data.tokenizing import Tokens
 def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Pattern[str] | None:
     """A pattern that matches the texts that only a template should write, because they open or end turns: the special
     tokens of `tokenizer`, a Hugging Face one, and the strings in `markers` without white space around them (None is no
-    marker). `RowEncoder` searches the text of a row's messages for them. Returns None if there are no such texts."""
+    marker). `RowEncoder` searches a row's messages and tools for them, for a warning and to see whether markers can be
+    trusted, and `Conversations` the text that opens a response. Returns None if there are no such texts."""
     found = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
     found |= {marker.strip() for marker in markers if marker is not None}
     longest_first = sorted(filter(None, found), key=lambda text: (-len(text), text))
@@ -48,11 +49,13 @@ def refuse_left_out(turns: Sequence[Mapping[str, Any]], last_only: bool) -> None
 def masked_spans(
     text: str, tokens: Tokens, responses: Sequence[tuple[int, int]], pairs: Sequence[tuple[str, str]]
 ) -> np.ndarray:
-    """The indices of the tokens that data.mask_spans excludes from training: int64[n], in ascending order.
+    """The indices of the tokens that data.mask_spans excludes from training, int64[n], in ascending order: `RowEncoder`
+    takes them out of the mask.
 
     A span goes from an opening to the next closing, both included, within one response. If the prompt ends with the
-    opening, as with templates that ask for a thought, the response begins within a span. A span without a closing
-    reaches to the end of its response. A token is excluded if any character of it is in a span.
+    opening (white space after it does not count), as with templates that ask for a thought, the response begins within
+    a span. A span without a closing reaches to the end of its response. A token is excluded if any character of it is
+    in a span.
 
     Args:
         text: the text of the row.
@@ -79,8 +82,8 @@ def masked_spans(
 def _spans(text: str, low: int, high: int, opening: str, closing: str) -> Iterator[tuple[int, int]]:
     """Yields the (start, end) character ranges, as indices of `text`, of the spans that are not trained on in the
     response `text[low:high]`: from each `opening` to the next `closing`, both included, or to the end of the response
-    if there is no `closing`. A response begins within a span if the prompt before it ends with `opening`, white space
-    after that not counted."""
+    if there is no `closing`. `masked_spans` calls it for each pair of texts. A response begins within a span if the
+    prompt before it ends with `opening`, white space after that not counted."""
     # White space at the end of the prompt is not part of the opening: "<think>\n" comes before a thought.
     before = text[max(low - len(opening) - 16, 0) : low].rstrip()
     at = low if before.endswith(opening) else text.find(opening, low, high)

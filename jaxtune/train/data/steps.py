@@ -1,10 +1,10 @@
 """Steps that train on a fixed number of documents: `data.packing: step`.
 
-A step trains on `rows_per_step` documents (or pairs) in an order that does not depend on their lengths, as in trainers
-that pad every document. But the documents of a step are packed into common rows, so that little of it is padding. The
-number of rows that this needs differs from step to step. Therefore all steps of a run are packed before it begins, from
-lengths alone, and every batch gets as many rows as the largest step needs: the shape never changes. `pack_steps` does
-this and returns the source of the batches, `StepBatches`.
+A step trains on as many documents (or pairs) as the config's `rows_per_step` says, in an order that does not depend on
+their lengths, as in trainers that pad every document. But the documents of a step are packed into common rows, so that
+little of it is padding. The number of rows that this needs differs from step to step. Therefore all steps of a run are
+packed before it begins, from lengths alone, and every batch gets as many rows as the largest step needs, rounded up for
+the devices: the shape never changes. `pack_steps` does this and returns the source of the batches, `StepBatches`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class StepBatches(Batches):
     `pack_steps` makes it. The last step of an epoch may have fewer.
 
     A batch has `rows_per_step` rows of `length` tokens; both are the same for all steps. The attribute `rows_per_step`
-    is the number of packed rows that the largest step needs, and not `per_step`.
+    is not `per_step`, but the number of packed rows that the largest micro-batch of the run needs, rounded up to a
+    multiple of `multiple`, times `parts`.
 
     Args:
         rows: rows of one document or pair each, without packing; an epoch has each of them once.
@@ -41,7 +42,10 @@ class StepBatches(Batches):
             documents of different micro-batches do not share rows. None is one micro-batch.
         multiple: the number of devices that share the rows; the number of rows in a micro-batch is a multiple of this.
         seed: a non-negative integer that decides, with the number of the epoch, the order of the rows.
-        order: how an epoch is ordered, a key of `batches.ORDERS`.
+        order: how an epoch is ordered, a key of `batches.ORDERS`. With "given", all epochs are packed alike.
+
+    Raises:
+        ValueError: there are no rows, `per_step` is below 1, or `seed` is negative.
     """
 
     def __init__(
@@ -160,9 +164,9 @@ class StepBatches(Batches):
 
 
 def _most_equal(rows: np.ndarray) -> int:
-    """The largest number of equal values along the last axis of `rows` (int64[..., documents]), negative ones not
-    counted; at least 1. `rows` are the row numbers that `_pack_epoch` returns, so it is the most documents that share
-    a row, for which a batch must have room."""
+    """The largest number of equal values in any line along the last axis of `rows` (int64[..., documents]), negative
+    ones not counted; at least 1. `rows` are the row numbers that `_pack_epoch` returns, so it is the most documents
+    that share a row, for which a batch must have room."""
     ordered = np.sort(rows, axis=-1)
     most = 1
     while most < rows.shape[-1]:
@@ -186,7 +190,10 @@ def pack_steps(
         steps: the number of steps of the run.
 
     Returns:
-        (the batches of the steps, the held-out rows packed into rows of the same length, or None).
+        (the batches of the steps; the held-out rows, to be packed into rows of the same length, or None).
+
+    Raises:
+        ValueError: the rows cannot be packed, as `rows` of either data set says.
     """
     needed = max(int(data.rows.lengths.max()) for data in (train, held_out) if data is not None)
     length = min(train.longest, -(-needed // _WIDTH) * _WIDTH)
