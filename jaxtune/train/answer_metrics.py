@@ -1,9 +1,9 @@
 """Evaluation by generation: the model answers held-out rows, and functions score each answer.
 
 The functions are reward functions (objectives/reward_functions.py). In a run that learns from rewards they may be its
-own rewards (evaluation.generate = [rewards]). The random numbers of an answer depend only on the seed and the row, so
-an evaluation that is repeated after a resume samples the same answers. `answer_metrics` makes an `AnswerMetrics` once
-for a run; a call of it with the model is one evaluation, and returns an `Answered`.
+own rewards (evaluation.generate = [rewards]). The random numbers of an answer depend only on the seed and the row's
+index, so all evaluations of a run draw alike. `answer_metrics` makes an `AnswerMetrics` once for a run; a call of it
+with the model is one evaluation, and returns an `Answered`.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class AnswerMetrics:
     """The seed of sampling."""
 
     sample_rows: int
-    """How many answers, those to the first questions, the results have as samples."""
+    """How many answers, those to the first questions, the results have as samples, for the screen and metrics.jsonl."""
 
     most_slots: int
-    """The most answers that are generated at a time."""
+    """The most answers that are generated at a time: 32, or fewer if memory is short (`setup.with_slots`)."""
 
     deterministic: bool
     """True: an answer has the same bits whatever else is generated at the same time, which is slower. False: they may
@@ -106,12 +106,14 @@ class AnswerMetrics:
 
     most_converted: int | None = None
     """The most layers whose weights a sampler converts once for all tokens (models/generation/converted.py); None: as
-    many as fit into the free memory."""
+    many as fit into the free memory. `setup.with_slots` sets it if memory is limited. With `deterministic` none are
+    converted."""
 
     @property
     def identity(self) -> str:
-        """A string, 8 hex digits, that identifies these questions by their tokens. It is recorded with an evaluation,
-        so that a resumed run sees whether the evaluation was of the same questions."""
+        """A string, 8 hex digits, that identifies these questions by their tokens. It is recorded with an evaluation
+        that has no held-out loss (run.rows_identity), so that a resumed run sees whether the evaluation was of the same
+        questions."""
         return f"{zlib.crc32(repr([prompt.ids for prompt in self.prompts]).encode()):08x}"
 
     @property
@@ -176,9 +178,9 @@ def answer_metrics(
     config: TrainConfig, rows: object, tokenizer, model: Decoder, rewards: RewardFunctions | None = None
 ) -> AnswerMetrics | None:
     """Makes the evaluation by generation that config.evaluation.generate asks for, of the first
-    evaluation.generate_rows held-out rows; returns None if it names no function. Nothing is generated yet. If a
-    function raises an exception for an answer, the answer gets no value of it and the run continues, whatever
-    objective.reward_errors says.
+    evaluation.generate_rows held-out rows; returns None if it names no function. Trainer calls it when it is made.
+    Nothing is generated yet. If a function raises an exception for an answer, the answer gets no value of it and the
+    run continues, whatever objective.reward_errors says. Only functions in `rewards` may have a time limit.
 
     Args:
       config: the config of the run.
@@ -189,7 +191,9 @@ def answer_metrics(
       rewards: the run's reward functions, which score the answers if evaluation.generate = [rewards]; None: those that
         config.objective names. They are not used otherwise.
     Raises:
-      ConfigError: a function does not exist, rows have no questions, or a question leaves no room for an answer.
+      ConfigError: a function cannot be loaded, or no row has a question; or a row has none, or its question leaves no
+        room for an answer, unless data.on_bad_row is "skip", which leaves such rows out.
+      ValueError: there is no such file or data set.
     """
     wanted = config.evaluation
     if not wanted.generate:
@@ -222,8 +226,8 @@ def answer_metrics(
 
 
 def _mean(values: np.ndarray) -> float:
-    """The mean of those of `values` (float[n], a function's scores of all answers) that are not NaN, which means that
-    the function does not apply to an answer; NaN if there are none."""
+    """The mean of those of `values` (float[n], a function's scores of all answers) that are not NaN; NaN if there are
+    none. A score is NaN if the function does not apply to the answer, or failed for it."""
     known = values[~np.isnan(values)]
     return float(known.mean(dtype=np.float64)) if known.size else float("nan")
 

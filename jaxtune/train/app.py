@@ -3,7 +3,7 @@ held-out questions if the config asks for it (results.json). With --check it onl
 rows are tokenised and packed, with --plan only the memory plan (`show_memory`). `answered` reads the held-out
 questions, `sampled_by` plans how many are answered at a time, and `answer` has the model answer them and prints the
 answers that `answers_to_show` chooses, for the evaluate command (scoring.py) too. `_Delivery` exports and evaluates
-what a run has trained (`_train` does the run); it raises `RunIsComplete` if all of that exists already.
+what a run has trained (`_train` does the run); it raises `RunIsComplete` if the exports of this run exist already.
 `require_fit_for_processes` refuses what several processes cannot do, and `next_commands` says what to do after a
 run."""
 
@@ -59,9 +59,11 @@ BEFORE, AFTER = "before training", "after training"  # printed before the answer
 def answered(config: TrainConfig, limit: int) -> tuple[list[Example], int]:
     """Reads the held-out rows (data.eval of `config`) whose answers exact match compares with the model's: those that
     are conversations and end with an assistant's message that is not empty. Returns (the first `limit` of them, as
-    examples; the number of other rows that were read until then and are left out, because they have another form, end
-    otherwise or cannot be read). Reading stops once there are `limit`; fewer are returned if the rows have no more.
-    Raises ValueError if there is no such row, or if a row does not fit its format and data.on_bad_row is "error"."""
+    examples; the number of other rows that were read until then and are left out, because they have another form or end
+    otherwise, or because their line of the file cannot be read). Reading stops once there are `limit`; fewer are
+    returned if the rows have no more. `sampled_by` and `answer` call it, and `next_commands` for one question. Raises
+    ValueError if there is no such row, or if a row does not fit its format and data.on_bad_row is "error" (with "skip"
+    it is left out)."""
     rows, left_out = [], 0
     sources = open_sources(config.data.eval, columns=config.data.columns)
     for row in read_rows(sources, config.data.format):
@@ -84,8 +86,8 @@ def sampled_by(trainer: Trainer) -> Sampled:
     """Plans how a run or an evaluation answers the held-out questions of exact match, without sampling: a Sampled, with
     the questions that are answered in one batch (32, or fewer if memory is short) and the tokens of the longest prompt
     and answer, rounded up to powers of two. It is called before training, so that rows that cannot be asked are
-    reported then: ValueError if no row ends with an answer, or a prompt is too long for the model. trainer: the run's.
-    """
+    reported then: ValueError if no row ends with an answer, an answer has no question before it, a row is bad
+    (`answered`), or a prompt and evaluation.max_new_tokens are more than the model's positions. trainer: the run's."""
     config, wanted, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
     (rows, _), positions = answered(config, wanted.exact_match_rows), trainer.model.given.config.context_length
     questions = questions_of(trainer.tokenizer, rows, wanted.max_new_tokens, config.data.template, positions)
@@ -109,7 +111,7 @@ def answer(
       {"exact_match": share of right answers, from 0 to 1, "rows": number of questions, "samples": [{"question",
         "expected", "given"}], the answers that were printed}.
     Raises:
-      ValueError: no row ends with an answer, or a prompt is too long for the model.
+      ValueError: the rows cannot be asked, as in `sampled_by`; or device memory ran out (OutOfDeviceMemory).
     """
     settings = config.evaluation
     rows, left_out = answered(config, settings.exact_match_rows)
@@ -139,7 +141,7 @@ def answers_to_show(answers: Sequence[tuple[str, str, str]], count: int) -> list
 
 def _show_answers(found: dict[str, Any], console: Console, when: str, left_out: int) -> None:
     """Prints on `console` the score and the samples in `found`, which `answer` returned. when: printed before the
-    score, such as "before training"; "" prints nothing there. left_out: the held-out rows that were not asked."""
+    score, such as "before training"; "" prints nothing there. left_out: the number of rows that `answered` left out."""
     begin, rest = f"{when}: " if when else "", f" ({left_out:,} rows without an answer left out)" if left_out else ""
     console.print(f"{begin}exact match {100 * found['exact_match']:.1f} % of {found['rows']} held-out questions{rest}")
     for sample in found["samples"]:
@@ -192,7 +194,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
 def require_fit_for_processes(config: TrainConfig) -> None:
     """Raises ValueError for a run of several processes if their configs differ, or if the config asks for what several
     processes cannot do yet: answers that train or are evaluated, or optim.offload. A single process is always
-    accepted."""
+    accepted. The train and evaluate commands call it before they read anything."""
     if (count := processes.count()) == 1:
         return
     require_same_settings(config)
@@ -266,9 +268,9 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
 
 
 class RunIsComplete(Exception):
-    """Raised by `_Delivery.begin` before the first step if every export that the config asks for exists already, is
-    verified to be this run's, and has the weights of its last step. `_train` catches it, and prints the results instead
-    of training."""
+    """Raised by `_Delivery.begin` before the first step if the config asks for an export, every such export exists
+    already, is verified to be this run's and has the weights of its last step, and no evaluation is missing that the
+    run could still make from its checkpoints. `_train` catches it, and prints the results instead of training."""
 
 
 class _Delivery:
@@ -278,7 +280,9 @@ class _Delivery:
     training (what `answer` returns), "eval_loss": {"first", "last"}, and with checkpoint.best the evaluation whose
     weights are exported, "best_checkpoint": {"step", "metric", "value"}.
 
-    trainer: the run's. console: prints. Raises ValueError if exact match is asked for and a row cannot be asked."""
+    trainer: the run's. console: prints. If exact match is asked for, the constructor sets `trainer.sampled` to how the
+    questions will be answered, from which the memory of that phase is planned; it raises ValueError if rows cannot be
+    asked (`sampled_by`)."""
 
     def __init__(self, trainer: Trainer, console: Console):
         self.trainer, self.console, self.config, self.output = trainer, console, trainer.config, trainer.output
@@ -336,8 +340,8 @@ class _Delivery:
 
     def _take_numbers(self, run: dict[str, Any]) -> None:
         """Reads the results.json that an earlier process of this run wrote into the attribute `numbers`. The file is
-        deleted if it is damaged or of another run, and ignored if it is of other held-out rows. run: what identifies
-        this run (`Trainer._same_run`)."""
+        deleted if it is damaged or of another run, and ignored if it is of other held-out rows and this run has some
+        with a loss. run: what identifies this run (`Trainer._same_run`)."""
         path = self.output / RESULTS
         try:
             numbers = json.loads(path.read_text(encoding="utf-8"))
@@ -350,10 +354,11 @@ class _Delivery:
             self.numbers = numbers
 
     def _is_measured(self) -> bool:
-        """Whether every evaluation after training that the config asks for was made: the held-out loss after the last
+        """Whether the evaluations after training that the config asks for were made: the held-out loss after the last
         step is in metrics.jsonl, and `numbers`, read from results.json, has the exact match of the trained model under
-        "after". `begin` asks it about a finished run that is started again, if its checkpoints exist: evaluations that
-        are missing are then made. Without checkpoints the run would have to train anew, so they are not made."""
+        "after". The metrics of evaluation.generate are not looked for. `begin` asks it about a finished run that is
+        started again, if its checkpoints exist: evaluations that are missing are then made. Without checkpoints the run
+        would have to train anew, so they are not made."""
         wanted, last = self.config.evaluation, self.trainer.total_steps
         due = wanted.after_last(last) and self.rows
         answers = wanted.at_end and wanted.exact_match_rows
@@ -386,7 +391,8 @@ class _Delivery:
           run: the values that identify the run (record.same_run).
           trained: whether this process made any step; if not, exports that exist already are not written again.
         Raises:
-          ValueError: a folder of an export is not a result of this run.
+          ValueError: a folder of an export is not a result of this run, or has to be written again and has files that
+            no run wrote.
         """
         config, console = self.config, self.console
         host_memory.give_back()  # the compiled steps are freed by now
@@ -436,7 +442,7 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
     run on the packaged model (a first run) two more, which train a model of the hub on rows of one's own, and which
     show, without training, what memory and time an 8B model needs on a GPU. They are valid in the folder where the run
     was started. output: the run's folder. config: the run's; the question is that of a held-out row if exact match is
-    measured, else "..."."""
+    measured and the row can be read, else "..."."""
     commands = []
     trained = [output / name for name in (MERGED, ADAPTER) if (output / name).exists()]
     if trained:

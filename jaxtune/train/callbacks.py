@@ -24,13 +24,13 @@ class Between:
     """Waits until the step's metrics are there and `stepped` was called with them. The device is idle until the next
     step is dispatched."""
     evaluate: Callable[[], float]
-    """Evaluates the held-out rows and returns the loss, NaN if there is none; `Callback.evaluating` and
-    `Callback.evaluated` are called. Several calls at a step evaluate once. Without anything to evaluate it returns NaN
-    and calls neither."""
+    """Evaluates the held-out rows and returns the loss, NaN if there is none (the rows are only answered);
+    `Callback.evaluating` and `Callback.evaluated` are called. The run evaluates at most once after a step, so further
+    calls return the same loss. Without anything to evaluate it returns NaN and calls neither."""
     save: Callable[[], None]
-    """Saves a checkpoint of the state after this step, and then `Callback.saved` is called. Nothing is saved if that
-    checkpoint exists already. While updates are skipped because numbers are not finite, nothing is saved either; the
-    state after a later step is then saved, as soon as numbers are finite again."""
+    """Saves a checkpoint of the state after this step, and then `Callback.saved` is called. It first waits as `wait`
+    does. Nothing is saved if that checkpoint exists already. While updates are skipped because numbers are not finite,
+    nothing is saved either; the state after a later step is then saved, as soon as numbers are finite again."""
     model: Callable[[], Decoder]
     """Returns the model as it is now. The next step donates its trained arrays, so what it returned must not be used
     after `Callback.between` has returned."""

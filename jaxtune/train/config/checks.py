@@ -13,12 +13,12 @@ import math
 
 class ConfigError(ValueError):
     """Raised for a configuration that cannot be used: when it is read or made, and later if the model, the rows or the
-    device do not fit it. The message names the key, the value and the fix."""
+    device do not fit it. The message names the key, its value where there is one, and what to do."""
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
-    """Raises `ConfigError` with the message "KEY = VALUE: FIX" unless the condition holds. All checks of values use it,
-    so that their messages look alike.
+    """Raises `ConfigError` with the message "KEY = VALUE: FIX" unless the condition holds. Nearly all checks of values
+    use it, so that their messages look alike.
 
     Args:
         condition: whether the value can be used; if True, nothing happens.

@@ -1,8 +1,8 @@
 """Configs of axolotl and LLaMA-Factory, as the recipe that they mean.
 
-`recipe_of` goes through the keys of such a config. Either a key of a recipe has the same meaning, or it has no effect
-here, or it has no counterpart. `jaxtune convert` prints the recipe. `program_of` says whose config it is, and a
-`Translation` has the recipe with what it lacks. Names and defaults are those of the two programs' documentation.
+`recipe_of` makes the recipe, which `jaxtune convert` prints: `_axolotl` or `_llama_factory` translates the keys of one
+program, then `_common` those of both. `program_of` says whose config it is, and a `Translation` has the recipe with
+what it lacks. Names and defaults are those of the two programs' documentation.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
       folder: where the config is, below which (and then below the current folder) LLaMA-Factory's dataset_info.json is
         looked for.
     Returns:
-      The recipe. Keys without a counterpart are no error; they are listed in `lacking`. Keys that have no effect here
-        (`_IDLE`, such as gradient_checkpointing), and those whose value is null, false, 0 or empty, are left out
+      The recipe. Keys without a counterpart are no error; they are listed in `lacking`, but those whose value is null,
+        false, 0 or empty, and keys that have no effect here (`_IDLE`, such as gradient_checkpointing), are left out
         without a note.
     Raises:
       ConfigError: the config is neither axolotl's nor LLaMA-Factory's, or its model is null.
@@ -172,8 +172,8 @@ def _common(made: Translation, left: dict[str, Any]) -> None:
     (rows_per_step is rows x micro-batches), steps or epochs, optimizer, schedule, precision, held-out rows. Called
     after `_axolotl` or `_llama_factory`, as it reads what they have set. made: the recipe, which is extended. left: the
     config's keys that are not translated yet; those that this function translates are removed from it. Some are removed
-    without effect: lora_alpha and lora_dropout if the recipe makes no new adapter, the number of epochs beside
-    max_steps, val_set_size beside data.eval, and eval_steps if there are no held-out rows."""
+    without effect, such as lora_alpha and lora_dropout if the recipe makes no new adapter, the number of epochs beside
+    max_steps, warmup_ratio beside warmup_steps, and eval_steps if there are no held-out rows."""
     adapted = "adapter" in made.values and "path" not in (made.values["adapter"] or {})
     for name, key in _SAME.items():
         if name in left and (value := left.pop(name)) is not None and (adapted or name not in _ADAPTERS):
@@ -211,7 +211,7 @@ def _choose(
     made: Translation, left: dict[str, Any], names: tuple[str, str], key: str, table: Mapping[str, str]
 ) -> None:
     """Sets the recipe's dotted key `key` from whichever of two names has a value of the table in `left`, and removes
-    that name; if both do, the second decides. Nothing is set if neither does.
+    that name; if both do, both are removed and the second decides. Nothing is set if neither does.
 
     Args:
       made: the recipe.
@@ -273,9 +273,10 @@ _TEMPLATES = {
 
 
 def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
-    """Translates the keys that only axolotl has: rows, length, template, adapter, objective. made: the recipe, which is
-    extended, as is the list of what it lacks. left: the config's keys, of which it removes those. folder: not used;
-    `recipe_of` passes it because `_llama_factory`, which it calls in the same way, needs it."""
+    """Translates the keys that only axolotl has: rows, length, packing, template, model.load_in, adapter, objective.
+    made: the recipe, which is extended, as is what it lacks. left: the config's keys; those that it translates are
+    removed, but load_in_8bit and load_in_4bit stay, which have no effect later (`_IDLE`). folder: not used; `recipe_of`
+    calls `_llama_factory`, which needs it, in the same way."""
     del folder
     for key, name in (("data.train", "datasets"), ("data.eval", "test_datasets")):
         entries = left.pop(name, None) or []
@@ -330,8 +331,8 @@ def _take(made: Translation, left: dict[str, Any], **names: str) -> None:
 
 def _axolotl_rows(made: Translation, one: Mapping[str, Any]) -> list[str]:
     """Translates one entry of axolotl's `datasets` (`one`): returns the names of the rows as data.train takes them (its
-    data_files, or a path or hub name, with ":config:split" if it has these), and sets data.columns in `made`. What has
-    no counterpart is reported as lacking."""
+    data_files; else a path, or a hub name, with ":config:split" if it names a config or a split other than train), and
+    sets data.columns in `made`. What has no counterpart is reported as lacking."""
     path, files = str(one.get("path")), one.get("data_files")
     config, split = one.get("name"), one.get("split")
     names = _data_files(made, path, files) if files else [path]
@@ -398,8 +399,8 @@ def _preferences(made: Translation, loss: str) -> None:
 
 def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> None:
     """Translates the keys that only LLaMA-Factory has: rows, length, packing, stage and objective, trained tokens,
-    quantisation, adapter. made: the recipe, which is extended, as are its notes and what is lacking. left: the config's
-    keys; those are removed but stage, packing, finetuning_type. folder: of the config, for dataset_info.json."""
+    quantisation, adapter. made: the recipe, which is extended. left: the config's keys; what is translated is removed,
+    but not stage, packing, finetuning_type, which are in `_IDLE`. folder: of the config, for dataset_info.json."""
     known = _dataset_info(folder, str(left.pop("dataset_dir", "data")))
     for key, name in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
         given = left.pop(name, None) or []
@@ -467,8 +468,7 @@ def _registered(made: Translation, name: str, known: Mapping[str, Any]) -> str:
     """The name, as data.train takes it, of a data set that is registered in dataset_info.json as `name`: the path of
     its file, or its hub name, with ":subset:split" if it has these; its columns go to data.columns in `made`, the
     recipe. A name that is not registered is returned as it is, with a note, and one whose rows only another hub or a
-    script has, with a report that this is lacking. known: the entries of dataset_info.json, {name: entry}, from
-    `_dataset_info`."""
+    script has, with a report that this is lacking, as num_samples is. known: {name: entry}, from `_dataset_info`."""
     entry = known.get(name)
     if entry is None:
         made.notes.append(

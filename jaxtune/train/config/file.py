@@ -69,7 +69,8 @@ def _keys_of(cls: type, prefix: str) -> Iterator[ConfigKey]:
 
 
 def _section(hint: Any) -> type | None:
-    """The dataclass (a section) in a field's type `hint`, such as `Annotated[AdapterConfig | None, help]`, or None."""
+    """The dataclass in a field's type `hint`, such as `Annotated[AdapterConfig | None, help]`, if it is a section; else
+    None. `_keys_of` and `_locate` walk through the sections by it."""
     for member in _members(hint):
         if dataclasses.is_dataclass(member) and isinstance(member, type):
             return member
@@ -179,7 +180,7 @@ def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, 
 
 def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainConfig, float]:
     """Reads a recipe for `jaxtune evaluate`, whose held-out rows may be replaced by an override of data.eval. Such an
-    override also unsets the recipe's data.eval_rows, which cannot be set beside data.eval.
+    override also unsets the recipe's data.eval_rows, which cannot be set beside data.eval, unless an override sets it.
 
     Args:
         recipe: the path of a YAML file, or the name of a packaged recipe.
@@ -256,12 +257,11 @@ def _scalar(text: str) -> Any:
 
 
 def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -> Any:
-    """Parses the YAML of a recipe, or of an override whose value is a list, a mapping or quoted, to dicts, lists and
-    scalars; an empty text gives None.
+    """Parses YAML, of a recipe or of an override whose value is a list, a mapping or quoted, to dicts, lists, scalars.
 
     Args:
-        text: the YAML.
-        source: its file name, for messages.
+        text: the YAML; an empty text gives None.
+        source: its file name, or the override, for messages.
         origins: if given, receives "source:line" for each dotted key.
 
     Raises:
@@ -315,8 +315,9 @@ def _substitute(value: Any, name: str, text: str) -> Any:
 
 
 def _apply_override(values: dict[str, Any], override: str, origins: dict[str, str]) -> None:
-    """Sets one key in a recipe's nested values, in place. Sections that are missing or null are made. A string for a
-    section of `SHORTHANDS`, such as qat=int4, sets one key of it (qat.format) if the recipe has that section already.
+    """Sets one key in a recipe's nested values, in place. Sections that are missing or null are made; names are not
+    checked. A string for a section of `SHORTHANDS`, such as qat=int4, sets one key of it (qat.format) if the recipe has
+    that section as a mapping. A recipe's `qat: int4` becomes such a mapping for an override such as qat.start=5.
 
     Args:
         values: the recipe.
@@ -324,7 +325,7 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
         origins: where each dotted key was set, for messages; it is updated.
 
     Raises:
-        ConfigError: the override cannot be read, or a name before the last one in its key is not that of a section.
+        ConfigError: the override cannot be read, or a name before the last one in its key has a value with no keys.
     """
     key, equals, text = override.partition("=")
     if not equals or not key.strip(". "):
@@ -429,9 +430,8 @@ def _locate(location: tuple[int | str, ...]) -> tuple[str, Any, type]:
     """Finds the field of the configuration that an error of pydantic is about. location: the "loc" of one of its
     `errors()`, the names (or indices of lists) on the way from TrainConfig to the faulty value.
 
-    Returns (the field's dotted key; the type of the last field on that way, None if there is none; the dataclass that
-    has the field). The walk stops at the first name that is not a field: an unknown key, which is part of the result,
-    or the name of a union's member, which is not.
+    Returns (the field's dotted key; the type of the last field on that way, or None; the dataclass that has the field).
+    The walk ends at a field that is no section (indices and members of a union follow), or with an unknown key.
     """
     section, hint, names = TrainConfig, None, []
     for part in location:
@@ -475,8 +475,8 @@ def config_to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes YAML in which strings that look like numbers of YAML 1.2 are quoted, so that `_scalar` does not read them
-    back as numbers."""
+    """Writes YAML, for `config_to_yaml`, in which strings that look like numbers of YAML 1.2 are quoted, so that
+    `_scalar` does not read them back as numbers."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_NUMBER.pattern})$"), list("-+.0123456789"))
@@ -484,7 +484,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"^({_INTEGER.
 
 
 def config_to_yaml(config: TrainConfig) -> str:
-    """`config` as the text of a YAML file with every key, which `load_config` reads back to an equal configuration."""
+    """`config` as YAML with every key, for a run's config.yaml; `load_config` reads it back to an equal config."""
     return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

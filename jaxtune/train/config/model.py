@@ -108,5 +108,5 @@ class AdapterConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """The keyword arguments with which `get_peft_model` makes a new adapter: {key: value} of every key except
-        `path`."""
+        `path`. With `path` set they are only the defaults; the adapter's own settings are in its folder."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "path"}

@@ -87,12 +87,13 @@ _OPTIONS |= {
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """The section `objective` of a configuration: what is trained for. The names and meanings of the options are TRL's.
-    An option that the objective `name` does not have, one that contradicts another or is out of range, and a missing
-    one that the objective needs (rewards for grpo and rloo, a teacher for distill) raise ConfigError.
+    """The section `objective` of a configuration: what is trained for. Where TRL has an option, its name and meaning
+    are TRL's. ConfigError: an option differs from its default and the objective `name` does not have it (`_OPTIONS`),
+    it contradicts another or is out of range, or one is missing that the objective needs: reward functions, an
+    environment or a rollout_func for grpo and rloo; a teacher or its stored log-probabilities for distill.
 
     An option that is None takes the default of the objective's class, which its description gives in brackets. So does
-    loss_type = "sigmoid" for an objective that has no such loss.
+    loss_type = "sigmoid" for grpo, which has no such loss; it has no meaning for objectives other than dpo and grpo.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -215,7 +216,8 @@ class ObjectiveConfig:
     @property
     def samples(self) -> bool:
         """Whether the model samples answers in the run, on which it trains: True for grpo and rloo, and for distill
-        unless on_policy is 0. False for objectives that train on given answers."""
+        unless on_policy is 0. False for objectives that train on given answers. What such a run cannot have (divided
+        weights, several processes) is refused by it."""
         return self.name in ("grpo", "rloo") or (self.name == "distill" and self.on_policy != 0)
 
     def __post_init__(self) -> None:
@@ -309,18 +311,20 @@ class ObjectiveConfig:
 
     @property
     def of_source(self) -> tuple[str, ...]:
-        """The names of the options of reward functions and tools, such as "reward_funcs". They belong to the batch
-        source that samples and scores answers (grpo, rloo), and are no keyword arguments of the objective's class, so
-        whoever constructs that class from `options` leaves them out."""
+        """The names of the options of reward functions, tools and environments, such as "reward_funcs", the same for
+        every objective. They belong to the batch source that samples and scores answers (grpo, rloo), and are no
+        keyword arguments of the objective's class, so `objective_of`, which constructs it from `options`, leaves them
+        out."""
         return _REWARDED
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of this objective that are not None, as {name: value}: the keyword arguments of the objective's
-        class, which has its own defaults for the others. For grpo and rloo the dict also has the options of reward
-        functions and tools (their names are in the property `of_source`), and for distill `teacher_load_in`; all of
-        these are for the batch source or the loader, and must be left out when the class is constructed. grpo's
-        loss_type is left out if it is "sigmoid", the default, which is a loss of dpo."""
+        class (of its constructor `of` for grpo, rloo and distill), which has its own defaults for the others. For grpo
+        and rloo the dict also has the options of reward functions and tools (their names are in the property
+        `of_source`), and for distill `teacher_load_in`; all of these are for the batch source or the loader, and must
+        be left out when the class is constructed. grpo's loss_type is left out if it is "sigmoid", the default, which
+        is a loss of dpo."""
         named = {name: getattr(self, name) for name in _OPTIONS[self.name]}
         if self.name == "grpo" and self.loss_type == "sigmoid":  # the default, which is dpo's
             del named["loss_type"]

@@ -18,7 +18,8 @@ _STRICT = ConfigDict(extra="forbid")
 class QatConfig:
     """The section `qat` of a configuration: quantisation-aware training, in which the layers compute with weights
     rounded to a low-bit format, so that the model can be stored in that format afterwards. A group_size of None becomes
-    the default of the format; one that the format does not have raises ConfigError."""
+    the default of the format, which is None for int8 (a scale for each row) and for formats whose scales have groups of
+    their own (fp8, nvfp4, mxfp4). One that the format does not have, and a negative start, raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 

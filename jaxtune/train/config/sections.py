@@ -344,15 +344,15 @@ class MeshConfig:
     @property
     def divides_tensors(self) -> str | None:
         """The config key because of which weights are divided among devices, with its value, such as "mesh.fsdp = 4",
-        for messages about what does not work then; None if every device has whole weights."""
+        for messages about what does not work then, and to load the weights divided; None if fsdp is 1."""
         return None if self.fsdp == 1 else f"mesh.fsdp = {self.fsdp}"
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The section `checkpoint` of a configuration: when checkpoints are saved, which are kept, whether a run resumes,
-    and whether its result is the best of them. Without every_steps and every_minutes a run saves only after a signal,
-    for `best`, or for a callback. ConfigError: `best` is not "eval_...", best_is without it, or a bad value."""
+    """The section `checkpoint` of a configuration: when checkpoints are saved, which are kept, whether a run resumes
+    ("never": it refuses a folder with checkpoints), and whether its result is the best of them. Without every_steps and
+    every_minutes it saves only after a signal, for `best`, or for a callback. Bad values raise ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -428,18 +428,18 @@ class EvaluationConfig:
     @property
     def asking(self) -> list[tuple[str, object]]:
         """The (dotted key, value) of each setting that is on and makes an evaluation generate the model's answers to
-        held-out rows, which not every run can do; empty if none is."""
+        held-out rows; empty if none is. Divided weights (mesh.fsdp) and several processes are refused beside them."""
         settings = ("exact_match_rows", self.exact_match_rows), ("generate", list(self.generate))
         return [(f"evaluation.{name}", value) for name, value in settings if value]
 
     def after_last(self, step: int) -> bool:
-        """Whether the held-out rows are evaluated after the last step of a run, which is number `step` (from 1):
-        because `at_end` is True, or because `every_steps` divides that number."""
+        """Whether an evaluation is asked for after the last step of a run, which is number `step` (from 1): because
+        `at_end` is True, or because `every_steps` divides that number. Whether there are rows is not asked."""
         return self.at_end or self.between(step)
 
     def between(self, step: int) -> bool:
-        """Whether the held-out rows are evaluated after step number `step` (from 1) because `every_steps` is set and
-        divides that number."""
+        """Whether an evaluation is asked for after step number `step` (from 1), because `every_steps` is set and
+        divides that number. Whether there are held-out rows is not asked."""
         return self.every_steps is not None and step % self.every_steps == 0
 
 

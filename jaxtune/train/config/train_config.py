@@ -1,4 +1,5 @@
-"""TrainConfig, the configuration of one run: its sections, and the checks that concern several of them."""
+"""TrainConfig, the configuration of one run: its sections, and the checks that concern several of them. `_by_name` lets
+two sections (`SHORTHANDS`) be given as a single string."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ class TrainConfig:
     """The configuration of one training run: what a recipe (a YAML file) sets, with defaults. It has a section for
     each subject, a dataclass that describes its own keys. It is checked when it is made: a value that cannot be used,
     or keys that contradict each other, raise ConfigError. Some values are completed then: epochs becomes 1 without
-    steps, {recipe} in output "default"."""
+    steps, {recipe} in output becomes "default" and ~ the home folder, and a map in `precision` gets a dtype for "*"."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -135,9 +136,9 @@ class TrainConfig:
         return {pattern: word for pattern, word in given.items() if pattern != _REST}
 
     def require_rows_for(self, devices: int) -> None:
-        """Raises `ConfigError` unless the rows of a micro-batch (rows_per_step / micro_batches) can be divided evenly
-        among `devices` devices. It is called again when the number of devices is known, which mesh.data = -1 leaves
-        open."""
+        """Raises `ConfigError` unless the rows of a micro-batch (rows_per_step / micro_batches; without micro_batches,
+        all rows of a step) can be divided evenly among `devices` devices. The config's own checks call it if `mesh`
+        gives that number; the run calls it again with the mesh that it chose."""
         rows = self.rows_per_step // (self.micro_batches or 1)
         require(
             rows % devices == 0,
@@ -186,8 +187,9 @@ class TrainConfig:
 
     def _check_division_of_steps(self) -> None:
         """Raises `ConfigError` if a step has more tokens than int32 can count, or its rows cannot be divided evenly
-        into micro-batches or among devices, or if mesh.fsdp divides weights and a key is set that does not work then:
-        optim.offload, an objective that samples answers, or evaluations in which the model generates."""
+        into micro-batches or, if `mesh` gives their number, among devices, or if mesh.fsdp divides weights and a key is
+        set that does not work then: optim.offload, an objective that samples answers, or evaluations in which the model
+        generates."""
         tokens = self.rows_per_step * self.data.length
         require(
             tokens <= LARGEST_INTEGER,
@@ -316,7 +318,7 @@ class TrainConfig:
 
     def _check_qat(self) -> None:
         """Raises `ConfigError` if quantisation-aware training (the section qat) is on, `steps` is set, and qat.start,
-        the steps without rounding, is not below it."""
+        the steps without rounding, is not below it. With epochs, setup.require_starts_within checks it later."""
         if self.qat is None:
             return
         start = self.qat.start
@@ -360,10 +362,10 @@ class TrainConfig:
         )
 
     def _check_best(self, has_eval: bool) -> None:
-        """Raises `ConfigError` if checkpoint.best names a metric that evaluations will not have: there are none; it is
-        of answers, and evaluation.generate is empty or has no such function; it is eval_reward, and generate is not
-        [rewards]; or it is another, and the objective is grpo or rloo, whose evaluations have no loss. Without
-        checkpoint.best nothing is checked. has_eval: whether there are held-out rows."""
+        """Raises `ConfigError` if checkpoint.best names a metric that evaluations will not have: there are none after a
+        step; it is of answers, and evaluation.generate is empty or has no such function; it is eval_reward, and
+        generate is not [rewards]; or it is another, and the objective is grpo or rloo, whose evaluations have no loss.
+        Without checkpoint.best nothing is checked. has_eval: whether there are held-out rows."""
         best, asked = self.checkpoint.best, self.evaluation.generate
         if best is None:
             return

@@ -67,8 +67,8 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class SampledRows:
-    """The size of the batch in which answers are sampled from the model during a run. The planner of the run's memory
-    reserves room for it, besides that for the weights and the optimizer."""
+    """The size of the batch in which answers are sampled from the model during a run, by a source or an evaluation.
+    `setup.with_slots` plans by it how many of the rows fit the memory beside the weights and the optimizer's states."""
 
     length: int
     """The most tokens of a row, its prompt included."""
@@ -100,8 +100,8 @@ class BatchSource:
     """The size of the batch in which the source samples answers with the model; None if it samples none."""
     lanes: int = 1
     """1 if each process makes all rows of a batch. Otherwise the number of lanes: blocks of consecutive rows, all of
-    the same size, into which a batch is divided, each computed by one device (or by one group of devices that have the
-    same rows). A process then makes only the rows of its own lanes and leaves the others empty."""
+    the same size, into which a batch is divided, each computed by one device. A process then makes only the rows of its
+    own lanes and leaves the others empty."""
 
     @property
     def length(self) -> int:
@@ -111,8 +111,9 @@ class BatchSource:
 
     @property
     def max_documents(self) -> int | None:
-        """The most documents in any row of any step, for which attention's kernels are compiled, so that no row may
-        have more. None, the default, if no limit is known; some faster attention is then not used."""
+        """The most documents in any row of any step, for which attention's kernels are compiled (for more, if held-out
+        rows have more), so that no row may have more. None, the default, if no limit is known; some faster attention is
+        then not used, as in a deterministic run."""
         return None
 
     @property
@@ -158,16 +159,15 @@ class BatchSource:
     def limit_slots(self, plan: SlotPlan) -> None:
         """Sets the most rows that a source which samples answers may sample at a time, and the most layers whose
         weights its samplers may convert once: those of `plan`. It is called once the memory of the run is planned, if
-        the source has `sampled_rows` and memory is limited. By default, for a source that does not sample, it does
-        nothing."""
+        the source has `sampled_rows`, memory is limited and the run trains. By default, for a source that does not
+        sample, it does nothing."""
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
         """Tells the source how devices share the rows of a batch; called once, before the first batch. By default
         nothing is done: each process makes all rows.
 
         Args:
-            lanes: the number of blocks of consecutive rows into which a batch is divided, one for each device (or group
-                of devices) that computes on rows of its own.
+            lanes: the number of blocks of consecutive rows into which a batch is divided, one for each device.
             own: the indices of the blocks whose rows this process needs. A source that sets its attribute `lanes` to
                 this number may leave the other rows empty.
         """
@@ -204,8 +204,8 @@ class BatchSource:
         return []
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """Values that the source adds to the logged metrics of `step`, by name, such as rewards; called once for each
-        step. {} by default."""
+        """Values that the source adds to the logged metrics of `step`, by name, such as rewards; called after each
+        `batch_at` of the step. {} by default."""
         return {}
 
     def close(self) -> None:
@@ -348,8 +348,8 @@ class Batches(BatchSource):
 
     @property
     def max_documents(self) -> int:
-        """The most documents in any row, which the packed rows know. Attention's kernels are compiled for this
-        number."""
+        """The most documents in any row, or the larger number for which batches have room (`Rows.max_documents`).
+        Attention's kernels are compiled for it, or for that of the held-out rows if it is larger."""
         return self.rows.max_documents
 
     @property
@@ -361,7 +361,7 @@ class Batches(BatchSource):
     @property
     def steps_per_epoch(self) -> int:
         """The number of steps in which every row is seen once; the last one may have fewer rows. The run turns the
-        config's `epochs` into steps by it."""
+        config's `epochs` into steps by it, and an evaluation has as many batches."""
         return -(-len(self.rows) // self._taken)
 
     def rows_at(self, step: int) -> np.ndarray:
