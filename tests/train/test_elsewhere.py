@@ -219,3 +219,18 @@ def test_what_is_of_no_program_is_refused(text, tmp_path, capsys):
     (tmp_path / "one.yaml").write_text(text)
     assert main(["convert", str(tmp_path / "one.yaml")]) == 2
     assert "neither base_model (axolotl) nor model_name_or_path (LLaMA-Factory)" in capsys.readouterr().err
+
+
+def test_values_of_other_types_are_named_or_left_to_jaxtune(tmp_path, capsys):
+    """DeepSpeed's auto, lists where a name is expected, and both of LLaMA-Factory's ways to pack."""
+    axolotl = "base_model: org/model\ndatasets: [{path: org/rows, type: alpaca}]\ngradient_accumulation_steps: auto\n"
+    (tmp_path / "one.yaml").write_text(axolotl + "micro_batch_size: 2\nchat_template: [chatml]\noptimizer: [adamw]\n")
+    assert main(["convert", str(tmp_path / "one.yaml")]) == 0
+    said = capsys.readouterr()
+    assert yaml.safe_load(said.out)["rows_per_step"] == 2
+    assert 'chat_template: ["chatml"]' in said.out + said.err and 'optimizer: ["adamw"]' in said.out + said.err
+    factory = "model_name_or_path: org/model\nstage: sft\ndataset: org/rows\npacking: true\nneat_packing: true\n"
+    (tmp_path / "two.yaml").write_text(factory)
+    assert main(["convert", str(tmp_path / "two.yaml")]) == 0
+    said = capsys.readouterr()
+    assert yaml.safe_load(said.out)["data"]["packing"] is True and "neat_packing" not in said.out + said.err

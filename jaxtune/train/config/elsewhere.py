@@ -64,8 +64,8 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
         looked for.
     Returns:
       The recipe. Keys without a counterpart are no error; they are listed in `lacking`, but those whose value is null,
-        false, 0 or empty, and keys that have no effect here (`_IDLE`, such as gradient_checkpointing), are left out
-        without a note.
+        auto, false, 0 or empty, and keys that have no effect here (`_IDLE`, such as gradient_checkpointing), are left
+        out without a note.
     Raises:
       ConfigError: the config is neither axolotl's nor LLaMA-Factory's, or its model is null.
       ValueError: dataset_info.json is not JSON.
@@ -77,7 +77,7 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
             "that convert knows"
         )
     made = Translation(program)
-    left = {name: value for name, value in values.items() if value is not None}
+    left = {name: value for name, value in values.items() if value is not None and (value != "auto" or name == "bf16")}
     if (key := "base_model" if program == AXOLOTL else "model_name_or_path") not in left:
         raise ConfigError(f"{key} = null: the config names no model; set it to a model's folder or hub name")
     made.set("model.path", left.pop(key))
@@ -221,8 +221,8 @@ def _choose(
       table: {value in the other program: value in the recipe}.
     """
     for name in names:
-        if left.get(name) in table:
-            made.set(key, table[left.pop(name)])
+        if str(left.get(name)) in table:
+            made.set(key, table[str(left.pop(name))])
 
 
 def _packing(made: Translation, packs: bool) -> None:
@@ -287,8 +287,8 @@ def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
     if left.pop("train_on_inputs", False):
         made.set("data.train_on", "all")
     template = left.pop("chat_template", None)
-    if template in _TEMPLATES:
-        made.set("data.template", _TEMPLATES[template])
+    if str(template) in _TEMPLATES:
+        made.set("data.template", _TEMPLATES[str(template)])
     elif template not in (None, "tokenizer_default"):
         made.lacking.append(f"chat_template: {_short(template)} (data.template names a packaged template or a file)")
     kind = left.pop("adapter", None)
@@ -408,7 +408,7 @@ def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> Non
         _rows(made, key, [_registered(made, one, known) for one in names])
     made.set("data.length", left.pop("cutoff_len", 2048))
     stage = left.get("stage", "sft")
-    packs = left.get("packing", stage == "pt") or bool(left.pop("neat_packing", False))
+    packs = bool(left.pop("neat_packing", False)) or left.get("packing", stage == "pt")
     if stage in ("sft", "pt"):
         _packing(made, packs)
     if stage in _STAGES:
