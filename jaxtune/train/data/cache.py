@@ -1,7 +1,8 @@
-"""The token cache: tokenised documents as flat, memory-mapped files, written once for each input. `open_or_build` opens
-the folder of a set of rows, or builds it first. `cache_folder` is the folder of all caches, and `cache_key` the name of
-the set's folder in it. `collect` keeps rows that have no key, such as a list of dicts, in memory. A `Summary` counts
-the rows. `tokenizer_fingerprint` stands for the tokenizer in the key.
+"""The token cache: tokenised documents as flat, memory-mapped files, written once for each input, so that later runs
+need not tokenise it. `dataset.prepare` uses it. `open_or_build` opens the folder of a set of rows, or builds it first.
+`cache_folder` is the folder of all caches, and `cache_key` the name of the set's folder in it, made with a hash of the
+tokenizer (`tokenizer_fingerprint`). `collect` keeps the tokens of rows that have no key, such as a list of dicts, in
+memory. A `Summary` counts the rows.
 
 A folder of the cache is named by a hash of everything that decides its content: the rows, the tokenizer, the options
 and the source of this code. It is written under a temporary name and then renamed, so a folder under its final name is
@@ -38,20 +39,20 @@ from jaxtune.train.data.workers import Chunk
 # The files NAME.bin of a folder and their dtypes; `Documents` documents the fields.
 FIELDS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "trained": np.int64, "origins": np.int64}
 ABANDONED_SECONDS = 24 * 3600  # temporary folders older than this are deleted
-OFFENDERS = 10  # how many bad rows are named; further ones are only counted
+OFFENDERS = 10  # the most entries of each list of a Summary, such as the bad rows; further rows are only counted
 DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # the errors of opening a damaged folder
 
 
 @dataclasses.dataclass
 class Summary:
-    """Counts of rows and tokens from reading and tokenising, before packing, for what a run prints and warns about.
-    They are collected while the rows are tokenised, and stored in the token cache. Where rows are named, the lists have
-    only the first 10 (`OFFENDERS`) of them."""
+    """Counts of rows and tokens from reading and tokenising, before packing, by which `dataset.prepare` and a run
+    refuse rows or warn about them. They are collected while the rows are tokenised, and stored with their tokens if
+    these are cached. Each list has only the first 10 (`OFFENDERS`) of its entries."""
 
     rows: int = 0
-    """Rows read."""
+    """Rows read, with those that are left out."""
     documents: int = 0
-    """Documents made: one for each usable row, two for each preference pair."""
+    """Documents made: one for each usable row, two for a row of a preference or labelled format (one may be empty)."""
     bad_rows: int = 0
     """Rows left out because they cannot be used."""
     offenders: list[str] = dataclasses.field(default_factory=list)
@@ -61,8 +62,8 @@ class Summary:
     untrained_first: list[str] = dataclasses.field(default_factory=list)
     """The first rows without a trained token, each as "file:line"."""
     special: int = 0
-    """Rows whose messages contain, as text that somebody wrote, special tokens or marker strings that only a template
-    should write."""
+    """Rows whose messages or tools contain, as text that somebody wrote, special tokens or marker strings that only a
+    template should write."""
     special_first: list[str] = dataclasses.field(default_factory=list)
     """The first such rows, each as "file:line: the token or marker"."""
     left_out: int = 0
@@ -71,13 +72,13 @@ class Summary:
     left_out_first: list[str] = dataclasses.field(default_factory=list)
     """The first such rows, each as "file:line: what is not written"."""
     responses: int = 0
-    """Responses found in the documents."""
+    """Responses that are trained on, in all documents; with data.train_on=all each document counts as one."""
     ended: int = 0
     """Responses whose trained tokens include one that ends the turn, or that were cut before it."""
     masked: int = 0
     """Tokens of responses that are not trained on because of data.mask_spans."""
     unread: list[str] = dataclasses.field(default_factory=list)
-    """The names of the first columns that have values and that the row format does not read."""
+    """The names of columns that have values and that the row format does not read, at most 10 of them."""
     cut: int = 0
     """Documents of which only the beginning was tokenised, because they are long; the rest is beyond data.length."""
     tokens: int = 0
@@ -90,7 +91,7 @@ class Summary:
     def add(self, chunk: Chunk) -> None:
         """Adds `chunk`, some rows that a worker tokenised, to this summary, in place: its counts are added, and
         `max_token` becomes the larger one. The lists that name rows, such as `offenders`, and `unread`, the list of
-        names of columns, get new entries only until they have `OFFENDERS` (10)."""
+        names of columns, get new entries only until they have `OFFENDERS` (10). `_Store.add` calls it."""
         self.rows += chunk.rows
         self.documents += len(chunk.lengths)
         self.bad_rows += len(chunk.problems)
@@ -122,7 +123,7 @@ class Summary:
     def warnings(self) -> list[str]:
         """Warnings about these rows to show before training, one sentence each: bad rows, rows without a trained token,
         columns that are not read, special tokens in messages, what the template leaves out, and responses that train no
-        end of turn; [] without any."""
+        end of turn; [] without any. `TokenDataset.warnings` shows them with those of packing."""
         found = []
         if self.bad_rows:
             found.append(f"{self.bad_rows:,} bad rows left out, first {'; '.join(self.offenders[:3])}")
@@ -148,7 +149,8 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class _Meta:
-    """The content of the meta.json of a cache folder, which is written last and by which the folder is verified."""
+    """The content of the meta.json of a cache folder, which is written last, and by which `_open` verifies the folder's
+    files and restores what they do not contain."""
 
     bytes: dict[str, int]
     """{name of an array, a key of `FIELDS`: the size of its file in bytes}."""
@@ -164,11 +166,11 @@ class CachedDocuments(NamedTuple):
     """What `open_or_build` returns: (documents, summary, was_cached)."""
 
     documents: Documents
-    """The documents, memory-mapped; none at all if no row was usable."""
+    """The documents, whose tokens and mask are memory-mapped; an empty set if no row was usable."""
     summary: Summary
     """The counts of their rows."""
     was_cached: bool
-    """Whether the documents were in the cache already (True) or were built by this call (False)."""
+    """True if the documents were in the cache already, False if this call had their rows tokenised."""
 
 
 class _Store:
@@ -176,9 +178,9 @@ class _Store:
     origins, as in `Documents`) and adds its counts to `summary`.
 
     With a folder, an empty one, each array is appended to a file NAME.bin in it. `finish` closes the files and writes
-    meta.json (sizes, checksums, summary), without which the folder is not complete; `close` closes the files after a
-    failure. Without a folder (None) the arrays stay in memory, and `documents` returns them as Documents; `finish` must
-    not be called then.
+    meta.json (sizes, checksums, names of the rows' files, summary), without which the folder is not complete; `close`
+    closes the files, also after a failure. `_write` uses it so. Without a folder (None) the arrays stay in memory, and
+    `documents` returns them as Documents, for `collect`; `finish` must not be called then.
 
     Attributes:
         summary: the Summary, the counts of all rows so far.
@@ -197,8 +199,8 @@ class _Store:
         self.summary = Summary()
 
     def add(self, chunk: Chunk) -> None:
-        """Appends the arrays of a chunk of tokenised rows to those collected so far, and adds its counts to the
-        summary. Raises OSError if the disk is full."""
+        """Appends the arrays of a chunk of tokenised rows to those collected so far, in the dtypes of `FIELDS`, and
+        adds its counts to the summary. Raises OSError if a file cannot be written, as on a full disk."""
         origins = [(self.files.setdefault(file, len(self.files)), number) for file, number in chunk.origins]
         arrays = {name: getattr(chunk, name) for name in FIELDS if name != "origins"}
         arrays["origins"] = np.array(origins, np.int64).reshape(-1, 2)
@@ -215,7 +217,7 @@ class _Store:
 
     def finish(self) -> None:
         """For a store with a folder: closes the files and writes meta.json, which makes the folder complete. Raises
-        OSError if the disk is full."""
+        OSError if a file cannot be written, as on a full disk."""
         assert self.folder is not None
         sizes = {name: stream.tell() for name, stream in self.streams.items()}
         for name, stream in self.streams.items():
@@ -225,7 +227,7 @@ class _Store:
         atomic_write(self.folder / "meta.json", json.dumps(dataclasses.asdict(meta)), durable=False)
 
     def close(self) -> None:
-        """Closes the files and ignores errors, after a failure or after `finish`."""
+        """Closes the files, if any, and ignores errors. `_write` calls it in any case, so that none stays open."""
         for stream in self.streams.values():
             with contextlib.suppress(OSError):
                 stream.close()
@@ -236,10 +238,10 @@ class _Store:
 
 
 def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
-    """The documents of a cache folder, or of rows in memory (`_Store.documents`). fields: the flat arrays "tokens",
-    "mask", "lengths", "trained" and "origins" of `Documents`; origins may also be flat, as a file has it: pairs of
-    (index into `files`, number of the row). files: the names of the files that rows came from. tokens and mask may be
-    memory-mapped and are not copied; the others are copied into memory."""
+    """The documents of a cache folder (`_open`), or of rows in memory (`_Store.documents`). fields: the flat arrays
+    "tokens", "mask", "lengths", "trained" and "origins" of `Documents`; origins may also be flat, as a file has it:
+    pairs of (index into `files`, number of the row). files: the names of the files that rows came from. tokens and mask
+    may be memory-mapped and are not copied; the others are copied into memory."""
     lengths = np.array(fields["lengths"])
     return Documents(
         tokens=fields["tokens"],
@@ -268,8 +270,8 @@ def open_or_build(
     folder: Path, build: Callable[[], Iterable[Chunk]], say: Callable[[str], None] = print
 ) -> CachedDocuments:
     """Opens the documents of a cache folder (this user's, `_own_name`, if there is one), after building the folder if
-    it does not exist or is damaged. If `build` makes no document, no folder is left, and the result has no documents.
-    Before it builds, it deletes what killed runs left beside the folder (`_remove_abandoned`).
+    it does not exist, is damaged, or is another user's and cannot be read. If `build` makes no document, no folder is
+    left, and the result has no documents. Before it builds, it deletes old temporary folders (`_remove_abandoned`).
 
     Args:
         folder: the folder of these documents; its name is their `cache_key`.
@@ -314,8 +316,8 @@ def _own_name(folder: Path) -> Path:
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
     """Writes all chunks that `build` makes into `folder`, an existing, empty folder, and completes it with a meta.json.
-    Returns (a set without documents, since nothing is mapped yet; the counts). Raises ValueError if the disk is full;
-    what `build` raises passes through, and the folder stays incomplete."""
+    Returns (a set without documents, since nothing is mapped yet; the counts). Raises OSError if its files cannot be
+    created, and ValueError if writing fails; what `build` raises passes through. The folder then stays incomplete."""
     store = _Store(folder)
     try:
         for chunk in build():
@@ -341,9 +343,8 @@ def _disk_errors(parent: Path) -> Iterator[None]:
 
 
 def _commit(temporary: Path, folder: Path) -> Path:
-    """Renames the finished folder `temporary` to its final name `folder`, and returns the path that it has then.
-
-    If another run has meanwhile written the same folder, that one is kept and returned; `temporary` then stays, for the
+    """Renames the finished folder `temporary` to its final name `folder`, and returns the path that it has then. If
+    another run has meanwhile written the same folder, that one is kept and returned; `temporary` then stays, for the
     caller to delete. A damaged folder of that name is deleted first. If another user's folder has the name and cannot
     be read or replaced, this user's id is added to the name (`_own_name`). Raises OSError if neither name can be used.
     """
@@ -364,12 +365,8 @@ def _commit(temporary: Path, folder: Path) -> Path:
 
 def _open(folder: Path) -> tuple[Documents, Summary]:
     """(documents, summary) of the cache folder `folder`: the memory-mapped documents and the counts of their rows,
-    after checking sizes, checksums and counts.
-
-    Raises:
-      PermissionError: another user's folder cannot be read.
-      OSError, ValueError, KeyError, TypeError, RecursionError: the folder is damaged (`DAMAGE`).
-    """
+    after checking sizes, checksums and counts. Raises PermissionError if another user's folder cannot be read, and one
+    of `DAMAGE`, such as ValueError, if the folder is damaged."""
     meta = _read_meta(folder / "meta.json")
     fields = {}
     for name, dtype in FIELDS.items():
@@ -386,8 +383,8 @@ def _open(folder: Path) -> tuple[Documents, Summary]:
 
 
 def _read_meta(file: Path) -> _Meta:
-    """Reads the meta.json of a cache folder (`file`, its path). Raises ValueError with the name of the first wrong
-    field, or OSError if there is no such file."""
+    """Reads the meta.json of a cache folder (`file`, its path). Raises ValueError if it is not the JSON of a `_Meta`,
+    with the name of the first wrong field, or OSError if the file is missing or cannot be read."""
     try:
         return pydantic.TypeAdapter(_Meta).validate_json(read_plain(file), strict=True)
     except pydantic.ValidationError as error:
@@ -396,10 +393,9 @@ def _read_meta(file: Path) -> _Meta:
 
 
 def _require_sound(documents: Documents, summary: Summary) -> None:
-    """Raises ValueError if the arrays of a cache folder's `documents` contradict each other or its `summary`.
-
-    Checksums do not show this: whoever wrote wrong arrays also wrote their checksums.
-    """
+    """Raises ValueError if the arrays of a cache folder's `documents` contradict each other, or the counts that its
+    `summary` has of them, or if a list of the summary does not fit its count. Checksums do not show this: whoever wrote
+    wrong arrays also wrote their checksums. `_open` calls it."""
     lengths, trained = documents.lengths, documents.trained
     if lengths.min() < 0 or lengths.sum() != len(documents.tokens) or len(documents.mask) != len(documents.tokens):
         raise ValueError("its documents do not add up to its tokens")
@@ -442,9 +438,10 @@ def _checksum(path: Path) -> int:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Deletes the temporary folders that killed runs left in the folder `parent`: those not modified for a day
-    (`ABANDONED_SECONDS`). `open_or_build` calls it before it builds a folder. Errors are ignored, as a folder may be
-    another user's."""
+    """Deletes the temporary folders that killed runs left in the folder `parent`: those in which no file was created
+    for a day (`ABANDONED_SECONDS`), and so also that of a run which has tokenised for longer, because writing to a file
+    does not count. `open_or_build` calls it before it builds a folder. Errors are ignored, as a folder may be another
+    user's."""
     for folder in parent.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             if folder.is_dir() and time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
@@ -455,9 +452,9 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
-    """The folder of token caches: `cache_dir` (data.cache_dir), with ~ for the user's home; if it is None, the
-    environment variable JAXTUNE_CACHE, or else ~/.cache/jaxtune/tokens. It may not exist yet. Values of teachers and
-    reference models are stored there too."""
+    """The folder of token caches: `cache_dir` (data.cache_dir); if it is None, the environment variable JAXTUNE_CACHE,
+    or, if that is not set or empty, ~/.cache/jaxtune/tokens. A ~ at its beginning stands for the user's home. It may
+    not exist yet. Values of teachers and reference models are stored there too."""
     if cache_dir is None:
         cache_dir = os.environ.get("JAXTUNE_CACHE") or Path("~", ".cache", "jaxtune", "tokens")
     return Path(cache_dir).expanduser()
@@ -467,7 +464,8 @@ def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) ->
     """The name of the cache folder for these rows, 32 hex digits; None if a source has no identity (such as a list in
     memory).
 
-    It is a hash of the rows, the tokenizer, the options and the source of the code that tokenises.
+    It is a hash of the rows, the tokenizer, the options and the source of the code that tokenises. `prepare` computes
+    it again after tokenising, to see whether the rows changed. Raises OSError if a file cannot be read.
 
     Args:
         sources: the sources of the rows; files are read to hash them.
@@ -493,7 +491,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def _code_fingerprint() -> str:
     """A hash, 32 hex digits, of the source files that turn rows into tokens, so that a cache of older code is never
-    used and no version number must be raised by hand."""
+    used and no version number must be raised by hand. The body lists the modules; a new one must be added there."""
     here = Path(__file__).parent
     names = ["reading", "row_files", "row_errors", "formats", "messages", "templates", "conversations", "markers"]
     names += ["tokenizing", "spans", "workers", "cache"]

@@ -1,5 +1,6 @@
 """Renders conversations with a chat template, and finds in the text where each response begins and ends
-(`Conversations`). `TextRange` is the place of one message's text.
+(`Conversations`), because `templates.RowEncoder` trains on responses only. `TextRange` is the place of one message's
+text.
 
 It also finds the parts of a conversation that the template does not write into the text, such as a thought, the content
 of a message, a tool call or the list of tools, so that a warning can name them.
@@ -28,8 +29,8 @@ _INLINE = re.compile(r"(<think>)(.*\S.*)(</think>)", re.DOTALL)  # a thought wit
 
 
 class TextRange(NamedTuple):
-    """Where a message's own text is in a rendered conversation, as indices of characters. `start` or `end` is None if
-    it cannot be found."""
+    """Where a message's own text is in a rendered conversation, as indices of characters. `Conversations._text_of`
+    makes it. `start` and `end` are both None if the text cannot be found."""
 
     start: int | None
     """The index of its first character."""
@@ -38,15 +39,17 @@ class TextRange(NamedTuple):
 
 
 class Conversations:
-    """Renders conversations with one chat template, and finds their responses, the messages with the role "assistant";
-    `templates.RowEncoder` makes it. `render` gives the text, `render_marked` and `render_prefixes` also the places of
-    the responses, and `left_out` what the template does not write. In all methods, `messages` are dicts as in
-    `formats.Example.messages`, and `tools` are the JSON schemas of tools, or None.
+    """Renders conversations with one chat template, and finds their responses, the messages with the role "assistant".
+    `templates.RowEncoder` makes it, and `tool_formats.ToolFormat`, which only renders. `render` gives the text,
+    `render_marked` and `render_prefixes` also the places of the responses, and `left_out` what the template does not
+    write. In all methods, `messages` are dicts as in `formats.Example.messages`, and `tools` are the JSON schemas of
+    tools, or None.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         template: the template's Jinja text.
-        special_texts: a pattern that matches special tokens and marker strings, or None, from `spans.special_texts`.
+        special_texts: a pattern that matches special tokens and marker strings, from `spans.special_texts`, by which
+            `_start` recognises a part of the generation prompt; None: only a whole one is recognised.
         end_ids: the ids of the tokens that may end a turn, to find the end of a response that the template renders
             differently once later turns follow.
     """
@@ -71,9 +74,9 @@ class Conversations:
             raise RowError(f"the chat template fails: {type(error).__name__}: {error}") from None
 
     def render_marked(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
-        """(text of a conversation, ranges of its responses) from its `messages` and `tools` (or None). The ranges are
-        (start, end) indices of characters of the template's `{% generation %}` blocks; empty blocks are left out. The
-        conversation is rendered once. Raises `RowError` if the template fails."""
+        """(text of a conversation, ranges of its responses) from its `messages` and `tools` (or None), for a template
+        with `{% generation %}` marks. The ranges are (start, end) indices of characters of all these blocks; empty ones
+        are left out. The conversation is rendered once. Raises `RowError` if the template fails."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -102,7 +105,8 @@ class Conversations:
                 conversation has no prompt. Responses before it get no range.
 
         Raises:
-            RowError: the template fails, a response cannot be found, or there are more than `MOST_RESPONSES`.
+            RowError: the template fails, a response cannot be found, or from `first` on there are more than
+                `MOST_RESPONSES`, each of which is rendered anew.
         """
         responses = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
         if len(responses) > MOST_RESPONSES:
@@ -126,9 +130,10 @@ class Conversations:
         turns follow, or whose generation prompt opens a thought that earlier turns do not have (Qwen3.5's).
 
         The response begins after the generation prompt, which is searched for between the message before and the text
-        of the response. Where the text has only a beginning of the generation prompt there, with a special token in
-        it, the response begins after that. If the template writes no generation prompt at this place, the response
-        begins where the message before it ends. Raises `RowError` where none of these is found.
+        of the response. Where only a beginning of the generation prompt, with a special token in it, stands directly
+        before that text, the response begins after that. If the template writes no generation prompt at this place, the
+        response begins after what the template writes behind the message before it, if that has not changed. Raises
+        `RowError` where none of these is found.
         """
         before, asking = (self.render(messages[:index], tools, add_generation_prompt=ask) for ask in (False, True))
         opening = asking.removeprefix(before)
@@ -158,7 +163,7 @@ class Conversations:
     ) -> int | None:
         """The index in `text` after what the template writes behind message `index`, if that is the same in `text`,
         the whole conversation (messages, tools), and in `turns`, the rendered messages up to this one; None if it is
-        another, or is not found."""
+        another, or is not found. `_end` finds the end of a response by it, and `_start` that of the message before."""
         last = self._text_of(messages[: index + 1], tools, turns, index).end
         low = self._text_of(messages, tools, text, index).end
         if last is None or low is None or not text.startswith(turns[last:], low):
@@ -232,9 +237,10 @@ class Conversations:
 
     def left_out(self, messages: list[dict], tools: list[dict] | None, text: str) -> str:
         """The parts of a conversation (messages, tools) that the template does not write into its text, in words for a
-        warning, such as "reasoning_content of message 2 (assistant)"; "" if every part is written. text: the rendered
+        warning, such as "reasoning_content of message 2 (assistant)"; "" if none is found. text: the rendered
         conversation. Checked are the thoughts, the `<think>` blocks of responses, the name of each message's first
-        call, contents that do not occur in the text unchanged, and the tools."""
+        call, contents without such a block that do not occur in the text unchanged, and the tools. A part counts as
+        written if the template fails when it is changed."""
         asked = [
             (index, part, changed)
             for index, message in enumerate(messages)
@@ -280,8 +286,8 @@ class Conversations:
 
 def _is_lost(content: str, text: str) -> bool:
     """Whether `content`, that of a message, is not in `text`, a rendered conversation (white space around it does not
-    count). It is False for content with a `<think>` block, which a template may leave out: the block is checked
-    separately."""
+    count). It is False for content with a `<think>` block that is not empty, which a template may leave out.
+    `left_out`, which calls it, checks such blocks of responses separately."""
     return not _INLINE.search(content) and content.strip() not in text
 
 
@@ -299,12 +305,13 @@ def _common_prefix(one: str, other: str) -> int:
 
 
 def _changed(message: Mapping[str, Any], other: str = SENTINEL) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (name of the part, the message with `other` instead of that part) for each part of a message that is not
-    empty. Rendering the changed messages shows where a template writes each part, or that it leaves it out.
+    """Yields (name of the part, the message with `other` instead of that part) for each part that a message has.
+    Rendering the changed messages shows where a template writes each part, or that it leaves it out.
 
-    The names are the key of a thought ("reasoning_content" or "thinking"), "content", "added" (content beside a call
-    that had none), "inline" (a `<think>` block within the content), "name" (of the first call) and "arguments" (of the
-    last call).
+    The names are the key of a thought ("reasoning_content" or "thinking"; if both are there, the first, and both are
+    changed), "content", "added" (content beside a call that had none), "inline" (the text of a `<think>` block within
+    an assistant's content), "name" (of the first call) and "arguments" (of the last call, which becomes
+    {other: other}).
     """
     thoughts = [key for key in _THOUGHTS if isinstance(message.get(key), str) and message[key].strip()]
     if thoughts:  # a template reads one of the two keys

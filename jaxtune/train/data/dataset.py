@@ -1,5 +1,6 @@
 """Prepares rows for training: `prepare` reads, tokenises and caches one set of rows, and returns it as a
-`TokenDataset`, which packs it and makes its batches."""
+`TokenDataset`, which packs it and makes its batches. The other functions are steps of `prepare`: they check its
+arguments and its result, stop at bad rows, and show progress."""
 
 from __future__ import annotations
 
@@ -35,26 +36,28 @@ TRUNCATED_TOKENS = 65_536
 
 @dataclasses.dataclass(frozen=True)
 class TokenDataset:
-    """Tokenised rows, ready to be packed and batched. `prepare` makes it from rows to train or to evaluate on, and
-    objectives may add values to it with `dataclasses.replace`. `rows` packs the documents, `batches` makes batches of
-    them, and `split` takes some out for evaluation; `report` and `warnings` are for the screen."""
+    """Tokenised rows, ready to be packed and batched. `prepare` makes it from rows to train or to evaluate on, and a
+    run may add a teacher's values to it with `dataclasses.replace`; preference objectives make a `pairs.PairDataset`, a
+    subclass, of it. `rows` packs the documents, `batches` makes batches of them, and `split` takes some out for
+    evaluation; `report` and `warnings` are for the screen."""
 
     documents: Documents
-    """The tokens: one document for each usable row (two for each preference pair)."""
+    """The tokens: one document for each usable row (two for each preference pair or labelled row)."""
     summary: Summary
-    """How many rows were read, used and left out, and why."""
+    """How many rows were read, used and left out, and why; both parts of a `split` have that of all rows."""
     length: int
-    """The number of tokens in a packed row."""
+    """The number of tokens in a packed row, padding included; with packing="step" the most tokens of a document."""
     packing: Packing = True
     """Whether several documents share a packed row (True) or each has a row of its own (False). With "step", `rows` has
     one document a row, and steps.py packs the documents of each step."""
     overflow: Overflow = "truncate"
-    """What happens to documents that are longer than `length`: "truncate" cuts them, "split" divides them into several,
-    and "error" refuses them."""
+    """What happens to documents that are longer than `length`: "truncate" cuts them, "split" divides them into several
+    pieces, and "error" refuses them."""
     cached: bool = False
     """Whether the tokens were read from the token cache instead of being made."""
     mask_spans: tuple[tuple[str, str], ...] = ()
-    """The (opening, closing) texts between which tokens of responses are not trained on."""
+    """The (opening, closing) texts between which tokens of responses are not trained on. The masks of `documents` show
+    it already; the field only lets `warnings` say if no response has such a span."""
     order: Order = "shuffled"
     """How the rows of an epoch are ordered, a key of `batches.ORDERS`: "shuffled", "torch" (as transformers' Trainer
     does) or "given" (as they were packed)."""
@@ -71,7 +74,7 @@ class TokenDataset:
 
         Raises:
             NothingUsable: no token that is trained on is left within `length`.
-            ValueError: `overflow` is "error", and a document is longer than `length`.
+            ValueError: `overflow` is "error", and a document is longer than `length`; or `length` is below 2.
         """
         rows = PackedRows(
             self.documents,
@@ -114,7 +117,8 @@ class TokenDataset:
     def require_vocabulary(self, vocab_size: int) -> None:
         """Raises ValueError if a token id is not below `vocab_size`, the number of rows of the model's embedding. It
         compares the largest id, which was recorded when the rows were tokenised (summary.max_token), and reads no
-        tokens. Objectives call it before a run, because rows may have been prepared with another model's tokenizer."""
+        tokens. Objectives call it for a data set that was prepared before, maybe with another model's tokenizer;
+        `prepare` itself checks the ids of the rows that it reads."""
         if self.summary.max_token >= vocab_size:
             raise ValueError(
                 f"token id {self.summary.max_token} is beyond the model's vocabulary of {vocab_size}: these rows were "
@@ -122,46 +126,48 @@ class TokenDataset:
             )
 
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
-        """The source of batches of `rows_per_step` packed rows (`batches.Batches`). Each epoch has an order of its own
-        that depends on `seed` (the field `order` says how); with shuffle=False, as in evaluations, the rows keep the
-        order in which they were packed. A run with packing="step" uses `steps.pack_steps` instead. Raises what `rows`
-        raises, and ValueError if `rows_per_step` is below 1 or `seed` is negative."""
+        """The source of batches of `rows_per_step` packed rows (`batches.Batches`). The field `order` says how the rows
+        of an epoch are ordered: unless it is "given", each epoch has an order of its own, which depends on `seed`. With
+        shuffle=False, as in evaluations, the rows keep the order in which they were packed. The steps of a run with
+        packing="step" are made by `steps.pack_steps` instead. Raises what `rows` raises, and ValueError if
+        `rows_per_step` is below 1 or `seed` is negative."""
         return Batches(self.rows, rows_per_step, seed=seed, order=self.order if shuffle else "given")
 
     def with_max_documents(self, documents: int) -> Self:
         """A copy whose packed rows have at most `documents` documents, and whose batches have room for as many. The
         copy plans its packing anew, on first access to `rows`.
 
-        Sets that are mixed in one run need batches of equal shapes, so each is given the largest number that any of
-        them needs.
+        The sets that are mixed in one run, and the windows of a stream, need batches of equal shapes, so each is given
+        the largest number that any of them needs or may need.
         """
         return dataclasses.replace(self, max_documents=documents)
 
     @property
     def longest(self) -> int:
-        """The most tokens that one document (or one preference pair) can have after truncation, here `length`.
-        `pack_steps` makes the rows of data.packing=step no longer than this, because such a row must have room for any
-        document, not for more."""
+        """The most tokens that one document (or one preference pair) can have in a row, here `length`. `pack_steps`
+        makes the rows of data.packing=step no longer than this, because such a row must have room for any document, not
+        for more."""
         return self.length
 
     def in_rows(self, slots: int) -> TokenDataset:
-        """The data set as it is evaluated. With packing="step" it is a copy that is packed into rows of `slots` tokens,
-        because the length of rows is known only when the training steps are packed (`steps.pack_steps`). A document
-        that is longer than `slots` is treated as `overflow` says; callers give the length of the training rows or more.
-        Otherwise it is `self`, and `slots` is not used."""
+        """The data set as it is evaluated, or passed once to a reference model. With packing="step" it is a copy that
+        is packed into rows of `slots` tokens, because the length of rows is known only when the training steps are
+        packed (`steps.pack_steps`). A document that is longer than `slots` (not `length`) is treated as `overflow`
+        says; callers give the length of the training rows or more. Otherwise it is `self`, and `slots` is not used."""
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
     def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:
-        """Divides the documents into two data sets (train, eval). eval_rows: the number of documents for evaluation, or
-        below 1 the share of them. Those whose tokens have the smallest hashes are chosen (`Documents.held_out`).
-        Training documents that equal a held-out one are in neither data set. Raises ValueError if either set would be
-        empty."""
+        """Divides the documents into two data sets (train, eval), as data.eval_rows asks. eval_rows: the number of
+        documents for evaluation, or below 1 the share of them. Those whose tokens have the smallest hashes are chosen
+        (`Documents.held_out`). Training documents that equal a held-out one are in neither data set. Raises ValueError
+        if either set would be empty."""
         train, held_out = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
         return self._of(train), self._of(held_out)
 
     def _of(self, documents: np.ndarray) -> TokenDataset:
         """A copy of this data set with only the documents at the indices `documents` (int[n]), in that order; `split`
-        makes both of its parts by it. `summary` stays that of all rows."""
+        makes both of its parts by it. `summary` stays that of all rows, and so would `teacher`, whose values belong to
+        documents by their index: a run splits the rows before it adds a teacher's values."""
         return dataclasses.replace(self, documents=self.documents.select(documents))
 
 
@@ -189,42 +195,42 @@ def prepare(
     say: Callable[[str], None] = print,
     poll: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
-    """Reads rows, applies the chat template and tokenises them, or opens the token cache that an earlier run wrote.
+    """Reads rows and tokenises them by a chat template, or opens the token cache of an earlier run. Objectives call it.
 
     Args:
         source: the rows, in any of the forms that `reading.open_sources` takes.
         tokenizer: a fast Hugging Face tokenizer.
-        length: the number of tokens in a packed row.
+        length: the number of tokens in a packed row; with "truncate" very long texts are not tokenised whole.
         format: the format of the rows, one of `formats.FORMATS`; "auto" detects it by their columns. See `pairs`.
         columns: {name of a format's column: its name in these rows}, where they differ.
         template: None or "tokenizer" (the tokenizer's own chat template), a name of packaged.py, the path of a .jinja
-            file, or Jinja text. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed directly by its
-            completion; with any other value both become a conversation.
+            file, or Jinja text. With None, Alpaca rows get Alpaca's prompt, and a prompt that is plain text is followed
+            directly by its completion; with any other value both become a conversation.
         train_on: "responses" trains on responses only, "all" on all tokens.
-        instruction_part, response_part: marker strings, the texts that begin a user's turn and a response, both or
-            neither. With them, responses are found by these strings (markers.py) instead of by the template.
+        instruction_part, response_part: markers, the texts that begin a user's turn and a response, both or neither.
+            They find the responses instead of the template, except in rows whose own text has one or a special token.
         last_response_only: train only on the last response of a conversation (True) or on all of them (False).
         mask_spans: (opening, closing) pairs of texts, such as ("<think>", "</think>"): the tokens of a response from
-            an opening to its closing, both included, are not trained on.
-        packing: True puts several documents into a row; False gives every document a row of its own; "step" packs the
-            documents of each step separately.
+            an opening to its closing, both included, or to the end of the response, are not trained on.
+        packing: True puts several documents into a row, False one; "step" packs the documents of each step separately.
         overflow: longer documents are cut ("truncate"), divided into pieces ("split"), or refused ("error").
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
         max_rows: the largest number of rows to read; None reads all.
-        cache_dir: the folder of token caches; None: JAXTUNE_CACHE or ~/.cache/jaxtune/tokens. A list is not cached.
+        cache_dir: the folder of token caches; None: as `cache_folder` says. A list of dicts is not cached.
         num_workers: the number of tokenising processes; None chooses it, 0 or 1 tokenises in this process.
-        vocab_size: the number of rows of the model's embedding; a token id that is not below it is refused.
+        vocab_size: the number of rows of the model's embedding, below which all ids must be; None: they are unchecked.
         pairs: whether `format` is `formats.PREFERENCE` or LABELLED. Each row then makes two documents, the prompt with
             the chosen answer and that with the rejected one; of a labelled row, which has one answer, one is empty.
-        say: called with each line to show to the user.
+        say: called with a line for the user if a folder of the token cache is damaged or cannot be read.
         poll: called several times a second while rows are tokenised; it may raise, and then no partial cache is left.
 
     Returns:
         The documents with their counts. Nothing is packed before `TokenDataset.rows` is read.
 
     Raises:
-        ValueError: the data cannot be trained on (NothingUsable: no row or token), or an argument is wrong; the message
-            names the key, the file and line, and the fix.
+        ValueError: the data cannot be trained on (NothingUsable: no row or token) or changed while it was read, the
+            cache cannot be written, or an argument is wrong.
+        OSError: a file of rows cannot be read.
     """
     _require_known(format, pairs, on_bad_row, overflow)
     if template is not None:
@@ -268,9 +274,9 @@ def prepare(
 
 
 def _changed_while_read(sources: list[Source], template: str | None) -> ValueError:
-    """Returns the error to raise if the rows or the template file changed while they were tokenised. A token cache is
-    named by a hash of their content, which is computed before they are read; after a change, the cache would store the
-    tokens of other content under that name.
+    """Returns the error that `prepare` raises if the rows or the template file changed while they were tokenised. A
+    token cache is named by a hash of their content, which is computed before they are read; after a change, the cache
+    would store the tokens of other content under that name.
 
     Args:
         sources: the sources of the rows, whose names the message has.
@@ -286,7 +292,8 @@ def _changed_while_read(sources: list[Source], template: str | None) -> ValueErr
 def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> None:
     """Raises ValueError if one of these arguments of `prepare` has a value that is not allowed: on_bad_row (not
     "error" or "skip"), overflow (not "truncate", "split" or "error"), or a `format` that does not fit `pairs`. A
-    preference or labelled format needs pairs=True, and pairs=True needs one of them."""
+    preference or labelled format needs pairs=True, and pairs=True needs one of them. It is called before any row is
+    read; a `format` that is not known at all is refused by `read_rows`."""
     if (format in (PREFERENCE, LABELLED)) != pairs:
         raise ValueError(
             f"data.format = {format!r}: "
@@ -320,8 +327,9 @@ def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int
 
     Args:
         chunks: the tokenised chunks, in order.
-        sources: the sources of the rows. Their counts are the bar's total; if one is not known, the bar has no total.
-        max_rows: the largest number of rows that are read, or None; it limits the total.
+        sources: the sources of the rows. The sum of their counts is the bar's total, if all are known.
+        max_rows: the largest number of rows that are read, which limits the total, and is the total if a count is not
+            known; None: there is no limit, and then perhaps no total.
     """
     console = terminal.console(stderr=True)
     if not console.is_terminal or any(source.part for source in sources):
@@ -350,7 +358,7 @@ def _require_usable(
     sources: list[Source],
 ) -> None:
     """Raises a ValueError that says why a set of rows cannot be trained on: it has no usable row, no trained token, no
-    response that ends its turn, or a token id of `vocab_size` or more.
+    response that ends its turn, or a token id of `vocab_size` or more. `prepare` calls it, also for cached rows.
 
     A stream is tokenised in windows of rows during the run; one after the first may have no response that ends its
     turn.

@@ -1,7 +1,8 @@
 """Tokenised documents. `Documents` has the token ids and the mask (which tokens are trained on) of all documents in two
-flat arrays, with each document's start and length; `Document` is one document of it. The arrays may be memory-mapped
-files of the token cache, so that a data set need not fit in memory. Documents are selected, written into rows of
-batches, and divided into training and held-out ones."""
+flat arrays, with each document's start and length; `Document` is one document of it: one row of data, or the prompt
+with one answer of a preference pair. The arrays may be memory-mapped files of the token cache, so that a data set need
+not fit in memory. Documents are selected, written into rows of batches, and divided into training and held-out
+ones."""
 
 from __future__ import annotations
 
@@ -30,24 +31,25 @@ class Document:
 class Documents:
     """Many documents in flat arrays, which may be memory-mapped files. The token cache opens them, and `gather` makes
     them of arrays in memory. A selection of documents (`select`) shares `tokens` and `mask` with the set that it was
-    made of. `write` puts a document into a row of a batch, `held_out` chooses rows for evaluation, and `also_in` counts
-    documents that two sets have in common."""
+    made of. `write` puts a document or a piece of it into a row of a batch, `held_out` chooses rows for evaluation, and
+    `also_in` counts documents that two sets have in common."""
 
     tokens: np.ndarray
-    """int32[total]: the token ids of all documents, one document after another."""
+    """int32[total]: the token ids of all documents, one document after another; in a selection, also those of the
+    documents that were not selected."""
     mask: np.ndarray
-    """bool or uint8 [total]: nonzero where the token is trained on."""
+    """bool or uint8 [total]: nonzero where the token of `tokens` is trained on."""
     starts: np.ndarray
     """int64[n]: the index in `tokens` of each document's first token."""
     lengths: np.ndarray
-    """int64[n]: the number of tokens of each document."""
+    """int64[n]: the number of tokens of each document; 0 for the answer that a labelled row does not have."""
     trained: np.ndarray
     """int64[n]: the number of trained targets of each document. Its first token is never a target."""
     origins: np.ndarray | None = None
-    """int64[n, 2]: for each document, an index into `files` and the number of its line or row there. None if the
-    documents do not come from files."""
+    """int64[n, 2]: for each document, an index into `files` and the number of its line or row there, from 1. None if it
+    is not known, as in a set that `gather` made."""
     files: tuple[str, ...] = ()
-    """The names of the files that the documents came from."""
+    """The names of the files or data sets that the documents came from; "rows" for a list of dicts."""
 
     def __len__(self) -> int:
         """The number of documents."""
@@ -55,15 +57,16 @@ class Documents:
 
     @functools.cached_property
     def tokens_crc32(self) -> int:
-        """The CRC-32 of the flat array `tokens`, by which checkpoints and metrics recognise the rows. It reads all
-        tokens on first access. A selection has the same CRC-32 as the set that it was made of, whose flat array it
-        shares."""
+        """The CRC-32 of the flat array `tokens`, by which checkpoints and metrics recognise the rows, and which the
+        processes of a run compare. It reads all tokens on first access. A selection has the same CRC-32 as the set that
+        it was made of, whose flat array it shares."""
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
     @property
     def identity(self) -> str:
-        """`tokens_crc32` as 8 hex digits. The metrics of an evaluation have it, so that a resumed run sees whether its
-        held-out rows are still the same."""
+        """`tokens_crc32` as 8 hex digits. The metrics of an evaluation have it, so that a resumed run counts only
+        evaluations of the same held-out rows as its own. For rows that `TokenDataset.split` held out, it is that of the
+        undivided set, so it does not show another choice of them."""
         return f"{self.tokens_crc32:08x}"
 
     def __getitem__(self, index: int) -> Document:
@@ -72,16 +75,16 @@ class Documents:
         return Document(self.tokens[start : start + length], self.mask[start : start + length].astype(bool))
 
     def source(self, index: int) -> str:
-        """Where document number `index` came from, as `file:line`, or `document INDEX` if that is not known, for
-        messages."""
+        """Where document number `index` came from, for messages: `file:line` (or the data set's name and the number of
+        the row), or `document INDEX` if that is not known."""
         if self.origins is None:
             return f"document {index}"
         file, line = self.origins[index]
         return f"{self.files[file]}:{line}"
 
     def select(self, indices: np.ndarray) -> Documents:
-        """The documents at `indices` (int[n]), in that order. The tokens are not copied. `TokenDataset.split` makes the
-        training and the held-out documents by it."""
+        """The documents at `indices` (int[n]), in that order. The tokens are not copied. `TokenDataset.split` and
+        `PairDataset.split` make the training and the held-out documents by it."""
         return dataclasses.replace(
             self,
             starts=self.starts[indices],
@@ -96,11 +99,11 @@ class Documents:
         fill batches by it (`PackedRows.fill`, `PackedPairs.fill`).
 
         Args:
-            start, count: the run is `tokens[start : start + count]`, of one document.
+            start, count: the run is `tokens[start : start + count]`, a document or a piece of one; at least 1 token.
             batch: a batch of numpy arrays.
             slot: the index of the batch's row that is written into.
             at: the index in that row at which the first token is written.
-            segment: the segment id of the run, its document's number in the row from 1 on.
+            segment: the segment id of the run, from 1 on, which tells it from the other documents of the row.
 
         Returns:
             The index in the row after the last token.
@@ -114,21 +117,24 @@ class Documents:
         return end
 
     def held_out(self, firsts: np.ndarray, eval_rows: float, what: str) -> tuple[np.ndarray, np.ndarray]:
-        """Chooses the held-out rows: those `eval_rows` whose documents' tokens have the smallest hashes.
+        """Chooses the held-out rows: those `eval_rows` whose documents' tokens have the smallest hashes. The `split`
+        methods of TokenDataset and PairDataset use it.
 
         The choice depends neither on the order of the rows nor on a seed, so that other runs with the same rows hold
-        out the same. Training rows that equal a held-out row are left out, so no document is on both sides.
+        out the same. Training rows whose document equals that of a held-out row are in neither result. Only the
+        documents in `firsts` are compared, so the second documents of pairs may be on both sides.
 
         Args:
             firsts: int[n], the index of the document that identifies each row (or each pair).
-            eval_rows: how many to choose, or below 1 which share of them, rounded to a whole number that is at least 1.
+            eval_rows: how many to choose, or between 0 and 1 which share of them, rounded to a whole number that is at
+                least 1.
             what: what is chosen, in plural ("rows" or "pairs"), for error messages.
 
         Returns:
             (training, held-out): indices into `firsts`, int64, both in ascending order.
 
         Raises:
-            ValueError: `eval_rows` is not between 1 and n - 1, or no training row is left.
+            ValueError: the number to choose is not between 1 and n - 1, or no training row is left.
         """
         eval_rows = max(1, round(eval_rows * len(firsts))) if 0 < eval_rows < 1 else int(eval_rows)
         if not 0 < eval_rows < len(firsts):
@@ -153,8 +159,8 @@ class Documents:
         return hashes
 
     def also_in(self, other: Documents) -> int:
-        """The number of non-empty documents of this set that the set `other` also has, with exactly the same tokens. A
-        run warns if held-out documents are also training documents."""
+        """The number of non-empty documents of this set that the set `other` also has, with exactly the same tokens (by
+        their hashes). A run warns by it if held-out documents are also training documents."""
         own, candidates = np.flatnonzero(self.lengths), np.flatnonzero(other.lengths)
         for share in (0.5, 0.9, 0.99):  # single tokens exclude most documents, and cost far less than hashes of all
             own_keys, other_keys = self._cheap_keys(own, share), other._cheap_keys(candidates, share)
@@ -171,9 +177,9 @@ class Documents:
     @classmethod
     def gather(cls, documents: Iterable[Document | Sequence[int]]) -> Documents:
         """The set of these documents, copied into flat arrays, for documents that are in memory and not in the token
-        cache; without any, an empty set. It has no `origins` and no `files`. A plain sequence of ints is a document of
-        which every token is trained on. Raises ValueError for tokens that are not a one-dimensional sequence of
-        integers, or a mask of another length."""
+        cache, as in `packing.pack` and in KTO; without any, an empty set. It has no `origins` and no `files`. A plain
+        sequence of ints is a document of which every token is trained on. Raises ValueError for tokens that are not a
+        one-dimensional sequence of integers, or a mask of another length."""
         tokens, masks = [], []
         for index, document in enumerate(documents):
             if isinstance(document, Document):

@@ -2,9 +2,9 @@
 
 A `RowSet` is a set of rows that may be too large to be read before the run. It makes one `Feed` for each lane, that is
 for each device that computes on rows of its own. In one epoch no two feeds of a set take the same row, and each feed
-can report its position, so that a resumed run continues with the next row. `FedBatches` takes the rows of each step
-from the feeds. `PreparedSet` is the RowSet of rows that were tokenised before the run; that of a stream is
-`streamed.StreamedRows`.
+can report its position, so that a resumed run continues with the next row. `FedBatches`, which `run_rows.run_rows`
+makes, takes the rows of each step from the feeds. `PreparedSet` is the RowSet of rows that were tokenised before the
+run, for mixtures, with `_PreparedFeed`; the RowSet of a stream is `streamed.StreamedRows`.
 """
 
 from __future__ import annotations
@@ -67,15 +67,14 @@ class RowSet(Protocol):
 
     @property
     def max_documents(self) -> int:
-        """The most documents in any row; batches have room for this number, and kernels may rely on it."""
+        """The most documents that any row has or may have; batches have room for this number, and attention's kernels
+        are compiled for it."""
         ...
 
     def with_max_documents(self, documents: int) -> RowSet:
         """The set with batches that have room for `documents` documents in a row, a number not below `max_documents`.
-        It is a copy, or this set itself, changed in place.
-
-        Sets that are mixed need batches of equal shapes.
-        """
+        It is a copy, or this set itself, changed in place. FedBatches gives each set the largest `max_documents` of its
+        sets by it, because sets that are mixed need batches of equal shapes."""
         ...
 
     def empty(self, rows: int) -> Batch:
@@ -84,7 +83,7 @@ class RowSet(Protocol):
         ...
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> Feed:
-        """The feed of one lane.
+        """The feed of one lane, from which FedBatches takes the rows of that lane's part of each batch.
 
         Args:
             lane: its number, from 0.
@@ -117,14 +116,15 @@ class RowSet(Protocol):
 
 class FedBatches(BatchSource):
     """The source of batches (`BatchSource`) whose rows come from feeds: from one stream, or from several sets that are
-    mixed by weight.
+    mixed by weight. `run_rows.run_rows` makes it. It knows no `steps_per_epoch`, so the run's config must set `steps`.
 
-    Which set a row comes from is drawn at random from (seed, step, index of the row in the batch), so a resumed run
-    draws the same.
+    Which of several sets a row comes from is drawn at random from (seed, step, index of the row in the batch), so a
+    resumed run draws the same.
 
     Args:
         sets: one or several sets with rows of the same length.
-        weights: a number for each set: rows are taken from the sets in these proportions, which need not sum to 1.
+        weights: a number for each set: rows are taken from the sets in these proportions on average. They need not sum
+            to 1.
         rows_per_step: the number of rows in a batch, a multiple of the number of lanes (`divide`).
         seed: decides the choice of sets and the order within each.
 
@@ -215,7 +215,8 @@ class FedBatches(BatchSource):
 
     def _open(self) -> dict[int, list[Feed]]:
         """The feeds of the lanes of this process, the blocks of a batch's rows that its devices compute on: {lane: [a
-        feed for each set]}. They are opened on the first call, at the positions that `resume` was given."""
+        feed for each set]}. They are opened on the first call and on the first after `close`, at the positions that
+        `resume` was given, or with the first rows in a new run."""
         if not self._feeds:
             for lane in self._own:
                 known = self._begin.get(str(lane))
@@ -227,9 +228,9 @@ class FedBatches(BatchSource):
         return self._feeds
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the rows of `step` came from, as `file:line`, for the lanes of this process; the run prints it if the
-        loss or gradient of the step is not finite. It is known of the last 4 steps that were made (`_KEPT_STEPS`),
-        because batches are made a step or two ahead; [] for other steps."""
+        """Where the documents of the rows of `step` came from, as `file:line`, for the lanes of this process; the run
+        prints it if the loss or gradient of the step is not finite. It is known of the last 4 steps that were made
+        (`_KEPT_STEPS`), because batches are made a step or two ahead; [] for other steps."""
         return self._sources.get(step, [])
 
     def position(self, step: int) -> Json:
@@ -297,8 +298,9 @@ class FedBatches(BatchSource):
 
 
 class PreparedSet:
-    """A data set that was tokenised before the run, as one set (`RowSet`) of a mixture. name: the set's name in
-    messages. data: the tokenised rows, which are packed on first use."""
+    """A data set that was tokenised before the run, as one set (`RowSet`) of a mixture. `run_rows.Reader.row_set` makes
+    it. name: the set's name in messages. data: the tokenised rows, which are packed on first use. Their order in each
+    epoch is always that of `epoch_order`; the field `order` of `data` does not change it."""
 
     def __init__(self, name: str, data: TokenDataset):
         self.name, self.data = name, data
@@ -339,8 +341,9 @@ class PreparedSet:
         return _PreparedFeed(self.data.rows, lane, lanes, seed, position if isinstance(position, int) else 0)
 
     def identity(self) -> dict[str, Json]:
-        """Values, by name, that identify the rows: the number of packed rows, a checksum of all tokens, and the number
-        of trained tokens, as `Batches.identity` gives them. A run that resumes with other values is refused."""
+        """Values, by name, that identify the rows, as `Batches.identity` gives them: the number of packed rows, a
+        checksum of all tokens, the number of trained tokens, and the field `order` of the data unless it is "shuffled".
+        A run that resumes with other values is refused."""
         return self.data.batches(1).identity()
 
     def described(self) -> str:
@@ -363,7 +366,7 @@ class _PreparedFeed:
     """The feed of a PreparedSet: the packed `rows` in the order of an epoch (`epoch_order`, by `seed`), then in that of
     the next epoch, and so on without end. Of this sequence lane number `lane` of `lanes` takes every `lanes`-th row,
     beginning with row `lane`, so in one epoch no two lanes take the same row. taken: how many rows the lane took in the
-    run that is resumed, 0 in a new one."""
+    run that is resumed, 0 in a new one. `PreparedSet.feed` makes it."""
 
     def __init__(self, rows: Rows, lane: int, lanes: int, seed: int, taken: int):
         self._rows, self._lane, self._lanes, self._seed, self._taken = rows, lane, lanes, seed, taken
