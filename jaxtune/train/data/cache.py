@@ -316,9 +316,10 @@ def _own_name(folder: Path) -> Path:
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
     """Writes all chunks that `build` makes into `folder`, an existing, empty folder, and completes it with a meta.json.
-    Returns (a set without documents, since nothing is mapped yet; the counts). Raises OSError if its files cannot be
-    created, and ValueError if writing fails; what `build` raises passes through. The folder then stays incomplete."""
-    store = _Store(folder)
+    Returns (a set without documents, since nothing is mapped yet; the counts). Raises ValueError if its files cannot be
+    written; what `build` raises passes through. The folder then stays incomplete."""
+    with _disk_errors(folder.parent):
+        store = _Store(folder)
     try:
         for chunk in build():
             with _disk_errors(folder.parent):
@@ -438,13 +439,13 @@ def _checksum(path: Path) -> int:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Deletes the temporary folders that killed runs left in the folder `parent`: those in which no file was created
-    for a day (`ABANDONED_SECONDS`), and so also that of a run which has tokenised for longer, because writing to a file
-    does not count. `open_or_build` calls it before it builds a folder. Errors are ignored, as a folder may be another
-    user's."""
+    """Deletes the temporary folders that killed runs left in the folder `parent`: those in which nothing was written
+    for a day (`ABANDONED_SECONDS`). `open_or_build` calls it before it builds a folder. Errors are ignored, as a folder
+    may be another user's."""
     for folder in parent.glob(".*.tmp"):
         with contextlib.suppress(OSError):
-            if folder.is_dir() and time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
+            written = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - written > ABANDONED_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -148,7 +149,23 @@ def test_a_killed_build_is_built_again(tmp_path, tokenizer):
     (left,) = tmp_path.glob(".key.*")
     os.utime(left, (0, 0))
     open_or_build(tmp_path / "other", lambda: chunks(tokenizer))
+    assert left.exists()  # a run that has tokenised for days writes its files all the time, and makes none
+    for file in (*left.iterdir(), left):
+        os.utime(file, (0, 0))
+    open_or_build(tmp_path / "one more", lambda: chunks(tokenizer))
     assert not left.exists()
+
+
+def test_files_that_cannot_be_made_name_the_setting(tmp_path, tokenizer, monkeypatch):
+    def full(path, mode):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("jaxtune.train.data.cache.open", full, raising=False)
+    with pytest.raises(
+        ValueError, match="token cache cannot be written .*No space left.* free space at data.cache_dir="
+    ):
+        open_or_build(tmp_path / "key", lambda: chunks(tokenizer))
+    assert not list(tmp_path.iterdir())
 
 
 # --- processes
