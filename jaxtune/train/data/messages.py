@@ -126,7 +126,7 @@ def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
 def _tool_call(call: Any) -> dict[str, Any]:
     """Converts a call to the form that chat templates expect: {"id" (if it has one), "type": "function", "function":
     {"name", "arguments": object}}. The call may be given as it is in OpenAI's API or as {"name", "arguments"}, and it
-    and its arguments as JSON text. Missing arguments become {}; that arguments are an object is not checked. Raises
+    and its arguments as JSON text. Missing, empty and null arguments become {}; that arguments are an object is not checked. Raises
     `RowError` if the JSON is not valid, or the call has no name."""
     if isinstance(call, str):
         try:
@@ -136,10 +136,10 @@ def _tool_call(call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RowError("a tool call has no name")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) or {}
         except ValueError:
             raise RowError(f"the arguments of the tool call {function['name']} are not JSON") from None
     rest = {name: part for name, part in call.items() if name in ("id",) and part is not None}

@@ -161,9 +161,7 @@ def test_files_that_cannot_be_made_name_the_setting(tmp_path, tokenizer, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr("jaxtune.train.data.cache.open", full, raising=False)
-    with pytest.raises(
-        ValueError, match="token cache cannot be written .*No space left.* data.cache_dir="
-    ):
+    with pytest.raises(ValueError, match="token cache cannot be written .*No space left.* data.cache_dir="):
         open_or_build(tmp_path / "key", lambda: chunks(tokenizer))
     assert not list(tmp_path.iterdir())
 

@@ -392,3 +392,11 @@ def turn(role, content):
 def test_bad_rows_say_why(row, format, message):
     with pytest.raises(RowError, match=message):
         normalize(row, format)
+
+
+@pytest.mark.parametrize("given", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": "null"}])
+def test_a_call_without_arguments_has_an_empty_object(given):
+    call = {"type": "function", "function": {"name": "now", **given}}
+    row = {"messages": [turn("user", "x"), {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    [made] = normalize(row, "messages").messages[1]["tool_calls"]
+    assert made["function"] == {"name": "now", "arguments": {}}
