@@ -126,8 +126,8 @@ def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
 def _tool_call(call: Any) -> dict[str, Any]:
     """Converts a call to the form that chat templates expect: {"id" (if it has one), "type": "function", "function":
     {"name", "arguments": object}}. The call may be given as it is in OpenAI's API or as {"name", "arguments"}, and it
-    and its arguments as JSON text. Missing, empty and null arguments become {}; that arguments are an object is not checked. Raises
-    `RowError` if the JSON is not valid, or the call has no name."""
+    and its arguments as JSON text. Missing, empty and null arguments become {}; that arguments are an object is not
+    checked. Raises `RowError` if the JSON is not valid, or the call has no name."""
     if isinstance(call, str):
         try:
             call = json.loads(call)
