@@ -60,14 +60,13 @@ def answered(config: TrainConfig, limit: int) -> tuple[list[Example], int]:
     """Reads the held-out rows (data.eval of `config`) whose answers exact match compares with the model's: those that
     are conversations and end with an assistant's message that is not empty. Returns (the first `limit` of them, as
     examples; the number of other rows that were read until then and are left out, because they have another form or end
-    otherwise, or because their line of the file cannot be read). Reading stops once there are `limit`; fewer are
-    returned if the rows have no more. `sampled_by` and `answer` call it, and `next_commands` for one question. Raises
-    ValueError if there is no such row, or if a row does not fit its format and data.on_bad_row is "error" (with "skip"
-    it is left out)."""
+    otherwise). Reading stops once there are `limit`; fewer are returned if the rows have no more. `sampled_by` and
+    `answer` call it, and `next_commands` for one question. Raises ValueError if there is no such row, or if a row
+    cannot be read or does not fit its format and data.on_bad_row is "error" (with "skip" it is left out)."""
     rows, left_out = [], 0
     sources = open_sources(config.data.eval, columns=config.data.columns)
     for row in read_rows(sources, config.data.format):
-        example = None if row.value is None else attempt(normalize, row.value, row.format)
+        example = RowError(row.error) if row.value is None else attempt(normalize, row.value, row.format)
         if isinstance(example, RowError) and config.data.on_bad_row == "error":
             raise ValueError(f"{printable(row.place)}: {printable(example)}")
         last = example.messages[-1] if isinstance(example, Example) and example.messages else {}

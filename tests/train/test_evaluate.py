@@ -131,6 +131,14 @@ def test_an_answer_that_is_only_a_call_is_not_asked_for(tmp_path):
     assert asked.messages[-1]["content"] == "x"
 
 
+@pytest.mark.parametrize("line", ["{", json.dumps({"messages": 3})])
+def test_a_bad_row_is_an_error_unless_it_is_skipped(line, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(line + "\n" + json.dumps(conversation("4", "x")))
+    data = DataConfig(train="none", eval=str(tmp_path / "rows.jsonl"), format="messages")
+    with pytest.raises(ValueError, match="rows.jsonl:1: "):
+        app.answered(TrainConfig(model=ModelConfig(path="none"), data=data), 2)
+
+
 def test_rows_that_are_not_asked_are_counted_beside_the_score(tokenizer, tmp_path, monkeypatch):
     """Those that cannot be read, do not fit, or end with no answer, up to the last row that is asked."""
     question = {"messages": [{"role": "user", "content": "2 + 2"}]}
