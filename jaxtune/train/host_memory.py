@@ -1,7 +1,7 @@
 """Gives host memory back to the operating system after the XLA compiler has freed it.
 
 Compiling runs in many threads, and glibc keeps what each of them frees: gigabytes for an 8B model. `give_back` is
-called after programs were compiled, and before exports, which need host memory themselves.
+called each time the programs of a train step were compiled, and before exports, which need host memory themselves.
 """
 
 from __future__ import annotations

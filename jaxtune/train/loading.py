@@ -1,6 +1,6 @@
-"""Loads the model, the adapter and the tokenizer that a config asks for: `load_model` waits for them, and `loading`
-loads the weights in a thread while rows are read and programs compiled. `adapted` gives a loaded model its head and
-adapter."""
+"""Loads the model, the adapter and the tokenizer that a config asks for. `loading` loads the weights in a thread while
+rows are read and programs compiled; the train command uses it. `load_model` waits for them; `jaxtune evaluate` and
+`jaxtune sensitivity` use it. `adapted` gives a loaded model its head and adapter."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from jaxtune.train.planning.meshes import mesh_of
 
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
-    """Loads what a config asks for, the model with its adapter (and, for a distillation, its teacher) and the
-    tokenizer: (model with its arrays, tokenizer). It waits until the weights are loaded. Raises ValueError if there is
-    no tokenizer, or if the teacher has another one."""
+    """Loads what a config asks for, the model with its adapter (and the teacher of a distillation, as `loading` does)
+    and the tokenizer: (model with its arrays, tokenizer). It waits until the weights are loaded. Raises ValueError as
+    `loading` does, and if the weights or the adapter cannot be loaded."""
     with loading(config) as (weights, tokenizer, model):
         return model if weights is None else weights.result(), tokenizer
 
@@ -41,7 +41,8 @@ def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
 @contextlib.contextmanager
 def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
     """A context that loads the model with its adapter, and the tokenizer, that a config asks for. It gives (weights,
-    tokenizer, model); the model of a distillation has its teacher attached.
+    tokenizer, model). In a distillation the teacher that the config names is attached to the model, unless its
+    log-probabilities are stored before the run, or it is the model itself with its adapter off.
 
     Usually a thread loads the weights while the caller tokenises rows and compiles programs: `weights` is the future of
     the model, and `model` has jax.ShapeDtypeStruct in place of its arrays.
@@ -50,7 +51,8 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     show.
 
     Leaving the context cancels the loading that is in progress. Raises ValueError on entering if there is no tokenizer,
-    or if that of the teacher differs.
+    if the teacher's gives a token another id, or if a checkpoint cannot be opened or, in these three cases, loaded;
+    errors of the thread are raised by `weights.result()`.
     """
     wanted, teacher = config.model, open_teacher(config)
 
@@ -113,9 +115,10 @@ def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
 
 
 def adapted(model: Decoder, config: TrainConfig) -> Decoder:
-    """Returns the loaded `model` as `config` asks for a run: with matrix products in FP8 (model.compute), the head that
-    the objective needs, and the adapter from adapter.path or a new one. It shares the arrays of `model`, which is
-    returned itself if nothing of this is asked for. Raises ValueError if the model cannot be changed so."""
+    """Returns the loaded `model` as `config` asks for a run: with matrix products in FP8 (model.compute), a new head if
+    the objective needs one of another kind, and the adapter from adapter.path or a new one. `loading` calls it. It
+    shares the arrays of `model` (but not a head that is replaced), which is returned itself if nothing of this is asked
+    for. Raises ValueError if the model cannot be changed so."""
     if config.model.compute == "fp8":
         model = compute_in_fp8(model)
     model = with_head(model, objective_of(config).head, config.seed)

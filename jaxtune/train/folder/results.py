@@ -1,12 +1,13 @@
 """The folders that a run exports, each with a proof that this run wrote it.
 
 A folder gets its name when it is complete and contains `jaxtune_run.json`: the values that identify the run
-(record.same_run), the step whose weights it has, and size and CRC-32 of every file. A folder without a valid proof is
-never taken for a result, and never overwritten. At the end of a run the application (train/app.py) exports by these
-functions; evaluation and a run that is started again recognise its results by them. `write_result` writes a folder with
-its proof, and `read_result` checks one. `require_own`, `require_replaceable` and `holds` ask whether a folder is a
-result of this run, whether the run may overwrite it, and whether it is up to date. `Delivery` is the interface of what
-gets the trained model.
+(record.same_run), the number of steps after which it was written, and size and CRC-32 of every file that the run wrote.
+A folder without a valid proof is never taken for a result, and never overwritten. At the end of a run the application
+(train/app.py) exports the adapter and the merged model by these functions; evaluation (scoring.py) and a run that is
+started again recognise these folders by them. `write_result` writes a folder with its proof, and `read_result` checks
+one and returns a `Result`. `require_own`, `require_replaceable` and `holds` ask whether a folder is a result of this
+run, whether the run may overwrite it, and whether it is up to date. `Delivery` is the interface of what gets the
+trained model.
 """
 
 from __future__ import annotations
@@ -32,18 +33,22 @@ _FORMAT = 1
 @dataclasses.dataclass(frozen=True)
 class Result:
     """A folder that a run exported, as its valid proof describes it. The proof is the file jaxtune_run.json in it,
-    which says which run and which step wrote the folder, and lists the size and CRC-32 of every file."""
+    which says which run wrote the folder and after how many steps, and lists the size and CRC-32 of every file.
+    `read_result` makes it; evaluation chooses by it which weights of a run's folder are the newest."""
 
     folder: Path  # the exported folder
     run: dict[str, Any]  # the values that identify the run, as record.same_run returns them
-    step: int  # the step whose weights it has
-    added: str = ""  # the first file in it that the run did not write, or ""
+    # The number of steps of the run when it was written. With checkpoint.best its weights may be those after fewer
+    # steps, which results.json names.
+    step: int
+    # The first file in it, by its path, that the run did not write, or ""; hidden files of the folder do not count.
+    added: str = ""
 
 
 class Delivery(Protocol):
-    """The interface of what receives the result of a run, for example to export it; an argument of Trainer.train.
-    `begin` is called before the steps and can refuse the run, for example because a folder that it would write is not
-    of this run; `finish` gets the trained model."""
+    """The interface of what receives the result of a run, for example to export it; an argument of Trainer.train, for
+    which the train command has app._Delivery. `begin` is called before the steps and can refuse the run, for example
+    because a folder that it would write is not of this run; `finish` gets the trained model."""
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
         """Called before the first step of this process, while the weights may still be loading; what it raises stops
@@ -60,7 +65,7 @@ class Delivery(Protocol):
         as exporting it.
 
         Args:
-          model: the trained model.
+          model: the trained model, with checkpoint.best the one of the best evaluation.
           run: the values that identify the run (record.same_run).
           trained: True: this process made a step. False: the run had made all its steps already when it was started
             again.
@@ -68,10 +73,12 @@ class Delivery(Protocol):
 
 
 def read_result(folder: Path) -> Result:
-    """Returns the Result in a folder that a run exported: the run and the step that wrote it, from the folder's proof.
+    """Returns the Result in a folder that a run exported: which run wrote it and after how many steps, from the
+    folder's proof. Evaluation, which takes the result of any run, and `require_own` call it.
 
     The proof is jaxtune_run.json, which lists the size and CRC-32 of every file; every file is compared with it first.
-    Files that were added later are no error; the first of them (hidden ones not counted) is in Result.added.
+    Files that were added later are no error; the first of those whose path in the folder does not begin with a dot is
+    in Result.added.
 
     Raises:
       ValueError: the folder has no proof, the proof cannot be read, or a file is missing or differs from what was
@@ -108,7 +115,8 @@ def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
       steps: the number of steps of the whole run. A result of fewer steps may be of the run before it was made longer,
         and is compared without the keys that then change (record.LENGTHENED).
     Raises:
-      ValueError: the folder was written by another run or by no run; the message says what differs and what to do.
+      ValueError: the folder is missing or damaged, or was written by another run or by no run; the message says what
+        differs and what to do.
     """
     fix = "move it away, or choose another output"
     try:
@@ -126,16 +134,18 @@ def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
 
 def require_replaceable(folder: Path, run: dict[str, Any], steps: int) -> None:
     """Raises ValueError unless `folder` is a result that this run may overwrite: this run wrote it, perhaps before it
-    was made longer, and nobody has added a file. run: the values that identify the run. steps: the number of its
-    steps."""
+    was made longer, it is not damaged, and nobody has added a file. run: the values that identify the run. steps: the
+    number of its steps. The train command calls it before the first step, so that it does not train in vain, and
+    `write_result` calls it again."""
     if added := require_own(folder, run, steps).added:
         raise ValueError(f"{folder} has to be written again, but contains {added}, which no run wrote: move it away")
 
 
 def holds(folder: Path, run: dict[str, Any], step: int) -> bool:
     """Whether `folder` is a result of this run after `step`, so that it need not be written again. False if there is no
-    such folder, or the result is of another step of this run. run: the values that identify the run. Raises ValueError
-    if the folder is of another run or is no result."""
+    such folder, or the result is of another step of this run. A run that was complete when it was started again asks it
+    before it exports. run: the values that identify the run. step: the number of its steps. Raises ValueError if the
+    folder is of another run, damaged or no result."""
     return os.path.lexists(folder) and require_own(folder, run, step).step == step
 
 
@@ -146,10 +156,10 @@ def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[
     Args:
       folder: the path that the result gets.
       run: the values that identify the run, as record.same_run returns them.
-      step: the step whose weights it has.
+      step: the number of steps of the run, which the proof records.
       write: a function that gets the path of an empty folder and writes the files of the result into it.
     Raises:
-      ValueError: the folder exists and is not a result of this run, or has files that no run wrote.
+      ValueError: the folder exists and is not an intact result of this run, or has files that no run wrote.
     """
     if os.path.lexists(folder):
         require_replaceable(folder, run, step)

@@ -1,7 +1,7 @@
 """The rows of a run as tokens: `run_rows` tokenises those that it trains on and those that it is evaluated on, by a
 `Reader`, and `source_of` makes the source of its batches. `samples` and `is_stream` say whether rows are sampled from
 the model or read during the run, `own_lanes` which rows of a batch a process makes, and `most_documents` for how many
-documents in a row attention is compiled."""
+documents in a row attention is compiled. The Trainer calls them in its constructor."""
 
 from __future__ import annotations
 
@@ -34,22 +34,24 @@ def run_rows(
     reader: Reader, train_rows: object = None, eval_rows: object = None, apart: bool = False
 ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
     """Tokenises the rows of a run as its objective reads them. On each host one process tokenises first, and the others
-    read its cache. A collective call in a run of several processes.
+    read its cache. A collective call in a run of several processes. data.max_rows limits the rows to train on only.
 
     Args:
       reader: tokenises rows for the run.
       train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; train_rows may also
-        be a BatchSource, or a list of (rows, weight) for a mixture. None: the rows that the config names.
+        be a BatchSource, which is returned as it is, or a list of (rows, weight) for a mixture. None: the rows that the
+        config names.
       apart: what happens to the training rows that data.eval_rows takes out for evaluation, if there are other rows to
         evaluate on. False: they are trained on. True: they are left out of training all the same, as in the run whose
         weights are evaluated now.
     Returns:
       (rows to train on, held-out rows or None). Rows to train on that are streamed, mixed or sampled are a BatchSource,
         which makes them during the run. If the objective learns from rewards and the config asks for answers in
-        evaluations, the held-out rows are only answered and have no loss, and None is returned for them.
+        evaluations, the held-out rows are only answered and have no loss, and None is returned for them; without such
+        answers held-out rows are an error for this objective.
     Raises:
-      ValueError: the rows cannot be used; a document has more tokens than the model has positions; processes see
-        different rows; an option does not go with rows that are made during the run.
+      ValueError: the rows cannot be used; a document, cut to data.length tokens, has more tokens than the model has
+        positions; processes see different rows; an option does not go with rows that are made during the run.
     """
     config, data = reader.config, reader.config.data
     wanted = data.train if train_rows is None else train_rows
@@ -118,7 +120,8 @@ class Reader:
         data set, from which batches are made.
 
         Raises:
-          ValueError: a document has more tokens than the model was made for, or what `Objective.prepare` raises.
+          ValueError: a document, cut to data.length tokens, has more of them than the model was made for, or what
+            `Objective.prepare` raises.
         """
         data, vocab_size = self.config.data, self.model.vocab_size
         prepared = self.objective.prepare(rows, self.tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
@@ -132,7 +135,8 @@ class Reader:
 
     def sampled(self, rows: object) -> BatchSource:
         """The source of the batches of a run that samples answers (GRPO, RLOO, on-policy distillation). It samples
-        answers to the prompts of `rows` from the model during the run."""
+        answers to the prompts of `rows` from the model during the run. Raises ValueError if the prompts, or for rewards
+        the functions that the config names, cannot be used."""
         if isinstance(self.objective, Distill):
             positions = self.model.context_length
             return own_samples(self.objective, rows, self.tokenizer, self.config, self.ends, positions)
@@ -140,9 +144,10 @@ class Reader:
         return sampled_answers(self.objective, rows, self.tokenizer, self.config, self.ends, self.model.context_length)
 
     def row_set(self, rows: object) -> RowSet:
-        """`rows` as one of the sets from which a run's batches are drawn during the run. Streamed rows are tokenised in
-        the background while the run trains; rows of a mixture that are not streamed are tokenised here, all at once.
-        Raises ValueError if they cannot be read, or as `tokenised` does."""
+        """`rows` as one of the sets from which a run's batches are drawn during the run. Of streamed rows a first
+        window is tokenised here and the others in the background while the run trains; rows of a mixture that are not
+        streamed are tokenised here, all at once. Raises ValueError if they cannot be read, or as `tokenised` does;
+        later windows raise it during the run."""
         data, name = self.config.data, str(rows) if isinstance(rows, str | os.PathLike) else "rows"
         if not is_stream(rows, data.streaming):
             return PreparedSet(name, self.tokenised(rows, data.max_rows))
@@ -159,14 +164,15 @@ def samples(objective: Objective) -> bool:
 
 
 def is_stream(rows: object, streaming: bool = False) -> bool:
-    """Whether `rows` are read during the run (True) or all before it (False). They are if `streaming` (data.streaming)
-    is True, or if they are an IterableDataset of the library `datasets`."""
+    """Whether `rows` are read during the run (True) or all before it (False). They are read during the run if
+    `streaming` (data.streaming) is True, whatever the rows are, or if they are an IterableDataset of the library
+    `datasets`. jaxtune.compat asks it about a script's data sets, too."""
     return streaming or (hasattr(rows, "features") and hasattr(rows, "num_shards") and not hasattr(rows, "__len__"))
 
 
 def _weighted(rows: object) -> list[tuple[object, float]]:
-    """The pairs (rows, weight as a float) if `rows` is a list or tuple of such pairs only, which asks for a mixture;
-    else an empty list."""
+    """The pairs (rows, weight as a float) if `rows` is a list or tuple of such pairs only, by which `run_rows` sees
+    that a mixture is asked for; else an empty list."""
     if not isinstance(rows, list | tuple) or not rows:
         return []
     pairs = [part for part in rows if isinstance(part, list | tuple) and len(part) == 2]
@@ -184,7 +190,7 @@ def own_lanes(mesh: jax.sharding.Mesh) -> list[int]:
 def source_of(
     train: TokenDataset | BatchSource, held_out: TokenDataset | None, config: TrainConfig
 ) -> tuple[BatchSource, TokenDataset | None, int]:
-    """Makes the source of a run's batches from the rows that run_rows returned.
+    """Makes the source of a run's batches from the rows that run_rows returned, and counts the run's steps.
 
     Args:
       train: the rows to train on, tokenised; a source is taken as it is.
@@ -205,7 +211,8 @@ def source_of(
 
 def most_documents(batches: BatchSource, held_out: TokenDataset | None) -> int | None:
     """The largest number of documents in any row that is computed, for which attention's kernels are compiled; None if
-    the source of the batches knows no limit. batches: of the steps. held_out: the rows of evaluations, or None."""
+    the source of the batches knows no limit. The program of a train step is made with it, unless config.deterministic
+    is set. batches: of the steps. held_out: the rows of evaluations, or None."""
     if batches.max_documents is None:
         return None
     return max(batches.max_documents, 0 if held_out is None else held_out.rows.max_documents)

@@ -41,7 +41,8 @@ class RunState:
 
 @contextlib.contextmanager
 def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseException], ...]) -> Iterator[None]:
-    """A context around a run: state.json in `folder` says that it is running, and at the end how it ended.
+    """A context around a run: state.json in `folder` says that it is running, and at the end how it ended. An
+    exception that ends the run passes on. Trainer.train runs in it.
 
     A state that cannot be written is logged, and the run continues. In a run of several processes the first one writes.
 
@@ -64,9 +65,9 @@ def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseExcepti
 
 @dataclasses.dataclass(frozen=True)
 class _Writer:
-    """A function (name, why) that writes the state of a run to state.json in `folder`: the state's name and the reason
-    for it (see RunState), with total_steps, the steps of the whole run. An error is logged, and does not end the
-    run."""
+    """A function (name, why) by which `recorded_state` writes the state of a run to state.json in `folder`: the state's
+    name and the reason for it (see RunState), with total_steps, the steps of the whole run. Only the first process of a
+    run writes. An error is logged, and does not end the run."""
 
     folder: Path
     total_steps: int
@@ -85,8 +86,9 @@ class _Writer:
 
 def read_state(folder: Path) -> RunState:
     """The state of the run in `folder`, from its state.json. It is "killed" if the file says that it is running, and
-    its process is gone by the file of the run's lock, or that file is missing (a process of another machine cannot be
-    asked, and is taken to live); "unknown" if state.json is missing, cannot be read, or names another state."""
+    its process is gone by the file of the run's lock, or that file is missing or unreadable (a process of another
+    machine cannot be asked, and is taken to live); "unknown" if state.json is missing, cannot be read, or names another
+    state. Nothing is raised for such files."""
     try:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
         name, why, total = found["state"], str(found["why"]), found["total_steps"]
@@ -102,7 +104,8 @@ def read_state(folder: Path) -> RunState:
 
 def _lives(lock: Path) -> bool:
     """Whether the process that has a run's lock lives, by the pid in the file `lock`; True for a process of another
-    machine, which cannot be asked, and False if there is no such file, or it cannot be read.
+    machine, which cannot be asked, and False if there is no such file, or it cannot be read. `read_state` tells a
+    killed run from a running one by it.
 
     The lock itself is not tried: a run that starts at that moment would find its folder in use.
     """

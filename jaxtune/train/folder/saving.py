@@ -1,6 +1,7 @@
-"""When a run's state is saved: as the section `checkpoint` of the config says, after a signal, and when a callback asks
-for it, but never while updates are being skipped. `SavePolicy` decides when a save is due, and `Saver` makes it; after
-a signal it raises `TrainingInterrupted`."""
+"""When a run's state is saved: as the section `checkpoint` of the config says (also at the end of a run, and when rows
+cannot be loaded, if it asks for saves at all), after a signal, and when a callback asks for it, but never while updates
+are being skipped. `SavePolicy` decides when a save is due, and `Saver` makes it; after a signal it raises
+`TrainingInterrupted`."""
 
 from __future__ import annotations
 
@@ -22,15 +23,16 @@ from jaxtune.train.signals import StopSignal
 class TrainingInterrupted(RuntimeError):
     """Raised when a signal has ended the run after a finished step. The message says which step is saved: this one, or
     an earlier one if updates were being skipped, or that nothing is saved yet. The same command continues from the
-    saved step."""
+    saved step, or begins anew if there is none. `Saver.poll` raises it, and the train command then exits with code
+    75."""
 
 
 @dataclasses.dataclass
 class SavePolicy:
     """Decides when a save is due: after a number of steps, after a number of minutes, or after either if both are set.
 
-    `should_save` decides after each step, `time_is_up` between steps, and `saved` records a save. They take
-    `now_seconds` from any monotonic clock, such as time.monotonic(). The minutes count from the first call of
+    `Saver` has one. `should_save` decides after each step, `time_is_up` between steps, and `saved` records a save. They
+    take `now_seconds` from any monotonic clock, such as time.monotonic(). The minutes count from the first call of
     `should_save`, and then from each save.
     """
 
@@ -65,12 +67,13 @@ class SavePolicy:
 
 class Saver:
     """Saves the state of one run while it trains and evaluates. All processes of a run save at the same steps. The
-    training loop calls `after_step` after each step, `poll` during an evaluation, and `finish` at the end; the steps
-    run in the context `guarded`.
+    training loop (run.Run) calls `after_step` after each step, `poll` during an evaluation and after the last one,
+    `evaluated` after each evaluation, and `finish` at the end; the steps run in the context `guarded`. `save` makes a
+    save for all of them.
 
-    A state is known to be good after a later step or evaluation with finite numbers. Until then earlier checkpoints are
-    kept (Checkpointer.confirm). Nothing is saved while steps are not finite and their updates are skipped, because the
-    weights may be ruined already.
+    A saved state is known to be good once a later update was made, or at the end of the run if its last numbers are
+    finite (`finish`). Until then earlier checkpoints are kept (Checkpointer.confirm). Nothing is saved while steps are
+    not finite and their updates are skipped, because the weights may be ruined already.
 
     Args:
       checkpointer: writes the checkpoints.
@@ -80,7 +83,8 @@ class Saver:
       monitor: says which updates were made and which were skipped.
       stop: says whether a signal asked the run to stop.
     Attributes:
-      enabled: whether the config asks for saves during the run.
+      enabled: whether the config asks for saves after steps or minutes (every_steps, every_minutes). Only then the last
+        state is saved too. False: a run saves only after a signal, for checkpoint.best, or for a callback.
       policy: decides when a save is due.
       saved: the number of steps done in the state that was saved last; `start` before the first save.
       best: keeps the checkpoint of the best evaluation (checkpoint.best).
@@ -107,7 +111,7 @@ class Saver:
     def after_step(self, done: int, state: Any, last: bool) -> None:
         """Called after each step: saves if a save is due, and raises if a signal came. After the last step it does
         neither, because evaluation and the final save follow; a save that was due stays due. If an update was made
-        since the last save, that checkpoint is known to be good (Checkpointer.confirm).
+        since the last save, that checkpoint is known to be good (Checkpointer.confirm), also after the last step.
 
         Args:
           done: the number of optimizer steps done.
@@ -124,9 +128,9 @@ class Saver:
             self.poll(done, state)
 
     def poll(self, done: int, state: Any) -> None:
-        """Saves if a save is due. Called whenever the state is complete, such as between two batches of an evaluation.
-        If a signal came, saves the state, waits until its files are complete, and raises. A collective call: all
-        processes of a run agree here on whether to save or to stop.
+        """Saves if a save is due. Called whenever the state is complete: after a step, between two batches of an
+        evaluation, and at the end of the run. If a signal came, saves the state, waits until its files are complete,
+        and raises. A collective call: all processes of a run agree here on whether to save or to stop.
 
         Args:
           done: optimizer steps done.
@@ -149,18 +153,19 @@ class Saver:
             self.save(done, state)
 
     def save_for_callback(self, done: int, state: TrainState) -> None:
-        """Saves `state`, the TrainState after `done` steps, as `save` does, because a callback asked for it. If nothing
-        is saved because updates are being skipped, the request stays: a later state is saved as soon as steps are
-        finite again."""
+        """Saves `state`, the TrainState after `done` steps, as `save` does, because a callback asked for it
+        (callbacks.Between). If nothing is saved because updates are being skipped, the request stays: a later state is
+        saved as soon as steps are finite again. Raises what `save` raises."""
         self._due = True
         self.save(done, state)
 
     def save(self, done: int, state: Any) -> None:
-        """Saves `state`, the TrainState after `done` steps, and passes `done` to the run's callbacks. It does nothing
-        if that state is saved already. It saves nothing either while updates are being skipped because steps were not
-        finite, and prints so once; a save that was due is then made as soon as they are finite again. It first waits
-        for the metrics of all steps, and may raise the TrainingStopped of a guard, or the CheckpointError of this save
-        or the one before. The files are written in a thread (Checkpointer.save)."""
+        """Saves `state`, the TrainState after `done` steps, whether a save is due or not, and passes `done` to the
+        run's callbacks (Callback.saved), before the files are complete. It does nothing if that state is saved already.
+        It saves nothing either while updates are being skipped because steps were not finite, and prints so once; a
+        save that was due is then made as soon as they are finite again. It first waits for the metrics of all steps,
+        and may raise the TrainingStopped of a guard, or the CheckpointError of this save or the one before. The files
+        are written in a thread (Checkpointer.save)."""
         self.monitor.flush()
         if self.saved == done:
             self._due = False
@@ -181,8 +186,9 @@ class Saver:
     def evaluated(self, done: int, state: TrainState, values: Mapping[str, float]) -> None:
         """Called after an evaluation: saves `state`, the TrainState after `done` steps, if checkpoint.best names a
         metric that is better than in the best evaluation taken so far (`BestCheckpoint.offer`), and `done` is not 0.
-        With checkpoint.best unset it does nothing. values: the evaluation's metrics, by name. Raises ConfigError if
-        that metric is not among them."""
+        With checkpoint.best unset it does nothing. While updates are being skipped nothing is saved, and the
+        evaluation is not taken. values: the evaluation's metrics, by name. Raises ConfigError if that metric is not
+        among them, and what `save` raises."""
 
         def save() -> bool:
             """Saves the state unless updates are being skipped; returns whether it is saved now."""
@@ -204,9 +210,9 @@ class Saver:
             raise
 
     def finish(self, good: bool) -> None:
-        """Called at the end of a run: waits until the last save is complete, and raises its CheckpointError if it
-        failed. good: True: the last state is known to have finite numbers, and checkpoints beyond checkpoint.keep are
-        removed. False: older ones are kept."""
+        """Called at the end of a run, or before an error in loading rows ends it: waits until the last save is
+        complete, and raises its CheckpointError if it failed. good: True: the last state is known to have finite
+        numbers, and checkpoints beyond checkpoint.keep are removed. False: older ones are kept."""
         if self.enabled or self.saved:
             with self.monitor.pause("save", self.saved):
                 self.checkpointer.wait()

@@ -21,8 +21,9 @@ def measured(
     """The metrics of a generation (the answers that are sampled at once), {TRL's name: value}: the mean and the
     standard deviation of the weighted sums of rewards ("reward", "reward_std") and of the rewards of each function
     ("rewards/NAME/mean", "/std"), of those that are not missing, 0 where there are none or too few; the share of groups
-    in which all rewards are equal or missing ("frac_reward_zero_std"); and the mean, smallest and largest length and
-    the share of answers that were cut off ("completions/..."). Lengths count the tokens that were sampled.
+    in which all weighted sums are equal or at most one is not missing ("frac_reward_zero_std"); and the mean, smallest
+    and largest length and the share of answers that were cut off ("completions/..."). Lengths count the tokens that
+    were sampled.
 
     Args:
       answers: the answers, those to the same prompt one after another.
@@ -55,7 +56,8 @@ def screen_lines(
 ) -> list[str]:
     """Lines for the screen about a generation of answers: the one with the largest reward (the first one if no answer
     has a reward), and warnings if more than half are cut off, or if in more than 80% of groups (the answers to one
-    prompt) all rewards are equal or missing, which teaches nothing. A run shows them in every tenth generation.
+    prompt) the weighted sums of rewards are equal or missing (`_equal_groups`), which teaches little or nothing. A run
+    shows them in every tenth generation.
 
     Args:
       sampled: the prompts and answers as reward functions got them.
@@ -88,8 +90,9 @@ def screen_lines(
 
 def _equal_groups(total: np.ndarray) -> np.ndarray:
     """bool[groups]: True where the rewards of a group (the answers to one prompt) are equal (to 1e-8), or where all are
-    missing or only one is not, so that these give no answer an advantage. total: float32[groups, answers], the weighted
-    sums of rewards, NaN where all of an answer's are missing."""
+    missing or only one is not. Such rewards give no answer an advantage, unless those of several functions are
+    normalised before they are added (normalize_then_sum). `measured` and `screen_lines` count such groups. total:
+    float32[groups, answers], the weighted sums of rewards, NaN where all of an answer's are missing."""
     low, high = np.where(np.isnan(total), np.inf, total).min(1), np.where(np.isnan(total), -np.inf, total).max(1)
     return ~(high - low > 1e-8)
 

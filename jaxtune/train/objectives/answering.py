@@ -1,7 +1,8 @@
 """Samples the answers of a generation (all the answers of one round of sampling): in one turn (`OneTurn`), in turns
 between which tools are called (`ToolTurns`), or by a function of the user's code (rollout_function.py). `Answering` is
-the interface of the three ways, `Sampling` has the options that they share, and each answer is a `Given`, with calls of
-tools a `_Dialogue` while it is sampled."""
+the interface of the three ways, of which prompts.py makes the one that a run asks for, and the batch source
+(rollouts.SampledAnswers) calls it. `Sampling` has the options that they share, and each answer is a `Given`, with calls
+of tools a `_Dialogue` while it is sampled; `_extend` adds new tokens to it."""
 
 from __future__ import annotations
 
@@ -34,16 +35,20 @@ class Given:
     shown: Turns
     """The prompt, as reward functions get it."""
     ids: list[int] = dataclasses.field(default_factory=list)
-    """The token ids of the answer so far, those of the texts that tools returned included."""
+    """The token ids of the answer so far, including the tokens that end it or its turns, and those of the texts that
+    tools returned."""
     logps: list[float] = dataclasses.field(default_factory=list)
     """For each token of `ids` its log-probability when it was sampled, at the sampling temperature; 0 for tokens that
-    tools returned."""
+    tools returned. Those of a rollout function are what it returned."""
     sampled: list[bool] | None = None
-    """For each token of `ids`: True if the model sampled it, False if a tool returned it. None: all were sampled."""
+    """For each token of `ids`: True if the model sampled it, False if not (a tool returned it). None: all were
+    sampled."""
     finish_reason: str = "stop"
-    """Why the answer ended: "length" if it reached the most tokens, "stop" if a token ended it."""
+    """Why the last sampled turn ended: "length" if it reached the most tokens, "stop" if a token ended it. An answer
+    with calls of tools that has no room for what they return has "stop". That of a rollout function has "stop" if its
+    last token is one that ends an answer, else "length"."""
     completion: Turns = ""
-    """The answer as reward functions get it: text, or the messages of its turns."""
+    """The answer as reward functions get it, set when it is complete: text, or with calls of tools its messages."""
     columns: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Columns that reward functions get in addition to those of the prompt's row, such as the answer's environment."""
 
@@ -54,10 +59,12 @@ class Sampling:
     sampling, the tokens that end an answer, and the function that decodes tokens to text. `sampler` makes a sampler. If
     its argument `alone` is True, each prompt is prefilled in a program of its own, so that an answer has the same bits
     whenever it is submitted. `submit` gives a sampler a prompt with these options; its argument `index` distinguishes
-    requests with the same seed, such as the turns of an answer."""
+    requests with the same seed, such as the turns of an answer. `RolloutFunction` uses neither, as it makes a sampler
+    that the user's function calls."""
 
     settings: Settings
-    """The options by which a token is drawn (temperature, top_k, ...), and the most tokens of an answer."""
+    """The options by which a token is drawn (temperature, top_k, ...), the most tokens of an answer, and the most
+    answers that are sampled at a time."""
     ends: tuple[int, ...]
     """The token ids that end an answer, in ascending order."""
     decode: Callable[[Sequence[int]], str]
@@ -136,18 +143,18 @@ class Sampling:
         )
 
     def without_end(self, ids: Sequence[int]) -> list[int]:
-        """`ids`, the token ids of an answer, as a list, without the last one if it is a token that ends an answer, to
-        be decoded or parsed."""
+        """`ids`, the token ids of an answer or of one of its turns, as a list, without the last one if it is a token
+        that ends an answer, to be decoded or parsed."""
         return list(ids[:-1] if ids and ids[-1] in self.ends else ids)
 
 
 class Answering(Protocol):
     """The interface of what samples the answers of a generation (all the answers of one round of sampling). The classes
-    `OneTurn`, `ToolTurns` and `RolloutFunction` have it, and the run calls whichever its config asks for in the same
-    way. A call gets the model, the prompts (each once for each of its answers) and the sampling seed of each answer. It
-    returns one `Given` (a sampled answer to one prompt, with its tokens and log-probabilities) for each prompt, and
-    {metric's name: value} for the log. The three properties say how it samples, which tools the model may call, and
-    whether a prompt may become longer than it is in its data row."""
+    `OneTurn`, `ToolTurns` and `RolloutFunction` have it, and SampledAnswers calls whichever the run's config asks for
+    in the same way. A call gets the model, the prompts (each once for each of its answers) and the sampling seed of
+    each answer. It returns one `Given` (a sampled answer to one prompt, with its tokens and log-probabilities) for each
+    prompt, and {metric's name: value} for the log. The three properties say how it samples, which tools the model may
+    call, and whether a prompt may become longer than it is in its data row."""
 
     @property
     def sampling(self) -> Sampling:
@@ -228,8 +235,8 @@ class OneTurn:
 
 def _extend(one: Given, piece: Piece) -> None:
     """Adds to the answer `one`, in place, the tokens and log-probabilities of `piece`, which a step of the sampler
-    returned for its request, and marks them as sampled if the answer has such marks. If the piece is the last one, it
-    also sets finish_reason."""
+    returned for its request, and marks them as sampled if the answer has such marks. If the piece is the last one
+    of its request, it also sets finish_reason. `OneTurn` and `ToolTurns` call it."""
     one.ids += piece.ids
     one.logps += piece.logprobs
     if one.sampled is not None:
@@ -239,15 +246,15 @@ def _extend(one: Given, piece: Piece) -> None:
 
 @dataclasses.dataclass
 class _Dialogue:
-    """An answer with calls of tools, while its turns are sampled. A turn is what the model writes until it calls tools
-    or ends."""
+    """An answer with calls of tools, while `ToolTurns` samples its turns. A turn is what the model writes until it
+    calls tools or ends."""
 
     given: Given  # the answer so far
     seed: int  # its sampling seed
     columns: Mapping[str, object]  # of its data row, for the tools
     environment: object  # of this answer, whose methods are tools; None: the run has none
     began: int = 0  # the index in given.ids of the current turn's first token
-    turns: int = 0  # turns in which tools were called
+    turns: int = 0  # turns so far in which tools were called
     calls: int = 0  # calls of tools
     failures: int = 0  # calls that failed
     # the model's turns and what tools returned, as messages
@@ -381,9 +388,10 @@ class ToolTurns:
 
     def _called(self, loop: EventLoop, one: _Dialogue) -> Future[Answered] | None:
         """Ends a turn of the answer `one`: parses it, adds its message, and starts the calls of tools in it in the
-        event loop `loop`, which it counts in `one.turns` and `one.calls`. Returns at once the future of what the tools
-        return. It returns None if the answer is complete, in which case calls in the turn are not made: the turn calls
-        no tool, the answer has had most_iterations turns with calls, or it has reached the most tokens."""
+        event loop `loop`; it adds 1 to `one.turns` and the number of these calls to `one.calls`. Returns at once the
+        future of what the tools return. It returns None if the answer is complete, in which case calls in the turn are
+        not made: the turn calls no tool, the answer has had most_iterations turns with calls, or it has reached the
+        most tokens."""
         turn = self.sampling.without_end(one.given.ids[one.began :])
         message, calls = self.format.parsed(turn, self.tools.parameters(one.columns))
         one.messages.append(message)

@@ -1,5 +1,6 @@
 """Distillation: a student learns the next-token distributions of a teacher. `Distill` is the objective, `Drawing` has
-its options of sampling answers, and `generalized_jsd` computes the divergence of two arrays of logits.
+its options of sampling answers, and `generalized_jsd` computes the divergence of two arrays of logits for training
+loops of a user's own; a run does not call it.
 
 The loss is the generalised Jensen-Shannon divergence of arXiv 2306.13649 at each trained token, with TRL's names and
 conventions (GKDTrainer and DistillationTrainer): `beta` chooses the divergence, and the temperature divides the logits
@@ -69,10 +70,11 @@ def generalized_jsd(
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """How a student's answers are sampled for on-policy distillation. All names except `slots` are TRL's.
+    """How a student's answers are sampled for on-policy distillation, by own_samples.OwnSamples. All names except
+    `slots` are TRL's.
 
     Raises:
-      ValueError: max_completion_length or slots is below 1.
+      ValueError: max_completion_length or slots is below 1. (`Distill` checks the temperature.)
     """
 
     max_completion_length: int = 512
@@ -100,11 +102,12 @@ class Drawing:
 @dataclasses.dataclass(frozen=True)
 class Distill(SFT):
     """The objective (`objective.Objective`) of distillation: the mean divergence of a student's next-token
-    distributions from a teacher's, over the tokens of sampled answers, or over the trained tokens of rows for
-    supervised fine-tuning.
+    distributions from a teacher's, over the tokens of sampled answers (with on_policy above 0) and over the trained
+    tokens of rows for supervised fine-tuning (with on_policy below 1, and in evaluations).
 
     The teacher is attached to the model that trains (teachers.with_teacher); without one, the model with its adapter
-    off is the teacher. With teacher_top_k or teacher_logprobs its largest log-probabilities are stored before the run.
+    off is the teacher. With teacher_top_k or teacher_logprobs its largest log-probabilities are stored before the run,
+    and the model trains without a teacher.
 
     Raises:
       ValueError: beta or on_policy is not from 0 to 1, a temperature is not above 0, or on_policy is not 0 with stored
@@ -123,16 +126,16 @@ class Distill(SFT):
     """Divides the logits of both models."""
 
     on_policy: float = 1.0
-    """The share of data rows, from 0 to 1, whose answer is sampled from the student (TRL's `lmbda`); the others keep
-    the answer that the data set has. It decides which rows a run makes (own_samples.py); the loss is the same for
-    all."""
+    """The probability, from 0 to 1, with which a data row's answer is sampled from the student (TRL's `lmbda`); the
+    others keep the answer that the data set has. It decides which rows a run makes (own_samples.py); the loss is the
+    same for all."""
 
     drawing: Drawing = dataclasses.field(default_factory=Drawing)
     """How answers are sampled, if on_policy is above 0."""
 
     teacher_top_k: int | None = None
     """The number of log-probabilities of the teacher that are stored for each trained token before the run, in which
-    the teacher is not in memory then; None: the teacher runs beside the student."""
+    the teacher is not in memory then; None: it runs beside the student, unless teacher_logprobs is set."""
 
     teacher_logprobs: str | None = None
     """The file, written by another program, with a teacher's log-probabilities, which take the place of a teacher

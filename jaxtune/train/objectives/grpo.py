@@ -1,4 +1,5 @@
-"""The losses of reinforcement learning from rewards: GRPO, its variants and RLOO, as functions of arrays.
+"""The losses of reinforcement learning from rewards: GRPO, its variants and RLOO, as functions of arrays; the
+objectives (policy.py) call them.
 
 No function depends on a model. `group_advantages` and `rloo_advantages` compute advantages from rewards on the host
 (`total_rewards` weighs and adds them). `importance_ratio` corrects for a sampler whose probabilities differ from the
@@ -178,8 +179,8 @@ def importance_ratio(
 ) -> jax.Array:
     """The ratio of the trainer's probabilities of sampled tokens to the sampler's, bounded, and without gradient.
 
-    The policy's loss is multiplied by it, which corrects for a sampler that rounds differently (truncated importance
-    sampling).
+    The losses multiply the policy's term by it (`Answers.ratio`), which corrects for a sampler that rounds differently
+    (truncated importance sampling).
 
     Args:
       logps: float32[answers, tokens], log-probabilities under the trainer's model at the time of sampling.
@@ -244,17 +245,19 @@ class PolicyLoss:
     do not use it."""
 
     beta: float = 0.0
-    """The factor of the KL divergence from the reference model, which is added to the loss; 0: there is none."""
+    """The factor of the KL divergence from the reference model, which is added to the loss; 0: there is none. RLOO
+    subtracts beta times the divergence from the rewards instead (policy.RLOO)."""
 
     use_bias_correction_kl: bool = True
-    """True: the divergence of each token is multiplied by the ratio, and so differentiated through the ratio too.
-    False: it is not."""
+    """True: the divergence of each token is multiplied by the ratio of new to old probability, not clipped, and so
+    differentiated through it too. False: it is not."""
 
     top_entropy_quantile: float = 1.0
-    """The share of tokens that count in the policy's loss, above 0: those with the largest entropy; 1 is all."""
+    """The share of tokens that count in the policy's loss, above 0: those with the largest entropy of the batch (in a
+    run, of a device's rows of a micro-batch); 1 is all. The loss's divisor counts the other tokens too."""
 
     entropy_coef: float = 0.0
-    """The factor of the mean entropy, which is subtracted from the loss."""
+    """The factor of the mean entropy, over the tokens that top_entropy_quantile selects, subtracted from the loss."""
 
     sapo_temperature_pos: float = 1.0
     """The factor t, above 0, in "sapo"'s soft clipping of a ratio r for positive advantages, 4 / t * sigmoid(t * (r -
@@ -300,12 +303,12 @@ class Answers:
     advantages: jax.Array
     """float32[answers]: from `group_advantages` or `rloo_advantages`."""
     entropies: jax.Array
-    """The entropies of the model's distributions over the tokens."""
+    """At each token the entropy, in nats, of the distribution by which `logps` has its log-probability."""
     old_logps: jax.Array | None = None
     """The log-probabilities under the model that sampled. None takes `logps` without gradient, which is the same in the
     first step after sampling."""
     ref_logps: jax.Array | None = None
-    """The log-probabilities under the reference model; needed if beta is not 0."""
+    """The log-probabilities under the reference model; GRPO's losses need them if beta is not 0."""
     ratio: jax.Array | None = None
     """float32[answers, tokens or 1]: the factors of `importance_ratio`, which correct for a sampler that rounds
     differently; None: the losses are not corrected."""
@@ -336,10 +339,10 @@ def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax
 
 
 def means_of(sums: dict[str, Any]) -> dict[str, Any]:
-    """Divides each sum by the count that belongs to it, and returns {metric: mean}. sums: what `grpo_sums` or
-    `rloo_sums` returns, which may have been added up over several batches. Its entries "tokens" and "ratios" are the
-    counts and are left out of the result: metrics of clipping are means over ratios (one for each token, or one for
-    each answer), all others are means over tokens. A mean whose count is 0 is 0."""
+    """Divides each sum by the count that belongs to it, and returns {metric: mean}. sums: the dict that `grpo_sums` or
+    `rloo_sums` returns, perhaps added up over several batches and with further sums over tokens (`GRPO.metrics`). Its
+    entries "tokens" and "ratios" are the counts and are left out of the result: metrics of clipping are means over
+    ratios (one for each token or each answer), all others are means over tokens. A mean whose count is 0 is 0."""
     counts = {name: sums[name] for name in ("tokens", "ratios")}
     return {
         name: value / (count + (count == 0))
@@ -410,7 +413,7 @@ def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
 
 
 def _aggregated(losses, per_answer, answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array]:
-    """Adds up the losses of tokens: (sum, count), two float32 scalars whose quotient is the loss of
+    """Adds up the losses of tokens for `grpo_sums`: (sum, count), two float32 scalars whose quotient is the loss of
     `options.loss_type`.
 
     Args:
@@ -484,13 +487,13 @@ def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.A
 
 
 def _of_high_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
-    """float32[answers, tokens], without gradient: 1 at the tokens with the largest entropies of the batch, which are
-    those that count with the option top_entropy_quantile, else 0.
+    """float32[answers, tokens], without gradient: 1 at the tokens with the largest entropies of these answers, which
+    are those that count with the option top_entropy_quantile, else 0.
 
     Args:
       entropies: float32[answers, tokens].
       mask: float32[answers, tokens], 1 at the tokens that are compared.
-      share: the share of these tokens that get a 1, from 0 to 1.
+      share: the share of these tokens that get a 1, from 0 to 1; more get one if entropies are equal.
     """
     entropies = jax.lax.stop_gradient(entropies)
     bound = jnp.nanquantile(jnp.where(mask > 0, entropies, jnp.nan), 1.0 - share)

@@ -35,7 +35,8 @@ class KTO(Referenced):
     which is labelled as desirable or undesirable. The loss moves the answer's log-ratio, log p(answer) - log
     p_ref(answer) under a reference model, above or below the KL divergence between model and reference. The divergence
     kl is estimated as in TRL: the mean log-ratio of a micro-batch's mismatched answers (each the answer of another row,
-    after this row's prompt), at least 0, without gradient. The loss of a desirable answer is desirable_weight
+    after this row's prompt) on all devices, at least 0, without gradient. The reference is the model with its adapter
+    off (`Referenced`). The loss of a desirable answer is desirable_weight
     sigmoid(beta (kl - log-ratio)), that of an undesirable one undesirable_weight sigmoid(beta (log-ratio - kl)); its
     reward, in metrics, is beta times its log-ratio. beta: the larger it is, the less the model moves away from the
     reference."""
@@ -144,8 +145,9 @@ def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
 
     Rows are taken in groups of `size` consecutive rows. A row gets the answer of the row before it in its group, and
     the first row of a group that of the last one; the last group may be smaller. Rows of which truncation to
-    `rows.length` tokens leaves no token of the answer are left out first. The result is a new data set, whose reference
-    log-probabilities are not computed yet (NaN), or None if those of `rows` are.
+    `rows.length` tokens leaves no token of the answer are left out first. The result is a new data set. If `rows` has
+    an array of the reference's log-probabilities, that of the result is all NaN, to be computed for the new pairs; else
+    it is None too.
 
     Args:
       rows: a data set that KTO.prepare made.

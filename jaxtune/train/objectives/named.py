@@ -1,5 +1,5 @@
-"""The objectives that a config can name: their classes by objective.name, and the objective that a config asks for
-(`objective_of`)."""
+"""The objectives that a config can name: the objective that a config asks for (`objective_of`), and the classes by
+objective.name of those over pairs and over rewards; "sft" and "distill" have no table."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def objective_of(config: TrainConfig) -> Objective:
     """The objective that config.objective.name selects, constructed with the options in the config's section
     `objective`. The options of reward functions, tools and the teacher's format are left out, because the batch source
     and the loading use those; an option that is None has the default of the objective's class. A run makes its
-    objective by it unless it is given one. Raises ValueError if the objective's class finds an option out of its
-    range."""
+    objective by it unless it is given one; the loading of the model and the planner ask it too. Raises ValueError if
+    the objective's class finds an option out of its range."""
     wanted = config.objective
     if wanted.name == "sft":
         return SUPERVISED
