@@ -22,7 +22,8 @@ _TURNS = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content":
 def turn_end(tokenizer: Any) -> int | None:
     """The id of the special token that ends a response in the chat template of a Hugging Face tokenizer, found by
     rendering a short conversation. None if the tokenizer has no template or is not fast, if the template cannot render
-    that conversation, or if its responses do not end with a special token."""
+    that conversation, or if its responses do not end with a special token. Generation stops at it: that of trained
+    models (with_end_tokens), of evaluation.generate, and of training on sampled answers with tools."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
     encoder = RowEncoder(tokenizer)
@@ -34,10 +35,11 @@ def turn_end(tokenizer: Any) -> int | None:
 
 
 def with_end_tokens(model: Decoder, tokenizer: Any) -> Decoder:
-    """Adds the token that ends a response in the tokenizer's chat template, and the tokenizer's EOS, to the tokens at
-    which generation from the model ends. The model is changed in place and returned; folders that it is saved to have
-    these tokens too. Nothing is added if there is no tokenizer (None), if the model scores texts, or if it was built
-    without a config.json (its `source` is None)."""
+    """Adds the token that ends a response in the tokenizer's chat template, and the tokenizer's EOS, as far as there
+    are such tokens, to the tokens at which generation from the model ends. Trainer.train calls it for its result, and
+    commands that generate, such as chat and serve, for the model that they load. The model is changed in place and
+    returned; folders that it is saved to have these tokens too. Nothing is added if there is no tokenizer (None), if
+    the model scores texts, or if it was built without a config.json (its `source` is None)."""
     if tokenizer is None or model.source is None or not model.config.head.is_text:
         return model
     taught = (turn_end(tokenizer), tokenizer.eos_token_id)

@@ -1,6 +1,7 @@
 """Exact match: the share of held-out questions whose greedy answer equals the expected one. `exact_match` has the model
-answer rows; `questions_of` makes a `Question` of each row, with its prompt, which is tokenised as in training. `_after`
-drops the thought before an answer, and `_first` finds the token that ends a turn."""
+answer rows; `questions_of` makes a `Question` of each row, with its prompt, which is tokenised as in training, also to
+check before training that every row can be asked. `_after` drops the thought before an answer, and `_first` finds the
+token that ends a turn."""
 
 from __future__ import annotations
 
@@ -29,16 +30,17 @@ def exact_match(
 
     Prompts are tokenised as in training, up to the begin of the answer. An answer ends at the first special token of
     the tokenizer (other than BOS and UNK) or end token of the model. White space around it is ignored. So is, in the
-    generated and in the row's own answer, everything up to the last mark that the template writes before an answer,
-    such as the end of a thought (</think>) or the name of a channel. If that mark has special tokens, thoughts may have
-    them too; a turn then ends only with the token with which the template ends it, or with an end token of the model.
+    generated and in the row's own answer, everything up to the last mark that the template writes before an answer
+    (`Question.mark`), such as the end of a thought (</think>) or the name of a channel. If that mark has special
+    tokens, thoughts may have them too; if the template ends a turn with a special token, generation then ends only with
+    that one, or with an end token of the model. The answer after the mark is still cut at its first special token.
 
     Args:
       model: the model.
       tokenizer: a fast Hugging Face tokenizer.
       rows: {"messages": [..., {"role": "assistant", "content": expected}]}, with or without "tools"; or examples from
         `formats.normalize` that end with an answer.
-      max_new_tokens: the most tokens of an answer.
+      max_new_tokens: the most tokens that are generated for a row, a thought before the answer included.
       template: a chat template, as data.template names it: a packaged one, a .jinja file, or Jinja text. None is the
         tokenizer's own, and takes the prompt of an example that has one as plain text.
       batch_size: the most prompts that are answered at a time; fewer if the memory has no room.
@@ -47,7 +49,7 @@ def exact_match(
       of the message before the answer; expected and answer are the texts that were compared.
     Raises:
       ValueError: there are no rows, batch_size is not positive, a row does not end with a message and the assistant's
-        answer to it, or a prompt is too long for the model.
+        answer to it, or a prompt and max_new_tokens are more than the model's positions.
     """
     if not rows:
         raise ValueError("exact_match: there are no rows")
@@ -82,10 +84,12 @@ class Question(NamedTuple):
     expected: str
     """The row's answer, which is the right one, from behind the last `mark` in it, without white space around it."""
     mark: str
-    """The text that the template writes directly before an answer, without white space, such as the end of a thought
-    (</think>); "" if there is none. What the model generates before it is ignored."""
+    """The last word (between white space) of the text that the template writes behind the generation prompt, directly
+    before an answer, such as the end of a thought (</think>); "" if there is none. What the model generates up to its
+    last occurrence is ignored."""
     closing: str
-    """The text that the template writes after an answer, such as the token that ends the assistant's turn."""
+    """The text that the template writes after an answer, such as the token that ends the assistant's turn; "" if there
+    is none."""
 
 
 def questions_of(
@@ -95,17 +99,18 @@ def questions_of(
     template: str | None,
     positions: int,
 ) -> list[Question]:
-    """Makes a Question of each row, in their order.
+    """Makes a Question of each row, in their order. `exact_match` asks them; `app.sampled_by` calls it before training,
+    so that a row that cannot be asked is reported then, and for the length of the longest prompt.
 
     Args:
       tokenizer: a fast Hugging Face tokenizer.
       rows: {"messages": [...]} or examples from `formats.normalize`; each ends with an answer, the expected one.
-      max_new_tokens: the most tokens of an answer, for which a prompt must leave room.
+      max_new_tokens: the most tokens that are generated for a row, for which a prompt must leave room.
       template: a chat template, as data.template names it: a packaged one, a .jinja file, or Jinja text; None is the
-        tokenizer's own.
+        tokenizer's own, and takes the prompt of an example that has one as plain text.
       positions: the most tokens of prompt and answer that the model allows.
     Raises:
-      ValueError: a row does not end with an answer, or its prompt is too long.
+      ValueError: a row does not end with a message and the assistant's answer to it, or its prompt is too long.
     """
     encoder = RowEncoder(tokenizer, template=template)
     questions = []
@@ -129,8 +134,8 @@ def questions_of(
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of `text` by `tokenizer`, without the special tokens that it adds around a text. `exact_match` gets
-    by it the tokens of what a template writes around an answer."""
+    """The token ids of `text` by `tokenizer`, without the special tokens that it adds around a text; special tokens in
+    the text stay. `exact_match` gets by it the tokens of what a template writes around an answer."""
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 

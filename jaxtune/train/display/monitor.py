@@ -5,11 +5,12 @@ time.
 **How the speeds in metrics.jsonl are counted.** The wall clock of a run is divided into steps and pauses, so that each
 moment belongs to exactly one of them. A step lasts until the device has finished it, starting at the end of the
 previous step or pause. Delays of the host, such as fetching a loss one step late, do not shift these moments, because a
-thread that waits for the device takes the times. Pauses are compiling, loading, saving, evaluating and profiling. Each
-has its own line (`compile_seconds`, `load_seconds`, `save_seconds`, `eval_seconds`, `profile_seconds`) and is not part
-of any step. The line of a pause that compiled programs also has the `plan` in words, and `collectives_seconds`, the
-time that several devices took to connect. A line of steps says how many steps its speeds count (`steps`, those since
-the previous line) and their mean time (`step_seconds`), so that
+thread that waits for the device takes the times. Pauses are loading, compiling anew, saving, evaluating and profiling.
+Each has its own line (`load_seconds`, `compile_seconds`, `save_seconds`, `eval_seconds`, `profile_seconds`) and is not
+part of any step. The line of loading also has the times of its parts, which `load_seconds` does not include:
+`compile_seconds`, and with several devices `collectives_seconds`, the time that they took to connect. The line of a
+pause that compiled programs has the `plan` in words. A line of steps says how many steps its speeds count (`steps`,
+those since the previous line) and their mean time (`step_seconds`), so that
 
     sum of steps x step_seconds + sum of the pauses' seconds = wall clock of the run, up to its last line
 """
@@ -41,8 +42,9 @@ _LEARNT = 1e-10  # the square of the gradient of a smaller loss may underflow in
 
 
 class TrainingStopped(ValueError):
-    """Raised when a guard (a check of each step's metrics) ends the run, because the loss is no longer finite or
-    nothing is trained; the message says what was seen and what to do."""
+    """Raised when a guard (a check of a step's metrics) ends the run: several steps in a row were not finite, nothing
+    is trained or an adapter is not, or the first step contradicts the reference (Watched.check_first). Callbacks may
+    raise it too. The message says what was seen and, in most cases, what to do."""
 
 
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -57,7 +59,8 @@ def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> flo
 @dataclasses.dataclass
 class _Work:
     """The work of one or several steps: their number, the seconds that they took, and sums over them of tokens and
-    FLOPs. Two are added by +, and `speeds` makes metrics of the sums."""
+    FLOPs. Two are added by +, and `speeds` makes metrics of the sums. The Monitor makes one for each step, and adds
+    those since the previous line of metrics.jsonl, for its speeds, and the latest ten, for the speed on the screen."""
 
     steps: int = 0  # how many steps they are
     seconds: float = 0.0  # their duration in all
@@ -91,7 +94,8 @@ class _Work:
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What a Monitor needs to know about its run. A line is the dict of a step's metrics, as metrics.jsonl has it."""
+    """What a Monitor needs to know about its run; the Trainer makes it. A line is the dict of a step's metrics, as
+    metrics.jsonl has it, but with the speeds of this step alone."""
 
     config: TrainConfig  # the run's
     total_steps: int  # optimizer steps of the whole run
@@ -101,19 +105,19 @@ class Watched:
     flops: Callable[[np.ndarray], float]  # maps the lengths of a step's documents to its model FLOPs
     peak_flops: float | None  # the peak FLOP/s of all devices; None: unknown
     planner: Planner  # of the training step; it has the plan in words, and its forecast
-    history: list[dict[str, Any]]  # every step's line is appended to it
+    history: list[dict[str, Any]]  # every step's line, with its "step", is appended to it
     callbacks: Sequence[Callback] = ()  # each gets every step's line
-    # called with the line of the first step of the whole run, if the step is finite and trains on a token; may raise
-    # TrainingStopped
+    # called with the line of the first step of the whole run, if the step is finite and trains on a token; raises
+    # TrainingStopped if that step contradicts the reference of a preference objective (references.first_check)
     check_first: Callable[[dict[str, Any]], None] = lambda line: None
 
 
 class Monitor:
-    """Logs the metrics of each step, which are fetched one step late so that nothing waits, and applies the guards,
-    which stop a run that trains nothing or diverges.
+    """Processes the metrics of each step, which are fetched one step late so that nothing waits: logs and shows them,
+    passes them to callbacks, and applies the guards, which stop a run that trains nothing or diverges.
 
     It is used as a context. The run's clock starts when it is made. The training loop calls `step_dispatched` after
-    each step that it dispatched, and does everything else, such as a save, in the context `pause`.
+    each step that it dispatched, and does longer work between steps, such as a save, in the context `pause`.
 
     Args:
       run: what the Monitor needs to know about the run.
@@ -124,12 +128,13 @@ class Monitor:
     Attributes:
       waiting: steps that were dispatched and not processed: (step, its metrics on the device, its counts, seconds that
         the host waited for its rows, the future of the time at which the device has finished it).
-      bad: (step, loss, gradient norm) of the latest steps in a row that were not finite, without overflows of the
-        scaled loss of fp16; empty after a finite one.
+      bad: (step, counted from 1, loss, gradient norm) of the latest steps in a row that were not finite, without
+        overflows of the scaled loss of fp16; empty after a finite one. The message of the guard lists them.
       applied: the number of steps done when the latest update was made; before the first update of this process 0, or
-        what the Trainer sets, the steps done by earlier processes.
+        what the Trainer sets, the steps done by earlier processes. The Saver finds by it and skipped_in_row which
+        states are good.
       skipped_in_row: the number of updates that were skipped since then.
-      seconds: the duration of each step of this process, in seconds.
+      seconds: the duration of each processed step of this process, in seconds.
     """
 
     def __init__(
@@ -171,14 +176,14 @@ class Monitor:
     @contextlib.contextmanager
     def pause(self, name: str, step: int) -> Iterator[dict[str, Any]]:
         """A context for work between steps, such as a save, whose time is not part of any step. It first waits for the
-        steps that were dispatched. It yields a dict, to which the caller may add metrics. A pause within another (a
-        save in an evaluation) counts in its own line only. At the end it logs a line with these and `{name}_seconds`,
-        the duration of the work. The added metrics that end in "_seconds" are durations of parts of the work, and are
-        subtracted from `{name}_seconds`. If the work raises, no line is logged.
+        steps that were dispatched, and processes their metrics. It yields a dict, to which the caller may add metrics.
+        At the end it logs a line with these and `{name}_seconds`, the duration of the work. The added metrics that end
+        in "_seconds" are durations of parts of the work, and are subtracted from `{name}_seconds`. A pause within
+        another (a save in an evaluation) counts in its own line only. If the work raises, no line is logged.
 
         Args:
-          name: what the work is: "load" (which has a part "compile"), "compile" (anew, after memory ran out), "save",
-            "eval" or "profile".
+          name: what the work is: "load" (with the parts "compile" and, on several devices, "collectives"), "compile"
+            (anew, after memory ran out), "save", "eval" or "profile".
           step: the number of steps done.
         Raises:
           TrainingStopped: a guard ends the run because of a step that was waited for.
@@ -198,34 +203,38 @@ class Monitor:
 
     @contextlib.contextmanager
     def planned(self, name: str, step: int) -> Iterator[dict[str, Any]]:
-        """The context `pause` for work that compiles programs: its line of metrics also has `plan`, the training step's
-        plan in words, a list of lines. It yields the dict to which the caller may add metrics. name: what the work is,
-        "load" or "compile". step: the number of steps done."""
+        """The context `pause` for work that compiles programs: its line of metrics also has `plan`, the plan of the
+        training step that is in force at the end of the work, in words, a list of lines; the page of a run shows it. It
+        yields the dict to which the caller may add metrics. name: what the work is, "load", or "compile" after memory
+        ran out in the first step. step: the number of steps done."""
         with self.pause(name, step) as values:
             yield values
             values["plan"] = self.run.planner.lines()
 
     def uncounted_seconds(self) -> float:
-        """Seconds since the last step or pause ended, which count in no line yet."""
+        """Seconds of the run until now that are in no processed step and no ended pause yet. `pause` takes them as its
+        duration, unless it is within another, and the Trainer, while it loads, as compile_seconds."""
         return self._clock() - self._counted
 
     @contextlib.contextmanager
     def data_wait(self) -> Iterator[None]:
         """A context in which the host waits for the rows of the next step. Its time is counted, unless an exception
-        ends it, and logged with that step as data_wait_seconds; the device may be busy meanwhile."""
+        ends it, and becomes data_wait_seconds of that step (in metrics.jsonl the mean over the steps of the line). It
+        is not subtracted from the step's duration: the device may be busy meanwhile."""
         began = self._clock()
         yield
         self._data_wait += self._clock() - began
 
     def step_dispatched(self, step: int, latest: dict, counts: dict) -> None:
-        """Records that a step was dispatched to the device, and processes the metrics of the step before it.
+        """Records that a step was dispatched to the device, and processes the metrics of the step before it, unless
+        `flush` has done that.
 
         Args:
           step: the step's number, from 0.
           latest: its metrics as arrays on the device, as StepProgram.update returns them.
           counts: what is known on the host, from Engine.load_step, of which these are read: {"tokens",
-            "trained_tokens", "lengths" of its documents, "metrics": {name: value}, those that the source of the rows
-            adds}.
+            "trained_tokens", "lengths" of its documents, and, if there are any, "metrics": {name: value}, those that
+            the source of the rows adds}.
         Raises:
           TrainingStopped: a guard ends the run because of the step before.
         """
@@ -241,10 +250,12 @@ class Monitor:
             self._take()
 
     def _take(self) -> None:
-        """Waits for the oldest dispatched step and processes its metrics: passes them to callbacks, appends them to
-        Watched.history, logs them at the steps that metrics.log_every selects (and at the last and those that are not
-        finite), shows them, and applies the guards, which may raise TrainingStopped. After the third step of this
-        process it prints the plan's forecast beside what was measured."""
+        """Waits for the oldest dispatched step and processes its metrics, in this order: passes them to callbacks,
+        which may add to them, appends them to Watched.history, logs them at the steps that metrics.log_every selects
+        (and at the last of the run and those that are not finite), shows them, updates `applied` and `skipped_in_row`,
+        and applies the guards, which may raise TrainingStopped. After the third step of this process it prints the
+        plan's forecast beside what was measured, except on a CPU. The error of a step that failed on the device is
+        raised."""
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
         values = jax.device_get(latest)
@@ -303,10 +314,10 @@ class Monitor:
             self._guard_adapters(done, norms)
 
     def _guard_adapters(self, done: int, norms: np.ndarray) -> None:
-        """Raises TrainingStopped if the gradient of an adapter was exactly zero in the first three steps of this
-        process that have a gradient (a finite one that is not zero in all tensors). The loss does not depend on the
-        module of such an adapter, so it would never train. Of an adapter only B is looked at, because the gradient of A
-        is zero as long as B is.
+        """Raises TrainingStopped if the gradient of an adapter was exactly zero in each of the first three steps of
+        this process that have a gradient (a finite one that is not zero in all tensors). The loss does not depend on
+        the module of such an adapter, so it would never train. Of an adapter only B is looked at, because the gradient
+        of A is zero as long as B is.
 
         It is called once for each step that has a gradient. It does nothing after the third one, or if
         guards.adapters_without_gradient allows such adapters.
@@ -332,10 +343,11 @@ class Monitor:
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
         """Raises TrainingStopped if the run must end: the gradient is zero although the loss is not, a step over all
-        rows has no token that is trained on, or guards.max_nonfinite_in_row steps in a row were not finite. A step that
-        was not finite is printed with the places of its rows, and added to `bad`, which a finite step empties. An
-        overflow of the scaled loss of fp16 is none of these, unless the scale is 1 already. After the first step of a
-        run, if it is finite and trains on a token, `Watched.check_first` is called.
+        rows has no token that is trained on, or the updates of guards.max_nonfinite_in_row steps in a row were skipped.
+        A step that was not finite is printed with the places of its first rows, and added to `bad`, which a finite step
+        empties. In fp16, nothing is done after a step that was not finite if the loss scale is still above 1: that is
+        taken for an overflow of the scaled loss. After the first step of a run, if it is finite and trains on a token,
+        `Watched.check_first` is called, which may raise TrainingStopped too.
 
         Args:
           step: the step's number, from 0.

@@ -3,7 +3,7 @@
 take (`finish_line`), if it was resumed with more steps the learning rate from there on (`new_rates`), and on a CPU a
 warning (`cpu_note`). `measured_lines` compares the plan with what the first steps took. `parameter_counts` counts a
 model's parameters, for jaxtune.compat too. `held_out_warnings` is also for `jaxtune evaluate`. `check` is the report of
---check; `memory_plan` and `plan_elsewhere` are those of --plan, for this machine's device and another one."""
+--check; `memory_plan` and `plan_elsewhere` are those of --plan: with the step compiled, and from shapes alone."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def cpu_note(model: Decoder) -> str:
 
 
 def trained_table(model: Decoder) -> Table:
-    """A rich Table of a model's trainable tensors, which a run prints: name, shape, layers and number of parameters,
-    with the numbers of trainable and of all parameters in the title. Tensors of different layers with the same name and
-    shape share a line. The model's arrays may be abstract (jax.ShapeDtypeStruct)."""
+    """A rich Table of a model's trainable tensors, which a run and --check print: name, shape, layers and number of
+    parameters, with the numbers of trainable and of all parameters in the title. Tensors of different layers with the
+    same name and shape share a line. The model's arrays may be abstract (jax.ShapeDtypeStruct)."""
     trainable = nnx.state(model, nnx.Param)
     groups: dict[tuple, list] = collections.defaultdict(list)
     for name, leaf in zip(trainable_names(trainable), jax.tree.leaves(trainable), strict=True):
@@ -109,8 +109,8 @@ def data_summary(
     warmup_steps: int,
     context_length: int,
 ) -> str:
-    """The rows, steps and epochs of a run in words, a line each, with warnings about them, which the run prints before
-    it starts.
+    """The rows, steps and epochs of a run in words, a line each, and below them warnings about them ("warning: ...").
+    The run prints it before it starts, and --check shows it.
 
     Args:
       train: the tokenised rows to train on; None if they are not all known before the run.
@@ -140,8 +140,9 @@ def data_summary(
 
 
 def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None) -> list[str]:
-    """Warnings about the rows of an evaluation, a sentence each: those that the training rows do not have too, and how
-    many of their documents are also trained on (not counted if `train` is None, or both were split from one set).
+    """Warnings about the rows of an evaluation, a sentence each: the warnings of `held_out` that `train` does not give
+    too, and how many documents of `held_out` are also trained on, if there are any (not counted if `train` is None, or
+    both were split from one set).
 
     Args:
       train: the rows that are trained on; None if they are not all known before the run.
@@ -191,17 +192,18 @@ def precision_notes(
     model: Decoder,
     qat: FakeQuant | None,
 ) -> list[str]:
-    """Sentences on the numeric settings of a run, a sentence each, which are printed before it starts: the dtypes of
-    weights, gradients and optimizer state, modules with a precision of their own, losses that the layers add, the
-    rounding of quantisation-aware training (QAT), also that it differs from the one of an adapter's earlier training,
-    and, for dpo and kto with a loaded adapter, which model is the reference.
+    """Sentences on the numeric settings of a run, which are printed before it starts: the dtypes of computation,
+    weights, gradients and optimizer state; and, where they apply, modules with a precision of their own, losses that
+    the layers add, the rounding of quantisation-aware training (QAT), that it differs from the one of an adapter's
+    earlier training, and, for dpo and kto with a loaded adapter, which model is the reference.
 
     Args:
       config: the run's.
       storage: {"weights", "optimizer": the dtype or format in which they are stored}, in words.
       gradients: the dtype in which gradients are summed over micro-batches, and how devices send them, in words.
       aux_losses: losses of the layers themselves, such as a router's, that are added to the objective's loss.
-      model: the model as it was given; if it has an adapter that QAT trained, its format is compared with `qat`.
+      model: the model as it was given, whose modules are named; if it has an adapter that QAT trained, its format is
+        compared with `qat`.
       qat: how QAT rounds the model's linears; None: not at all.
     """
     rounding = ", matrices rounded stochastically and the rest in fp32" if storage["weights"] == "bf16" else ""
@@ -271,14 +273,15 @@ _PLACEMENTS: dict[Placement, str] = {
 
 
 def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
-    """A plan in words, a line each: the placement of each residual, what it costs, the predicted peak and speed; and,
-    where they apply, optimizer states on the host, what is sent between devices, that the plan may not fit, the speed
-    of experts, and the host's memory where it is not all of this machine's.
+    """A plan in words, a line each, which Planner.lines and --plan show: the placement of each residual, with its bytes
+    on a device in a micro-batch and what it costs, the predicted peak and speed; and, where they apply, the table of
+    per-layer embeddings, optimizer states on the host, what is sent between devices, that the plan may not fit, the
+    speed of experts, and the host's memory where it is not all of this machine's.
 
     Args:
       forecast: the plan, with the memory and the times that are predicted for it.
       parts: the sizes of the step's work and memory (rows, length, residuals) from which the forecast was made.
-      device: the device; for a CPU only the first lines are given, because its rates are unknown.
+      device: the device; for a CPU only the first line and that of the table are given, because its rates are unknown.
       budget_bytes: the bytes of device memory that a step may take; None: no limit.
     """
     plan = forecast.plan
@@ -361,13 +364,13 @@ def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float |
 
 
 def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:
-    """[a line with the plan's predicted peak memory and speed beside the measured ones], which is printed after the
-    first steps; [] on a CPU, whose rates are unknown. The measured speed is that of the median step.
+    """[a line with the plan's predicted peak memory and speed beside the measured ones], which the Monitor prints after
+    the third step; [] on a CPU, whose rates are unknown. The measured speed is that of the median step.
 
     Args:
       forecast: what was predicted for the plan of the step.
       device: the device.
-      step_seconds: the duration in seconds of each step after the first one.
+      step_seconds: the duration in seconds of each step after the first one; at least one.
       peak_bytes: the measured peak of device memory, in bytes.
     """
     if device.name == "cpu":
@@ -383,8 +386,9 @@ def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float]
 def memory_plan(
     forecast: Forecast, compiled_bytes: float, compile_seconds: float, budget_bytes: float | None, console: Console
 ) -> dict[str, float]:
-    """Prints on `console` the report of --plan for a step that fits this machine's device: the predicted memory at the
-    peak by what uses it, and the peak that the compiler reports. The caller has printed the plan in words above.
+    """Prints on `console` the report of --plan for a step that was compiled for this machine's device and fits it: the
+    predicted memory at the peak by what uses it, and the peak that the compiler reports. The caller (show_memory) has
+    printed the plan in words above, and has found a plan that fits; here that is not checked.
 
     Args:
       forecast: the prediction for the plan.
@@ -419,15 +423,16 @@ def _parts_table(forecast: Forecast) -> Table:
 def plan_elsewhere(
     forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float, longest: int, console: Console
 ) -> None:
-    """Prints on `console` the report of --plan for a device of another machine: the plan in words, the memory at the
-    peak of the step by what uses it, and the longest row that fits; with a warning if the plan pins more host memory
-    than is usual beside such a device.
+    """Prints on `console` the report of a --plan that is computed from the model's shapes alone, without rows and
+    without compiling: for plan.device, a device of another machine, or for this machine's device if data.train is
+    empty. It has the plan in words, the memory at the peak of the step by what uses it, and the longest row that fits;
+    with a warning if the plan pins more host memory than is usual beside a device of another machine.
 
     Args:
       forecast: the plan, with what is predicted for it.
       parts: the sizes of the step's work and memory, as for plan_lines.
       device: the device that is planned for.
-      budget_bytes: the bytes of its memory that a step may take.
+      budget_bytes: the bytes of the device's memory that a step may take.
       longest: the number of tokens of the longest single row that fits; 0: not even one of 1,024 tokens fits.
       console: where it is printed.
     """
@@ -443,13 +448,14 @@ def plan_elsewhere(
 
 
 def new_rates(wanted: ScheduleConfig, schedule: optax.Schedule | None, step: int, total_steps: int) -> list[str]:
-    """Sentences about the learning rate of a run that is resumed with more steps than before: which rate it has from
-    here. [] if the rate does not depend on the number of steps, or is not known.
+    """[a sentence about the learning rate of a run that is resumed with more steps than before: its schedule from here,
+    and the rate in the next step]; [] if the rate does not depend on the number of steps, or is not known. The caller
+    finds out whether the run is longer.
 
     Args:
       wanted: config.schedule.
       schedule: maps the number of updates made to the learning rate; None if it is not known.
-      step: the number of steps done.
+      step: the number of steps done; the sentence takes each of them for an update that was made.
       total_steps: the number of steps of the longer run.
     """
     if schedule is None or (wanted.name == "constant" and wanted.warmup_ratio is None):

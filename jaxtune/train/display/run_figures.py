@@ -26,8 +26,8 @@ JsonMapping = Mapping[str, Any]
 
 MOST_POINTS = 600  # of a line; a longer one is drawn by the means and the extremes of as many intervals
 
-# Numbers of a line of metrics.jsonl that are no curve of their own; among them are the units that a step's loss is a
-# mean over (Objective.unit).
+# Numbers of a line of metrics.jsonl that are no curve of their own; among them are units that a step's loss is a mean
+# over (Objective.unit).
 _NOT_DRAWN = {"step", "time", "steps", "epoch", "skipped", "rows", "answers", "seconds", "targets", "pairs", "mfu"}
 _NOT_DRAWN_ENDS = ("_seconds", "_tokens", "_per_second", "_memory_bytes")
 # Curves in the order of the page, each with its title, unit and factor; the run's other metrics come after them.
@@ -87,9 +87,9 @@ class Figures:
         self.skipped = 0.0
 
     def add(self, line: JsonMapping) -> None:
-        """Adds one line of metrics.jsonl, as metrics.parsed returns it: of a step, an evaluation or a pause. Numbers of
+        """Adds one line of metrics.jsonl, as metrics.parsed returns it: of steps, an evaluation or a pause. Numbers of
         drawn metrics are appended to their curves, those named eval_... to `evaluations`; other values, such as texts,
-        are left out. The sums, `step` and `plan` are updated."""
+        are in no curve. The sums, `step` and `plan` are updated."""
         self.step = line["step"]
         self.seconds += _wall_seconds(line)
         steps = line.get("steps", 1)
@@ -129,11 +129,11 @@ class RunFiles:
 
     def page(self) -> JsonObject:
         """What the page shows of the run, as the JSON object that `_page` makes: its name, state, steps done, main
-        results ("facts"), plan, charts, samples of answers and settings. While no file of the run has changed, it is
-        the same object as at the last call.
+        results ("facts"), plan, charts, samples of answers and settings. While the run's state and files (metrics,
+        results, config) have not changed, it is the same object as at the last call.
 
         Raises:
-          ValueError: the folder has no run.
+          ValueError: the folder has no metrics.jsonl.
         """
         path = self.folder / m.JSONL
         if not path.is_file():
@@ -146,9 +146,10 @@ class RunFiles:
         return self._page
 
     def _read_lines(self, path: Path) -> None:
-        """Adds to the figures the lines that the metrics.jsonl at `path` got since the last call. If the file was
-        replaced by another, as a resume does, all of its lines are read into new figures. A last line without its line
-        end, which the run is writing, is left for the next call."""
+        """Adds to the figures the lines that the metrics.jsonl at `path` got since the last call; lines that cannot be
+        read are left out. If the file was replaced by another, as a resume does, or became shorter, all of its lines
+        are read into new figures. A last line without its line end, which the run is writing, is left for the next
+        call."""
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             identity = (status.st_dev, status.st_ino)
@@ -174,8 +175,9 @@ def _identity(path: Path) -> Any:
 
 def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
     """The JSON object of one run that page.js draws: {"name", "folder", "state", "why" (see RunState), "step": steps
-    done, "total": steps of the run or None, "left": time left in words, "facts": main results, "plan": lines, "charts",
-    "samples" of answers, "settings": {key: value}, "config": the text of config.yaml}.
+    done, "total": steps of the run or None, "left": time left in words or "", "facts": main results, "plan": lines,
+    "charts", "samples" of answers, "settings": {key: value} of those that differ from the defaults, "config": the text
+    of config.yaml}.
 
     Args:
       folder: the run's folder.
@@ -212,7 +214,8 @@ def _seconds_left(figures: Figures, state: RunState) -> str:
 def _charts(figures: Figures) -> list[JsonObject]:
     """The charts of a run's `figures`, in the order of the page, one for each metric that has a finite value. Each is
     {"key": the metric's name, "title", "unit", "zero": whether its axis begins at 0, "line": the curve of the training
-    steps, "dots": the values of evaluations for the same metric}; the last two have the form that `thinned` returns."""
+    steps, "dots": the values of the comparable evaluations (comparable_evaluations) for the same metric}; the last two
+    have the form that `thinned` returns."""
     evaluations = figures.comparable_evaluations()
     dotted: dict[str, Curve] = {}
     for step, numbers in evaluations:
@@ -263,8 +266,9 @@ def _short(value: float) -> float:
 
 
 def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
-    """The main results of a run, as [name, value in words]: steps, time, losses, exact match, speed and memory. Those
-    that are not known are left out. figures: the content of metrics.jsonl. results: the content of results.json."""
+    """The main results of a run, a list of [name, value in words]: steps and wall time ("-" if it is not finite); then
+    those that are known of the first and last losses, exact match, the median speed and the highest peak memory; and
+    skipped updates, if there are any. figures: the content of metrics.jsonl. results: the content of results.json."""
     facts = [["steps", f"{figures.step:,}"]]
     facts.append(["time", _in_words(figures.seconds) if math.isfinite(figures.seconds) else "-"])
     losses = figures.curves.get("loss", Curve()).values
@@ -306,8 +310,8 @@ def _exact_match(results: JsonMapping, when: str) -> float | None:
 
 def _samples(results: JsonMapping) -> list[dict[str, str]]:
     """Held-out questions with the expected answer and the model's, from `results`, the content of results.json: a list
-    of {"question", "expected", "before": the answer before training, "given": the one after it}; "" for an answer that
-    is not there."""
+    of {"question", "expected", "before": the answer before training, "given": the one after it}, one for each question
+    that was sampled before or after training; "" for an answer that is not there."""
     before, after = (
         {sample["question"]: sample for sample in _asked(results.get(when))} for when in ("before", "after")
     )
@@ -331,7 +335,7 @@ def _asked(found: Any) -> list[dict[str, str]]:
 
 def _settings(path: Path) -> dict[str, str]:
     """{dotted key: value as JSON text} of the settings in the config.yaml at `path` that differ from jaxtune's
-    defaults; {} if the file cannot be read."""
+    defaults, or that it does not know; {} if the file is missing or is not a YAML mapping."""
     import yaml
 
     from jaxtune.train.config.file import flat_keys
@@ -348,8 +352,9 @@ def _settings(path: Path) -> dict[str, str]:
 
 @functools.cache
 def _default_settings() -> JsonObject:
-    """{dotted key: default, a JSON value} of a run's config, to find the settings of a run that differ. The keys of the
-    sections model, data, adapter and mesh are included; of qat there is only the section, null."""
+    """{dotted key: default, a JSON value, null for a key without one} of a run's config, to find the settings of a run
+    that differ. The keys of the sections model, data, adapter and mesh are included, although a config need not have
+    these sections or gives them no default; of qat there is only the section, null."""
     from jaxtune.train import config
     from jaxtune.train.config.file import flat_keys
 
@@ -395,7 +400,8 @@ def _json(path: Path) -> JsonObject:
 
 def _is_drawn(key: str) -> bool:
     """Whether the metric `key` is drawn as a curve on the page. True for the metrics of `_FIRST`, such as loss, and for
-    all whose names do not say that they are times, speeds, sizes or counts, such as the rewards of an objective."""
+    all that are not in `_NOT_DRAWN` and do not end as in `_NOT_DRAWN_ENDS` (times, speeds, sizes and counts), such as
+    the rewards of an objective."""
     return key in _FIRST or not (key in _NOT_DRAWN or key.endswith(_NOT_DRAWN_ENDS))
 
 

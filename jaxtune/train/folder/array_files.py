@@ -1,5 +1,5 @@
-"""The setup of Orbax for the arrays of checkpoints: `saver` makes what writes them, `reader` what reads them. Orbax is
-imported in the functions, because importing it takes long."""
+"""The setup of Orbax for the arrays of checkpoints: `saver` makes what writes them, `reader` what reads them, both for
+checkpoint.py. Orbax is imported in the functions, because importing it takes long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def saver() -> Any:
     that training continues meanwhile. The caller waits for that (wait_until_finished) and closes it.
 
     In a run of several processes all of them make it anew for each save, because they wait for each other at a barrier
-    whose name can be used once.
+    whose name can be used once. With one process a Checkpointer uses one for all of its saves.
     """
     import orbax.checkpoint as ocp
 
@@ -32,11 +32,12 @@ def saver() -> Any:
 
 
 def reader(largest_bytes: int) -> Any:
-    """A context with an Orbax checkpointer for one restore. It limits the arrays that are in host memory at a time,
-    because Orbax would otherwise read all of them at once. All processes of a run must call it (`_processes`).
+    """A context with an Orbax checkpointer for one restore. It limits the arrays that are read and not yet on their
+    device to 2 GB of host memory at a time, because Orbax would otherwise read all of them at once. All processes of a
+    run must call it (`_processes`).
 
     Args:
-      largest_bytes: the bytes of the largest array, for which there must be room.
+      largest_bytes: the bytes of the largest array, for which there must be room; for a large one the limit is higher.
     """
     import orbax.checkpoint as ocp
 
@@ -73,8 +74,8 @@ def _processes():
     Without the names Orbax would wait by a collective operation on the devices. That needs idle devices, and the
     saver's thread would start it while the devices train.
 
-    Each call takes the next number of `_operations` into the name of its barrier. All processes must therefore call it
-    equally often and in the same order, for saves and restores alike.
+    With several processes each call takes the next number of `_operations` into the name of its barrier. All of them
+    must therefore call it equally often and in the same order, for saves and restores alike.
     """
     import orbax.checkpoint as ocp
 

@@ -25,7 +25,7 @@ BEST = "best_checkpoint"  # the entry of results.json that names the checkpoint 
 
 
 class BestEvaluation(TypedDict):
-    """The best evaluation of a run, as results.json names it."""
+    """The best evaluation of a run, as results.json names it (`best_checkpoint`) and `best_saved` returns it."""
 
     step: int
     """The number of steps done."""
@@ -36,10 +36,11 @@ class BestEvaluation(TypedDict):
 
 
 def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
-    """The best evaluation of the run in the folder `output` by checkpoint.best (of `wanted`, the section `checkpoint`)
-    among those whose checkpoint exists, on the held-out rows of its last evaluation (or on rows that the file does not
-    name); NaN is never the best. None if no metric is named, or no such evaluation has it. The files are only read, so
-    a run that writes them meanwhile is not disturbed. `jaxtune evaluate` chooses the checkpoint by it."""
+    """The best evaluation of the run in the folder `output` by checkpoint.best and checkpoint.best_is (of `wanted`, the
+    section `checkpoint`) among those whose checkpoint exists, on the held-out rows of the last evaluation with that
+    metric (or on rows that the file does not name); NaN is never the best, and of equal ones the first is. None if no
+    metric is named, or no such evaluation has it. The files are only read, so a run that writes them meanwhile is not
+    disturbed. `jaxtune evaluate` chooses by it the checkpoint of a run whose newest one is not exported yet."""
     name, path = wanted.best, output / JSONL
     if name is None or not path.exists():
         return None
@@ -70,8 +71,9 @@ class BestCheckpoint:
     """The value of the metric in that evaluation."""
 
     def resume(self, output: Path, start: int, rows: str | None) -> None:
-        """Finds the best evaluation of earlier processes of the run, among those whose checkpoint exists; with
-        checkpoint.best unset it does nothing. A collective call: the first process reads the file for all.
+        """Finds the best evaluation of earlier processes of the run, among those whose checkpoint exists, and takes it
+        as the best so far, in all processes; with checkpoint.best unset it does nothing. A collective call: the first
+        process reads the file for all.
 
         Args:
           output: the run's folder, whose metrics.jsonl is read.
@@ -87,8 +89,8 @@ class BestCheckpoint:
 
     def _evaluated(self, path: Path, start: int, rows: str | None) -> list[tuple[int, float]]:
         """The pairs (step, value of the metric) of the evaluations in the file `path`, as `resume` reads them: of those
-        whose checkpoint exists, after at most `start` steps, on the rows `rows`. The values may be NaN. Empty if there
-        is no file."""
+        whose checkpoint exists, after at most `start` steps, on the rows `rows` or on rows that the file does not name.
+        The values may be NaN. Empty if there is no file."""
         lines, saved = read_metrics(path) if path.exists() else [], self.checkpointer.steps()
         return [
             (line["step"], float(line[self.config.best]))
@@ -125,8 +127,9 @@ class BestCheckpoint:
 
     def weights[T](self, last: T, say: Callable[[str], None]) -> tuple[T, dict[str, BestEvaluation]]:
         """Returns (the trained weights of the best evaluation, read from its checkpoint into the shardings of `last`;
-        that evaluation as an entry of results.json, {"best_checkpoint": ...}). If no evaluation was taken, or its
-        checkpoint is damaged, it returns (`last`, {}).
+        that evaluation as an entry of results.json, {"best_checkpoint": ...}). If checkpoint.best is unset, no
+        evaluation was taken, or its checkpoint cannot be read, it returns (`last`, {}). The Trainer calls it at the end
+        of a run, for the weights that the run exports.
 
         Args:
           last: the trained weights after the last step, a pytree of arrays.

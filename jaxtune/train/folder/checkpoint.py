@@ -57,14 +57,14 @@ def saved_steps(folder: Path) -> list[int]:
 
 class Checkpointer:
     """Writes (`save`) and reads (`restore`) the checkpoints of one run, as a context. It has the folder's lock until
-    `close`; when it is made, it removes incomplete saves of a dead process. A checkpoint is proven if it was saved so,
-    or once `confirm` says that its state is good; `reject` removes a bad one.
+    `close`; when it is made, it removes incomplete saves of a dead process. All checkpoints count as proven but one:
+    that saved (with proven=False) or restored last, until `confirm` says that its state is good; `reject` removes it.
 
     Args:
       folder: the folder of the checkpoints, which is created if it is missing.
       keep: the number of newest complete and proven checkpoints that are kept, at least 1.
     Attributes:
-      best: the steps of evaluations each better than the one before; the last one's checkpoint is kept as well.
+      best: the steps of evaluations each better than the one before; the newest proven one of them is kept as well.
     Raises:
       ValueError: the folder cannot be written, another run uses it, or `keep` is below 1.
     """
@@ -105,14 +105,14 @@ class Checkpointer:
     def save(self, step: int, state: Any, meta: Mapping[str, Any], proven: bool = True) -> None:
         """Starts a save, of which a thread writes the files, and returns once the device arrays are copied to the host;
         the caller may donate them then. It first waits for the previous save, and raises its error if that failed. When
-        the files are complete, checkpoints of later steps and those that `keep` does not cover are removed.
+        the files are complete, checkpoints of later steps and those that need not be kept are removed (`_purge`).
 
         Args:
           step: optimizer steps done.
           state: pytree of jax.Array (any sharding; typed PRNG keys too) or numpy arrays.
           meta: JSON-able mapping, which `restore` returns.
-          proven: True: the state is known to be good. False: it does not count among the `keep` checkpoints, so that no
-            older one is removed for it, until `confirm` is called.
+          proven: True: the state is known to be good. False: until `confirm` or the next save, it does not count among
+            the `keep` checkpoints, so that no older one is removed for it.
         Raises:
           CheckpointError: the disk has too little room, or a leaf or `meta` cannot be stored; no file is left of it.
         """
@@ -160,15 +160,15 @@ class Checkpointer:
             raise error
 
     def confirm(self) -> None:
-        """Marks the state that was saved or restored last as proven, and removes checkpoints that are too old now. It
-        does nothing while its save is in progress, so it is called after every good step."""
+        """Marks the state saved or restored last as proven, and removes checkpoints that are too old now, or of later
+        steps (`_purge`). It does nothing while that save is in progress, so it is called after every good step."""
         if self._unproven is not None and (self._thread is None or not self._thread.is_alive()):
             newest, self._unproven = self._unproven, None
             self._purge(newest)
 
     def reject(self) -> None:
         """Removes the checkpoint that was saved or restored last, because later steps have shown its state to be bad.
-        It does nothing if that one is proven, or if there is no other intact one."""
+        It does nothing if that one is proven, or if there is no other one, apart from those found to be damaged."""
         self.wait()
         others = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
         if self._unproven in self.steps() and others:
@@ -228,8 +228,8 @@ class Checkpointer:
         self._error.__cause__ = error
 
     def _purge(self, newest: int) -> None:
-        """Keeps, of the undamaged checkpoints up to step `newest` (the newest valid one), the last `keep` proven, the
-        best and an unproven one, and removes all others. Later steps were abandoned by a resume from before them."""
+        """Keeps, of the checkpoints up to step `newest` that no restore found damaged, the last `keep` proven ones, the
+        best and an unproven one; removes all others. The run has gone back to before steps later than `newest`."""
         self._damaged.discard(newest)
         steps = self.steps()
         usable = [step for step in steps if step <= newest and step not in self._damaged]
@@ -283,14 +283,14 @@ class Checkpointer:
             log and skipped. A given step is never replaced by another.
           like: pytree of arrays or jax.ShapeDtypeStruct with the wanted structure, shapes, dtypes and shardings. A leaf
             without a sharding (or an uncommitted array) is returned uncommitted, a numpy leaf as numpy. None gives
-            nested dicts of numpy arrays by name.
+            nested dicts of numpy arrays (and PRNG keys) by name.
           check: called with the meta before the arrays are read; by raising, it can refuse them for a better reason
             than their shapes.
           partial: `like` has only some of the arrays, such as the weights without the optimizer; only these are read.
         Returns:
           (step, state, meta)
         Raises:
-          CheckpointError: there is no intact checkpoint, or `like` does not fit.
+          CheckpointError: no checkpoint is intact and can be read, `like` does not fit, or the save before failed.
         """
         self.wait()
         found = processes.of_first(lambda: self._intact(step))
@@ -302,7 +302,7 @@ class Checkpointer:
 
     def _intact(self, step: int | None) -> int:
         """The newest step whose files all have their recorded size and checksum; if `step` is given, that step. Damaged
-        checkpoints are logged, and the next save removes them.
+        checkpoints are logged, and the next save or `confirm` removes them.
 
         Raises:
           CheckpointError: there is no such checkpoint, or it is damaged.
@@ -342,8 +342,8 @@ def _is_key(x: Any) -> bool:
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """{path: leaf} of the pytree `tree`, a path joined with "/" being the leaf's name in a checkpoint. Raises
-    CheckpointError if two leaves would have the same name, or a part of a path is empty or has a "/"."""
+    """{path: leaf} of the pytree `tree`, a path joined with "/" being the leaf's name in a checkpoint. CheckpointError:
+    two leaves would have the same name, a path or a part of one is empty (`tree` is a leaf), or a part has a "/"."""
     named = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
@@ -388,7 +388,7 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 def _record(path: Path) -> dict[str, Any]:
     """The meta.json of the checkpoint folder `path`: {"format", "step", "meta", "arrays": {name: {"shape", "dtype",
-    "key_impl" of a PRNG key}}}. Raises CheckpointError if it cannot be read or is not of this step."""
+    "key_impl" of a PRNG key}}}. CheckpointError: it cannot be read, or is not of this step and FORMAT."""
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
@@ -406,8 +406,8 @@ def _record(path: Path) -> dict[str, Any]:
 
 def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, Any]]:
     """(state, meta) of the checkpoint folder `path`. The state has the structure and shardings of `like` or, if that is
-    None, is nested dicts of numpy arrays by name. partial: the checkpoint may have arrays that `like` lacks. Raises
-    CheckpointError if it does not fit, or cannot be read."""
+    None, is nested dicts of numpy arrays (and PRNG keys) by name. partial: the checkpoint may have arrays that `like`
+    lacks. CheckpointError: it does not fit, or cannot be read. `restore` has checked the files' checksums."""
     import orbax.checkpoint as ocp
 
     record = _record(path)
@@ -451,7 +451,7 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
 
 
 def _bytes(description: dict[str, Any]) -> int:
-    """The bytes of the array with this entry (`description`) in meta.json; for a PRNG key a lower bound."""
+    """The bytes of the array with the entry `description` in meta.json, for `reader`; of a PRNG key a lower bound."""
     size = 8 if "key_impl" in description else jnp.dtype(description["dtype"]).itemsize
     return math.prod(description["shape"]) * size
 

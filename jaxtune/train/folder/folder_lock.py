@@ -21,7 +21,7 @@ LOCK_NAME = "run.lock"
 class FolderLock:
     """An exclusive `flock` on the file `run.lock` in `folder`, which the kernel releases when the process dies. It is
     taken when the object is made, without waiting; `release` releases it and removes the file. A Checkpointer has one
-    on its folder.
+    on its folder; of a run of several processes only that of the first one has.
 
     The file says which run has the lock (pid, host, start time). The folder is created if it is missing, and a file
     that a dead process left is taken over, with a warning in the log. On a file system without locks, only a warning is
@@ -64,8 +64,8 @@ class FolderLock:
         FolderLock._locks.add(self)
 
     def _lock(self, descriptor: int) -> None:
-        """Locks the open file `descriptor`; closes it and raises ValueError if another run has it locked. On a file
-        system without locks it only logs a warning."""
+        """Locks the open file `descriptor`, without waiting. If another run has it locked, it closes the file and
+        raises ValueError, which names that run. On a file system without locks it only logs a warning."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -87,8 +87,8 @@ class FolderLock:
         self._descriptor = None
 
     def _forget_in_child(self) -> None:
-        """Closes the lock's file in a forked process, which inherits it and would otherwise keep the folder locked when
-        this process is gone."""
+        """Closes the lock's file in a forked process, such as a data worker, which inherits it and would otherwise keep
+        the folder locked when its parent is gone. The parent keeps the lock. Python calls it after each fork."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

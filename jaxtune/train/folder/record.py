@@ -95,10 +95,10 @@ def record_of(
     own: Mapping[str, Any],
     numerics: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The record that a checkpoint stores with its arrays, as JSON values. When a run is resumed, its own record is
-    compared with it, so that it does not continue another run (require_same_run). Its keys are the names of the
-    arguments; base_digest, base_fingerprint and teacher_digest are those of base and teacher, and teacher and own are
-    left out if there are none.
+    """The record that a checkpoint stores with its arrays, of values that JSON can express. When a run is resumed, its
+    own record is compared with it, so that it does not continue another run (require_same_run). Its keys are the names
+    of the arguments, with base_digest, base_fingerprint and teacher_digest in place of base and teacher. The last is
+    left out if there is no teacher, and own if it is empty.
 
     Args:
       config: the run's.
@@ -128,7 +128,9 @@ def record_of(
 
 def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> list[str]:
     """Compares a checkpoint's record with that of the run that resumes from it. Returns the differences that do not
-    forbid to continue, each as a line that begins with "changed", or with "not bit for bit the same run".
+    forbid to continue, each as a line that begins with "changed", or with "not bit for bit the same run"; the Trainer
+    prints them. A run may be made longer (`is_longer`), and LENGTHENED keys may differ then. Otherwise they forbid to
+    continue, except steps and epochs of a run whose learning rate is constant (`_of_any_length`).
 
     Args:
       saved: the checkpoint's record; entries POSITION (where its rows continue) and INPUT_SCALES are ignored.
@@ -155,7 +157,8 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
 
 def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
     """Whether the run with the record `current` has more steps than that of the checkpoint's record `saved`, as a run
-    does whose steps or epochs were raised to train it further. False if `saved` does not say how many it has."""
+    does whose steps or epochs were raised to train it further; the keys LENGTHENED may then differ, and the Trainer
+    prints the new learning rate. False if `saved` does not say how many it has."""
     return current["total_steps"] > saved.get("total_steps", current["total_steps"])
 
 
@@ -167,7 +170,8 @@ def _numeric(difference: Difference) -> bool:
 
 def _of_any_length(record: dict[str, Any]) -> bool:
     """Whether the steps of the run with this record are the same for any number of steps of the whole run. True if its
-    learning rate is constant without a warmup_ratio; such a run may also be made shorter."""
+    schedule is constant, without a warmup_ratio (a warm-up of warmup_steps is allowed); such a run may also be made
+    shorter."""
     schedule = record["config"]["schedule"]
     return schedule["name"] == "constant" and schedule["warmup_ratio"] is None
 
@@ -231,8 +235,8 @@ def require_same_settings(config: TrainConfig) -> None:
 
 def _content(place: str) -> Any:
     """What processes compare in place of `place`, a setting that may be a path and differ between hosts: the
-    fingerprints (size and CRC-32) of the file, or of the adapter_* files in the folder. If it is neither, `place`
-    itself."""
+    fingerprints (size and CRC-32) of the file, or of the adapter_* files in the folder. If it is neither, or a folder
+    without such files, `place` itself, such as the name of a packaged template."""
     path = Path(place).expanduser()
     files = [path] if os.path.isfile(path) else sorted(path.glob("adapter_*")) if os.path.isdir(path) else []
     return list(fingerprints(files).values()) or place
@@ -270,11 +274,12 @@ def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A key whose values in a checkpoint's record and in that of this run differ. Where the key is absent, its value is
-    "(absent)". str() gives the key and both values as text for messages."""
+    """A key whose values in a stored record (of a checkpoint, or the part of it in a result) and in that of this run
+    differ. Where the key is absent, its value is "(absent)". str() gives the key and both values as text for
+    messages."""
 
     key: str  # dotted, such as "config.optim.learning_rate"
-    saved: Any  # its value in the checkpoint
+    saved: Any  # its value in the stored record
     current: Any  # its value in this run
 
     def __str__(self) -> str:
@@ -283,20 +288,22 @@ class Difference:
 
 
 def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """The record `current` without keys that the record `saved` lacks because an older version of jaxtune wrote it. The
-    two can then be compared. An equal copy if it lacks none."""
+    """The record `current` without the keys of _NOT_ALWAYS (base_digest) that the record `saved` lacks because an older
+    version of jaxtune wrote it. The two can then be compared. An equal copy if it lacks none; keys of the config that
+    it lacks stay, because compare_meta reads them as defaults."""
     return {key: value for key, value in current.items() if key in saved or key not in _NOT_ALWAYS}
 
 
 def compare_meta(
     saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
 ) -> tuple[list[Difference], list[Difference]]:
-    """The differences of two records (as record_of makes them), by dotted key. A config key that only one of them has,
-    in a section that both have, is no difference if it has its default there: the other was written by a version
-    without that key.
+    """The differences of two records (as record_of makes them, or same_run of it), by dotted key. A config key that
+    only one of them has, in a section that both have, is no difference if it has its default there: the other was
+    written by a version without that key. Nor is a key of _NOT_ALWAYS that `saved` lacks. require_compatible compares
+    checkpoints by it, and results.require_own results.
 
     Args:
-      saved, current: the records, of the checkpoint and of this run.
+      saved, current: the records, of the checkpoint or result and of this run.
       incompatible: dotted keys; each covers itself and everything below it ("config.lora" covers "config.lora.r").
     Returns:
       (differences that forbid a resume, because `incompatible` covers them; the others, harmless ones)
@@ -343,7 +350,7 @@ def require_compatible(
       saved, current: the record of the checkpoint, and that of this run.
       incompatible: dotted keys whose difference forbids a resume, with those below them.
       hints: {dotted key: what else can be done}; if only such keys forbid a resume, the error's message ends with the
-        hint of the first of them.
+        hint of the one that is first by name.
     Raises:
       CheckpointError: some differences are not harmless; the message lists them.
     """
@@ -364,11 +371,15 @@ def require_compatible(
 
 def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     """The config that config.yaml and checkpoints record: `config`, with `adapter`, `model.load_in`, `model.compute`
-    and `precision` set to what the model really has, because the caller may have given a model that the config does not
+    and `precision` after what the model really has, because the caller may have given a model that the config does not
     describe.
 
-    A setting that already describes the model stays as it was written ("all-linear" stays that). An adapter that was
-    loaded from a folder stays named by the folder.
+    `adapter` becomes None if the model has no adapters. If it already describes them, it stays as it was written
+    ("all-linear" stays that), and one that was loaded from a folder stays named by the folder; otherwise it is made
+    from the model. `model.compute` always becomes the model's. `model.load_in` becomes None if no weight is quantised,
+    and the format of most quantised weights if `config` has neither it nor a precision map of modules, and the model's
+    own files are not quantised; else it stays. `precision` becomes a map if `config` has no map and single modules
+    differ; else it stays.
 
     Args:
       config: the run's.
@@ -406,8 +417,9 @@ def write_config(output: Path, config: TrainConfig) -> None:
 
 def require_same_config(output: Path, config: TrainConfig) -> bool:
     """Checks that the folder `output`, which has no checkpoint, belongs to no other run. True: its config.yaml is
-    exactly that of this run's `config`. False: the caller must write it, because the file is missing, incomplete, or
-    was written by an older version but means the same.
+    exactly that of this run's `config`. False: it has yet to be written, because the file is missing, incomplete, or
+    was written by an older version but means the same. The Trainer calls it before a new run, for the error alone: it
+    writes the config in any case.
 
     A file that is empty, or a beginning of this run's file, was left by a full disk or a power failure and counts as
     incomplete.
