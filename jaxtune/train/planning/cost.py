@@ -157,8 +157,8 @@ class StepCost:
         return dataclasses.replace(self, fixed=fixed, table_on_host=True)
 
     def head_time(self, device: Device) -> float:
-        """How many times as long a product with the head takes on `device` as one in the compute dtype: 1, but for a
-        head in float32 beside 16 bits (a precision map) a measured number on Hopper, and float32_time elsewhere."""
+        """How many times as long a product with the head takes on `device` as one in the compute dtype: for a head in
+        float32 beside 16 bits (a precision map) a measured number on Hopper and float32_time elsewhere, else 1."""
         if self.head_dtype != jnp.float32 or self.dtype.itemsize == 4:
             return 1.0
         return FLOAT32_HEAD_TIME.of("xla", device.name) if device.hopper else float32_time(device.name)
@@ -218,10 +218,9 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """The costs of a step of `model`, whose arrays may be abstract, for forecasts of plans. config: the run's; without
-    a mesh the step is on one device. length: tokens of a row; None: data.length. keeps_model: whether `model` stays
-    beside the copies that train. optimizer: only its states count; None: config.optim's. reference_runs: forward passes
-    of a frozen model in each micro-batch."""
+    """The costs of a step of `model`, which may be abstract, for forecasts. config: the run's; without a mesh, of one
+    device. length: of a row; None: data.length. keeps_model: whether `model` stays beside the copies that train.
+    optimizer: only its states count; None: config.optim's. reference_runs: forwards of a frozen model a micro-batch."""
     length, shape, dtype = length or config.data.length, model.config, jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
@@ -295,7 +294,8 @@ def step_cost(
 
 def _stored(masters, storage: str):
     """The shapes of the trained weights, float32 in `masters`, in the dtypes in which a run stores them with `storage`:
-    all float32 ("fp32"), or those of two and more dimensions bfloat16 ("bf16")."""
+    all float32 ("fp32"), or those of two and more dimensions bfloat16 ("bf16"). step_cost counts the bytes of weights,
+    exchanges, and the gradient sums of a single micro-batch by them."""
     return jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )

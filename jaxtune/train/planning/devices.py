@@ -252,7 +252,7 @@ def find_device(
 def limit(config: TrainConfig, device: Device) -> float | None:
     """Bytes of the memory of `device` that the allocator may give out to the run of `config`: all that the device has,
     or what a card of memory.budget_gb GiB would have (on a CPU, those GiB) if that is set and less. None if nothing
-    limits them, as on a CPU without it."""
+    limits them, as on a CPU without it. Plans should fit in `budget`; only the smallest may try to use all of this."""
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
     if config.memory.budget_gb is not None:
         size = config.memory.budget_gb
