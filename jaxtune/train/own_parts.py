@@ -1,11 +1,11 @@
-"""Optimizers, schedules and objectives that a user's code gives to Trainer instead of the config's.
-`require_nothing_beside` refuses config keys that have no effect beside them (for each kind `require_own_optimizer`,
-`require_own_schedule` and `require_own_objective`), and `identities` makes what checkpoints record of each
-(`optimizer_identity`, `schedule_identity`, `objective_identity`).
+"""Optimizers, schedules and objectives that a user's code gives to Trainer instead of the config's. Trainer calls two
+functions of this module when it is made: `require_nothing_beside` refuses config keys that have no effect beside them
+(for each kind `require_own_optimizer`, `require_own_schedule` and `require_own_objective`), and `identities` makes what
+checkpoints record of each (`optimizer_identity`, `schedule_identity`, `objective_identity`).
 
 With its identity recorded, a run is not resumed with another one. What comes from the config is identified by its
 settings, but of a function only its behaviour can be recorded: an optimizer is identified by its states and the program
-of its update, a schedule by its rates, and an objective by its class and fields."""
+of its update, a schedule by its rates, and an objective by its class and, if it is a dataclass, its fields."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ def require_nothing_beside(
     schedule: optax.Schedule | None,
     objective: Objective | None,
 ) -> None:
-    """Raises ValueError if the config sets a key to another value than its default, which has no effect because of an
-    optimizer, a schedule or an objective that was given to Trainer; each of these is None if it was not given, and its
-    section of the config is then not checked."""
+    """Raises ValueError if a section of the config sets a key to another value than its default although its part was
+    given to Trainer, so that the key has no effect: `optim` (but optim.weights) beside an optimizer, `schedule` beside
+    a schedule, `objective` beside an objective. A part that was not given is None, and its section is not checked; so
+    `schedule` is not checked beside an optimizer alone, although it has no effect there either."""
     if optimizer is not None:
         require_own_optimizer(config)
     if schedule is not None:
@@ -116,8 +117,9 @@ def _require_defaults(section: str, given: Any, default: Any, part: str, kept: t
 
 def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) -> dict[str, str]:
     """The identity of an optimizer in checkpoints: {"states": a digest of the paths, shapes and dtypes of its states,
-    "update": a digest of the text of its update's jaxpr}, which has the scalar constants of the update. trainable: the
-    tensors that it updates, which may be `jax.ShapeDtypeStruct`s."""
+    "update": a digest of the text of its update's jaxpr}. The jaxpr has the scalar constants of the update, but not the
+    values of arrays. trainable: the tensors that it updates, which may be `jax.ShapeDtypeStruct`s; the optimizer is
+    traced with their shapes in float32, whatever their dtypes."""
     wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape(optimizer.init, wide)
     named = [

@@ -7,7 +7,7 @@ takes the one with the lowest peak. Only the plan that is taken is compiled, and
 compared with the budget (planner.py). Layer plans are sought as pairs, one for the first layers and one for the rest
 (`_best_pair`), among those that no other layer plan beats (`_best_layers`, `_unbeaten`), and plans that resemble failed
 ones are left out (`_related`, `_Relatives`). `beside_states` says what host memory residuals may take, `saved_bytes`
-and `trained_bytes` are what a checkpoint copies there, and `tokens_of` are a micro-batch's tokens.
+(of which `trained_bytes` are a part) is what a checkpoint copies there, and `tokens_of` are a micro-batch's tokens.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
     """The numbers of micro-batches into which the `rows` rows of a step can be divided, ascending, so that each of
     `devices` devices has equally many rows of each micro-batch; [] if they cannot share the rows equally. The planners
-    try plans with each of them. wanted: the number that the config sets, which is then the only one and is not checked
-    here; None: it sets none."""
+    of steps and of forward passes try plans with each of them. wanted: the number that the config sets, which is then
+    the only one and is not checked here; None: there is none."""
     if wanted is not None:
         return [wanted]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
@@ -73,11 +73,13 @@ def choose(
       device: the device.
       budget_bytes: device memory; None: no limit.
       chunk_logits: the candidates for the most logits (tokens times vocabulary size) that exist at a time in the loss.
-      resident: the least number of layers whose frozen weights are whole on each device, because they already are.
+      resident: the least number of layers whose frozen weights are whole on each device, because they already are. It
+        has no effect on config.memory.plan.
       unlike: plans that failed; plans that resemble them (`_related`) are left out.
     Raises:
       PlanError: nothing fits, or all that fits resembles `unlike`.
-      ValueError: the host's memory is too small for the optimizer's states.
+      ValueError: the host's memory is too small for the optimizer's states; or config.memory.plan is not for this
+        model.
     """
     if device.link and parts.hosted_bytes > device.host_bytes:
         raise ValueError(
@@ -96,10 +98,10 @@ def choose(
 
 
 def table_places(parts: StepCost, device: Device) -> list[StepCost]:
-    """The costs with the table of per-layer embeddings in each place where a plan may have it, among which `choose`
-    tries all: `parts`, the step's costs, and, if these have the table on the device and it may be on the host, the
-    costs with it there. It may not be on the host if `device` shares its memory with the host, or if the host's memory
-    is too small for it beside what a checkpoint copies there."""
+    """The costs with the table of per-layer embeddings in each place where a plan may have it; `choose` and longest_row
+    try each. They are `parts`, the step's costs, and, if these have the table on the device and it may be on the host,
+    the costs with it there. It may not be if parts.table says so, if `device` shares its memory with the host, or if
+    the host's memory is too small for it beside what a checkpoint copies there."""
     room = device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES
     if parts.table_on_host or not device.link or not 0.0 < parts.table.bytes <= room:
         return [parts]
@@ -124,7 +126,8 @@ def _candidates(
       budget: bytes of its memory, infinite if nothing limits them.
       chunk_logits: the candidates for the most logits (tokens times vocabulary size) that exist at a time.
       resident: the least number of layers whose frozen weights are whole on each device.
-      unlike: plans that failed; plans that resemble them are left out, unless config.memory.plan is set.
+      unlike: plans that failed. The search leaves out plans that resemble them, but only if another fits, and never a
+        plan that config.memory.plan sets; `choose` takes none of these.
     """
     fixed = None if config.memory.plan is None else parse_residuals(config.memory.plan, parts.num_layers, parts.known)
     found: list[Forecast] = []
@@ -149,10 +152,11 @@ def _candidates(
 
 def beside_states(parts: StepCost, device: Device) -> Device:
     """Returns `device` with less host memory that it may pin (`host_bytes`): what residuals may take beside the
-    optimizer's offloaded states, at least 0. These are subtracted from the smaller of two: host_bytes, and what is left
-    of the host's whole memory (host_memory_bytes) beside 4 GB for Python and the compiler, a table of per-layer
-    embeddings, and the copy of the whole state that a checkpoint makes. Without room for that copy, a run would be
-    killed at its first save; where memory is ample, the copy takes nothing away. parts: the step's costs."""
+    optimizer's offloaded states, at least 0. The states are subtracted from the smaller of two: host_bytes, and what is
+    left of the host's memory (host_memory_bytes) beside 4 GB for Python and the compiler, a table of per-layer
+    embeddings on the host, and the copy of the state that a checkpoint makes (`saved_bytes`). Without room for that
+    copy, a run would be killed at its first save; where memory is ample, the copy takes nothing away. parts: the step's
+    costs."""
     taken = saved_bytes(parts) + _HOST_OTHER_BYTES + (parts.table.bytes if parts.table_on_host else 0.0)
     room = min(device.host_bytes, device.host_memory_bytes - taken)
     return dataclasses.replace(device, host_bytes=max(room - parts.hosted_bytes, 0.0))
@@ -166,7 +170,8 @@ def trained_bytes(parts: StepCost) -> float:
 
 def saved_bytes(parts: StepCost) -> float:
     """Bytes that a checkpoint saves of one device, and a save copies to host memory: trained parameters, optimizer
-    states (also those on the host) and errors of the gradient sync. parts: the step's costs."""
+    states (also those on the host) and errors of the gradient sync. The planner leaves as much host memory free for it,
+    and forecasts the phases "save" and "resume" by it. parts: the step's costs."""
     states = parts.fixed["optimizer states"] + parts.fixed.get(SYNC_ERRORS, 0.0)
     return trained_bytes(parts) + states + parts.hosted_bytes
 
@@ -174,7 +179,7 @@ def saved_bytes(parts: StepCost) -> float:
 def _residents(parts: StepCost, least: int) -> list[int]:
     """The candidates for a plan's `resident`: of how many layers each device keeps the whole frozen weights for the
     whole run, though weights are divided over devices: `least`, half of the layers (if more), or all, ascending. Only
-    `least` if no frozen weights are divided. parts: the step's costs."""
+    `least` if no frozen weights of layers are divided. parts: the step's costs."""
     if not parts.frozen_layer_bytes:
         return [least]
     return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
@@ -188,8 +193,9 @@ def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget
 
     If all weights of the layers are trained, a whole layer keeps its gathered weights from its forward to its backward
     (ResidualPlan.whole_weights). If some are frozen, each device has a whole layer's frozen weights whole for the whole
-    run, and no share beside them (ResidualPlan.resident). Gathering them anew in each step would take time, and at the
-    loss, where the most memory is in use, a device would have both its share and the whole weights."""
+    run, and no share beside them unless the caller keeps its model (ResidualPlan.resident). Gathering them anew in each
+    step would take time, and at the loss, where the most memory is in use, a device would have both its share and the
+    whole weights."""
 
     def with_(**changes: int) -> Forecast:
         """The forecast of the plan of `found` with these fields (`changes`) of its residual plan."""
@@ -210,8 +216,8 @@ def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget
 def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
     """The number of tokens of a tile: the MLPs of a long row may run tile by tile, so that their values exist for one
     at a time. It is the largest number up to 16,384 that divides the row. None, for no tiles, for rows of less than
-    32,768 tokens, if only tiles below 2,048 divide the row, if no layer can run over tiles, and with dropout. parts:
-    the step's costs. config: the run's."""
+    32,768 tokens, if only tiles below 2,048 divide the row, if no layer can run over tiles, and with an adapter's
+    dropout. parts: the step's costs. config: the run's."""
     dropout = config.adapter is not None and config.adapter.lora_dropout > 0
     if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
         return None
@@ -225,8 +231,8 @@ _NEAR = 0.1
 
 def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
     """bool[plans]: which plans for one layer are near `plan`, that is, place at most a tenth of the residuals' bytes
-    differently. If one of two near plans was too large, the forecast of the other is wrong too. placed: the plans,
-    int[plans, known residuals], indices into PLACEMENTS. parts: the step's costs."""
+    differently. If one of two near plans was too large, the forecast of the other is taken to be as wrong. placed: the
+    plans, int[plans, known residuals], indices into PLACEMENTS. parts: the step's costs."""
     sizes = np.array([parts.residuals[residual.name] for residual in parts.known])
     there = np.array([PLACEMENTS.index(plan.of(residual)) for residual in parts.known])
     return (placed != there) @ sizes <= _NEAR * sizes.sum()
@@ -241,8 +247,8 @@ def _run_alike(plan: StepPlan, micro: int, tile: int | None, table_on_host: bool
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
     """Whether `plan` resembles one of `others`, plans that failed: it has the same micro-batches and tile, its table of
-    per-layer embeddings is in the same place, and the placements of its first and last layers differ in at most a tenth
-    of the residuals' bytes. parts: the step's costs."""
+    per-layer embeddings is in the same place, and in its first layer and in its last the placements differ in at most a
+    tenth of the residuals' bytes. `choose` does not take such a plan. parts: the step's costs."""
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
     return any(
@@ -272,7 +278,8 @@ class _Relatives:
 
         Args:
           rows: the range of the first plans' indices in the table.
-          number: int[rows, plans], how many layers each pair has under its first plan; the rest are under its second.
+          number: [rows, plans], whole numbers in any dtype: how many layers each pair has under its first plan; the
+            others are under its second.
           count: the number of layers.
         """
         found = np.zeros(number.shape, bool)
@@ -285,9 +292,9 @@ class _Relatives:
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
     """The forecast of the plan with the lowest predicted peak, whether it fits or not; it is tried last and shown if
-    nothing fits. parts: the step's costs. config: the run's, whose fixed placements and micro-batches are kept.
-    resident: the least number of layers whose frozen weights are whole on each device. Raises ValueError if the host's
-    memory is too small for the optimizer's states."""
+    nothing fits. parts: the step's costs. config: the run's, whose memory.plan and micro_batches are kept. resident:
+    the least number of layers whose frozen weights are whole on each device. Raises ValueError as `choose` does, if the
+    host's memory is too small for the optimizer's states."""
     try:
         return choose(parts, config, device, 0.0, resident=resident)
     except PlanError as error:
@@ -311,8 +318,8 @@ def _best_pairs(
     of a tile or None, the number of layers whose frozen weights are whole on each device (`resident`), and pairs to
     leave out (`relatives`, or None).
 
-    More tokens only take more memory. So the best pair for fewer tokens stays the best as long as it fits, and if no
-    pair fits, none fits with more tokens.
+    More tokens make the head faster and take more memory, and change nothing in the layers. So the best pair for fewer
+    tokens stays the best as long as it fits, and if no pair fits, none fits with more tokens.
 
     Returns:
       the forecasts of the pairs; if one does not fit, it is the last.
@@ -347,8 +354,9 @@ def _best_pair(
     resident: int,
     relatives: _Relatives | None = None,
 ) -> Forecast:
-    """The fastest pair of layer plans that fits `budget`: one plan for the first layers, whose residuals live longest,
-    and one for the rest. If no pair fits, the smallest.
+    """The forecast of the fastest pair of layer plans that fits `budget`: one plan for the first layers, whose
+    residuals live longest, and one for the rest, with as few layers under the first as fit. If no pair fits, the
+    smallest.
 
     Args:
       parts: the step's costs.
@@ -418,9 +426,9 @@ def _best_pair(
 
 
 def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
-    """The layer plans from which pairs are formed: those of `layer_plans` that no other plan beats in kept bytes,
-    working bytes, time and bytes on the host at once; of plans with equal forecasts only the first. If the device has
-    no host link, no plan offloads.
+    """The layer plans from which pairs are formed: those of `layer_plans` that no other plan beats in kept bytes, work
+    bytes of the backward, time and bytes on the host at once; of plans with equal forecasts only the first. If the
+    device has no host link, no plan offloads.
 
     Args:
       parts: the step's costs.
@@ -456,15 +464,16 @@ def _unbeaten(figures: np.ndarray) -> list[int]:
 
 
 class PlanError(ValueError):
-    """No plan fits the device. `choose` and the planner raise it; its message has the largest parts of the smallest
-    plan, and `fixes`. The other four arguments become its attributes of the same names.
+    """No plan fits the device. `choose` and the planner raise it; its message has the three largest parts of the
+    smallest plan, and `fixes`. The other four arguments become its attributes of the same names.
 
     Args:
-      smallest: the forecast with the lowest peak.
+      smallest: the forecast with the lowest peak, of the plans that were considered.
       budget_bytes: the device memory that a step may take.
       fixes: changes of the config with which a plan would fit, for the message.
       compiled: True: the smallest plan was compiled or run, and was too large. False: only its forecast was too large.
-      need_bytes: bytes that the compiler says the smallest plan needs; None: memory ran out while it ran.
+      need_bytes: bytes that the compiler says the smallest plan needs; None: memory ran out while it ran, or `compiled`
+        is False.
     """
 
     def __init__(

@@ -58,10 +58,10 @@ TABLE_ROWS = "rows of the per-layer embeddings"
 @dataclasses.dataclass(frozen=True)
 class SegmentCost:
     """The cost of one segment, a function in the chain of functions by which a layer is computed, such as the q, k and
-    v products. It reads residuals and makes others. The cost is the mean over all layers of the model."""
+    v products. It reads residuals and makes others. `work` is the mean over all layers of the model, for forecasts."""
 
     name: str  # the segment's name
-    outputs: tuple[str, ...]  # names of the residuals that it makes
+    outputs: tuple[str, ...]  # names of the residuals that it makes, and LAYER_OUTPUT if it makes the layer's output
     work: Work  # FLOPs and bytes; layers without the segment count as zero in the mean
     in_mixer: bool  # whether it belongs to a mixer, such as attention; False: to a feed-forward
     first: bool  # whether it is the first segment of a mixer
@@ -77,13 +77,13 @@ class SegmentCost:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Bytes that a device receives from the other devices of its mesh in a step, by what they are, from which the
-    planner forecasts how long collectives take."""
+    """Bytes that a device receives from the other devices of its mesh, by what they are, from which the planner
+    forecasts how long collectives take: `sums` once a step, all others once in each micro-batch."""
 
-    weights: float = 0.0  # of all layers' weights, gathered once; the backward may gather them again
+    weights: float = 0.0  # of all layers' divided weights, gathered once; the backward may gather them again
     gradients: float = 0.0  # of the layers' trained weights that are divided over devices, in the backward
     around: float = 0.0  # weights and gradients of embedding and head, during whose transfer nothing is computed
-    sums: float = 0.0  # gradients of trained weights that are whole on each device, once a step
+    sums: float = 0.0  # gradients, added over the devices that have the same weight or the same part of it, once a step
     frozen: float = 0.0  # the part of `weights` that does not train
     frozen_around: float = 0.0  # the part of `around` that does not train
 
@@ -109,11 +109,12 @@ class StepCost:
     kinds: tuple[LayerKind, ...]  # the different layers of the model
     kind_counts: tuple[int, ...]  # the number of layers of each kind
     fixed: Mapping[str, float]  # {what: bytes} that are in memory during the whole step
-    cast_bytes: float  # the layers' trained weights in the compute dtype, which live from forward to backward
+    cast_bytes: float  # the layers' trained matrices in the compute dtype, which live from forward to backward
     head_bytes: float  # at the loss: gradient and compute-dtype copies of a trained head, and a head padded by the loss
-    # at the loss: of a logit, while its chunk exists: in float32, and its 16-bit gradient or, capped, in float32 again
+    # at the loss: of a logit, while its chunk exists: in float32, and its gradient in head_dtype or, capped, in float32
     logit_bytes: float
-    head_gradient_bytes: float  # after the loss: gradient of a trained head
+    # after the loss: gradient of a trained head, and the copy in 16 bits of one that is stored in float32
+    head_gradient_bytes: float
     head_trains: bool  # whether the output head trains; False: it has no gradient
     head_dtype: jnp.dtype  # the dtype in which the head multiplies: the compute dtype, or its own by a precision map
     trained: float  # number of trained parameters
@@ -125,18 +126,18 @@ class StepCost:
     update_bytes: float = 0.0  # taken by the update in addition to `fixed`
     sync_bytes: float = 0.0  # taken by the update for a quantised sync of gradients
     # the part of `fixed` that a step of one micro-batch does not need: its gradient sums are not in float32 but in the
-    # dtype in which the trained weights are stored
+    # dtype in which the trained weights are stored. 0 if the config sets one micro-batch: `fixed` is then without it.
     less_sums: float = 0.0
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
     teacher: StepCost | None = None  # of the forward passes of the teacher, if the frozen model is one
-    exchange: Exchange = Exchange()  # bytes that this device receives from other devices in a step
+    exchange: Exchange = Exchange()  # bytes that this device receives from other devices
     # experts' adapters in the kernels' layout, which XLA makes once for forward and backward if every residual is kept
     shared_bytes: float = 0.0
     given_bytes: float = 0.0  # per token: values that layers take from outside, with their gradients
     dropout_bytes: float = 0.0  # per token: the largest adapter input with dropout, masked, and its mask
     whole_layer_bytes: float = 0.0  # weights of the largest layer that are divided over devices, gathered
     whole_head_bytes: float = 0.0  # weights of the head that are divided over devices, gathered
-    whole_gradient_bytes: float = 0.0  # gradients of a layer's divided weights, as computed and as summed
+    whole_gradient_bytes: float = 0.0  # gradients of a layer's trained matrices, computed and summed; 0 if undivided
     frozen_layer_bytes: float = 0.0  # the part of `whole_layer_bytes` that does not train
     resident_layer_bytes: float = 0.0  # added by each layer whose frozen weights are whole for the whole run
     resident_around_bytes: float = 0.0  # added by frozen embedding and head that are whole for the whole run
@@ -146,8 +147,8 @@ class StepCost:
     def with_table(self, on_host: bool) -> StepCost:
         """The costs with the table of per-layer embeddings on the host (on_host) or on the device. On the host it
         leaves its bytes free on the device, which holds the rows of two steps instead: the one that it computes and the
-        next, whose rows are copied meanwhile. These costs must have the table on the device, or where it is asked for.
-        """
+        next, whose rows are copied meanwhile. These costs must have the table where it is asked for, or have it on the
+        device with `table` allowing it on the host."""
         if on_host == self.table_on_host:
             return self
         assert on_host and self.table.bytes
@@ -156,8 +157,8 @@ class StepCost:
         return dataclasses.replace(self, fixed=fixed, table_on_host=True)
 
     def head_time(self, device: Device) -> float:
-        """How many times as long a product with the head takes on `device` as one in the compute dtype: more than 1 for
-        a head in float32 beside 16 bits, as a precision map may ask for."""
+        """How many times as long a product with the head takes on `device` as one in the compute dtype: for a head in
+        float32 beside 16 bits (a precision map) a measured number on Hopper and float32_time elsewhere, else 1."""
         if self.head_dtype != jnp.float32 or self.dtype.itemsize == 4:
             return 1.0
         return FLOAT32_HEAD_TIME.of("xla", device.name) if device.hopper else float32_time(device.name)
@@ -178,8 +179,9 @@ class StepCost:
 
     @property
     def frozen_bytes(self) -> float:
-        """Bytes on a device of the weights that do not train, the model's and its teacher's, which are there in every
-        phase of the run, whatever the plan."""
+        """Bytes on a device of the weights that do not train, the model's and its teacher's, to which the forecasts of
+        a run's phases add others. A table of per-layer embeddings on the host does not count, nor does what a plan adds
+        by keeping weights whole (`resident_bytes`)."""
         return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
@@ -189,15 +191,16 @@ class StepCost:
         Args:
           micro_batches: the number of micro-batches of the step. With one, the gradient sums need less, because they
             have the dtype in which the trained weights are stored and not float32.
-          resident: the number of layers of whose frozen weights each device keeps a whole copy for the whole run,
-            instead of its share of them. If it is all layers, embedding and head count, too.
+          resident: the number of layers of whose frozen weights each device keeps a whole copy for the whole run
+            (`resident_bytes`). If it is all layers, embedding and head count, too.
         """
         less = self.less_sums if micro_batches == 1 else 0.0
         return sum(self.fixed.values()) + self.resident_bytes(resident) - less
 
     def resident_bytes(self, resident: int) -> float:
-        """Bytes added on a device if it keeps the whole frozen weights of `resident` layers for the whole run, instead
-        of its share of them; with all layers, also those of embedding and head."""
+        """Bytes added on a device if it keeps the whole frozen weights of `resident` layers for the whole run, each
+        taken to be as large as the largest; with all layers, also those of embedding and head. They replace its share
+        of these weights, unless the model that was given stays in memory (step_cost's keeps_model)."""
         around = self.resident_around_bytes if resident == self.num_layers else 0.0
         return resident * self.resident_layer_bytes + around
 
@@ -215,9 +218,9 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """The costs of a step of `model`, from shapes, for forecasts of plans. config: the run's, with its mesh. length:
-    tokens of a row; None: data.length. keeps_model: whether `model` stays beside the copies that train. optimizer: only
-    its states count; None: config.optim's. reference_runs: forward passes of a frozen model in each micro-batch."""
+    """The costs of a step of `model`, which may be abstract, for forecasts. config: the run's; without a mesh, of one
+    device. length: of a row; None: data.length. keeps_model: whether `model` stays beside the copies that train.
+    optimizer: only its states count; None: config.optim's. reference_runs: forwards of a frozen model a micro-batch."""
     length, shape, dtype = length or config.data.length, model.config, jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
@@ -291,7 +294,8 @@ def step_cost(
 
 def _stored(masters, storage: str):
     """The shapes of the trained weights, float32 in `masters`, in the dtypes in which a run stores them with `storage`:
-    all float32 ("fp32"), or those of two and more dimensions bfloat16 ("bf16")."""
+    all float32 ("fp32"), or those of two and more dimensions bfloat16 ("bf16"). step_cost counts the bytes of weights,
+    exchanges, and the gradient sums of a single micro-batch by them."""
     return jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
@@ -315,8 +319,8 @@ def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float, jnp.dtype]:
     """The planner's estimate of device memory for the head, on one device if nothing is divided: (bytes in addition to
-    the head's weight while the loss and its gradient are computed, bytes of the head's gradient after that, 0 if it
-    does not train, the dtype in which the head multiplies).
+    the head's weight while the loss and its gradient are computed; bytes of the head's gradient, and with "fp32" of its
+    copy in a 16-bit dtype, after that, 0 if it does not train; the dtype in which the head multiplies).
 
     Args:
       model: has the head, which trains if its variable is an nnx.Param, and may compute in a dtype of its own.
@@ -348,7 +352,7 @@ def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
 
 
 def _exchange(trained, frozen, shape: partition.MeshShape, sync: GradientSync | None) -> Exchange:
-    """The bytes that a device receives in a step from the other devices of a mesh of this shape. trained, frozen:
+    """The bytes that a device receives from the other devices of a mesh of this shape, for StepCost. trained, frozen:
     nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not. sync: how
     gradients are exchanged; None: in float32, but those of divided weights in the weights' dtype if there are only two
     parts (gathers.scatter)."""
@@ -404,8 +408,8 @@ def _masked_sizes(model: Decoder) -> list[int]:
 def _given_bytes(model: Decoder, dtype) -> float:
     """Bytes per token of the values that layers of `model` read but do not compute, in the compute dtype `dtype`. A
     value that the decoder computes for one layer counts three times: itself, what it is computed from, and its
-    gradient. A value that an earlier layer computed counts once for all readers, with its gradient, even if that
-    layer's plan keeps it."""
+    gradient. A value that an earlier layer computed counts twice, for itself and its gradient, however many layers read
+    it, and even if the earlier layer's plan keeps it."""
     from_decoder, from_layers, given = 0, dict[str, int](), set[str]()
     for layer in model.layers:
         for name, shape in layer.takes.items():
@@ -451,8 +455,8 @@ def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
 
 def _update_bytes(masters, config: TrainConfig) -> float:
     """Device bytes that the update takes in addition to weights, states and gradients, on one device if nothing is
-    divided. It is done tensor by tensor (optimizer_offload.py), so they are those of the largest tensor; 0 with an
-    adapter, where they are negligible, and for optimizers other than adamw_8bit whose states are on the device.
+    divided. It is done tensor by tensor (optimizer_offload.py), so they are those of the largest tensor. 0 with an
+    adapter, where they are negligible, and if the states are on the device, unless the optimizer is adamw_8bit.
     masters: the trained weights' shapes in float32. config: has the optimizer."""
     if config.adapter is not None:
         return 0.0

@@ -50,19 +50,21 @@ class Device:
     copy: float
     # Bytes/s to the host, in one direction; 0 where offload is of no use because device and host share one memory.
     link: float
-    # Bytes of its host's memory that this device may pin; other devices of the run pin their own.
+    # Bytes of its host's memory that this device may pin; other devices of the run pin their own. 0 for "cpu".
     host_bytes: float
     # Where the rates come from, in words.
     note: str
-    # Whether it runs the kernels for compute capability 9.0.
+    # Whether it runs the kernels for compute capability 9.0: its name has H100 or H200.
     hopper: bool = False
-    # Where host_bytes comes from, in words; "" for a device of this machine whose memory this process may use wholly.
+    # Where host_bytes comes from, in words; "" on a machine of which this process may use all memory, and for "cpu".
     host_note: str = ""
-    # Bytes that may be pinned on a machine with the host memory that is usual for such a device.
+    # Bytes that may be pinned on a machine with the host memory that is usual for such a device, for a warning in a
+    # plan for another machine; None for a device of this machine.
     usual_host_bytes: float | None = None
-    # Bytes/s to the other devices of its host, in one direction, as collectives reach it.
+    # Bytes/s to the other devices of the run, in one direction, as collectives reach it on one host.
     peer: float = math.inf
-    # Bytes of its host's whole memory that are this device's, beside the other devices of the run.
+    # Its share, in bytes, of the memory of its host that the run may use; devices of the run on a host share it
+    # equally.
     host_memory_bytes: float = math.inf
 
 
@@ -93,9 +95,9 @@ _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def _group_limits() -> Iterator[int]:
     """The limits of memory, in bytes, of the control groups that this process is in: of its own and of those around it,
-    which limit it too. Groups without a limit give none, and outside Linux nothing is yielded. A container sees its own
-    as the root; SLURM and systemd make others further down (the kernel's documentation of cgroups, versions 1 and
-    2)."""
+    which limit it too. Groups without a limit give none, or with version 1 a number larger than any memory; outside
+    Linux nothing is yielded. A container sees its own as the root; SLURM and systemd make others further down (the
+    kernel's documentation of cgroups, versions 1 and 2)."""
     lines = []
     with contextlib.suppress(OSError):  # no Linux
         lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
@@ -128,7 +130,8 @@ def allow_pinned_memory() -> None:
     """Lets XLA pin as much of this machine's memory (keep it in place for copies to and from the GPU) as the planner
     counts on, 70 % of what this process may use, by an environment variable; a limit that is already set there stays.
 
-    It must be called before JAX starts its devices, when XLA reads the limit. The memory is pinned as it is used."""
+    `jaxtune train` calls it before JAX starts its devices, when XLA reads the limit. The memory is pinned as it is
+    used."""
     os.environ.setdefault(_PINNED_LIMIT, str(int(host_memory_bytes() * _PINNED_SHARE) >> 30))
 
 
@@ -186,10 +189,10 @@ def find_device(
       host_gb: host memory for each device, in GB, for a device of another machine; None: what such machines usually
         have.
       sharing: (devices of the run on this host, devices of this process), as `devices_here` returns them; they share
-        the host's memory.
+        the host's memory. It has no effect for a device of another machine.
     Raises:
       ValueError: the device is refused, with the reason; or it is one of another machine and unknown, with the known
-        ones.
+        ones; or the file with its measured rates is damaged.
     """
     if name == "cpu":  # for tests and tiny runs: one memory for device and host, and rates that only rank plans
         return Device("cpu", memory_bytes, 1e11, 2e10, 0.0, 0.0, "not measured")
@@ -249,7 +252,7 @@ def find_device(
 def limit(config: TrainConfig, device: Device) -> float | None:
     """Bytes of the memory of `device` that the allocator may give out to the run of `config`: all that the device has,
     or what a card of memory.budget_gb GiB would have (on a CPU, those GiB) if that is set and less. None if nothing
-    limits them, as on a CPU without it."""
+    limits them, as on a CPU without it. Plans should fit in `budget`; only the smallest may try to use all of this."""
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
     if config.memory.budget_gb is not None:
         size = config.memory.budget_gb
@@ -268,7 +271,8 @@ def budget(config: TrainConfig, device: Device) -> float | None:
 
 def with_fragments(needed: float) -> float:
     """Bytes that a GPU's allocator must have so that `needed` bytes of them are usable, in spite of the gaps between
-    arrays, which take 2 % of them and at least 0.5 GB: the inverse of `budget`."""
+    arrays, which take 2 % of the allocator's bytes and at least 0.5 GB: the inverse of what `budget` subtracts. card_gb
+    proposes a card by it."""
     return max(needed / (1 - _FRAGMENTS), needed + _FRAGMENT_BYTES)
 
 

@@ -1,5 +1,6 @@
-"""Advice on what fits: where no plan does, changes of the config with which one would, for the PlanError
-(`fitting_settings`); and where one does, the longest row that fits, for the report of --plan (`longest_row`)."""
+"""Advice on what fits, by forecast: where no plan does, changes of the config with which one would, for the PlanError
+(`fitting_settings`); and where one does, the longest row that fits, for the report of --plan (`longest_row`, which
+`_surely_fits` makes fast)."""
 
 from __future__ import annotations
 
@@ -37,21 +38,22 @@ def fitting_settings(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> list[str]:
-    """Up to `wanted` changes of the config, each of which alone lets a plan fit; the least intrusive first, and at most
-    one of each first key (such as the longest data.length). A PlanError shows them.
+    """Up to `wanted` changes of the config, each of which alone lets a plan fit by forecast; the least intrusive first,
+    and at most one of each first key (such as the longest data.length). A PlanError shows them.
 
     Args:
       shape: the model's DecoderConfig.
       config: the config for which nothing fits.
       device: the device.
-      budget_bytes: its memory.
+      budget_bytes: the bytes of its memory that a step may take.
       wanted: how many changes to look for.
       optimizer: updates the weights; None: the one that config.optim asks for. With one of the caller's own, no change
         of config.optim is proposed.
       reference_runs: how many forward passes of a frozen reference model each loss has.
     Returns:
-      changes as they are written on the command line, such as "model.load_in=nf4"; if there are fewer than `wanted`,
-        the last entry is the memory of a device on which the config would fit.
+      changes as they are written on the command line, such as "model.load_in=nf4", some with a remark in parentheses;
+        if there are fewer than `wanted`, one more entry is the memory of a device on which the config as it is would
+        fit, such as "a card of 24.0 GB".
     """
 
     def changed(section: str, **values) -> TrainConfig:
@@ -107,8 +109,8 @@ def fitting_settings(
 
 def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
     """Whether some plan of one micro-batch fits `budget` bytes of `device` (True) or none does (False), if that can be
-    decided without a search; None if it cannot. parts: the step's costs. config: the run's. The function makes
-    longest_row fast.
+    decided without a search; None if it cannot. It makes longest_row fast, which calls it if config.memory.plan is
+    not set: plans are free here. parts: the step's costs. config: the run's, of which only dropout counts.
 
     A step fits if a plan that is the same for all layers does. It does not fit if the least bytes of layers under any
     plans are too many. For the second test, bytes on the host get a price in bytes on the device (a Lagrange
@@ -143,7 +145,7 @@ def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_byt
       parts: the step's costs.
       config: the run's.
       device: the device.
-      budget_bytes: its memory.
+      budget_bytes: the bytes of its memory that a step may take.
       step: the result is a multiple of this number of tokens.
     Returns:
       tokens of a row, less than 4,096 times `step`; 0 if no row of `step` tokens fits.

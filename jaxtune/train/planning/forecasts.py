@@ -4,8 +4,7 @@ of a step, from a `LayerForecast` for each layer plan (`layer_forecast`; `layer_
 
 Bytes of residuals (what the parts of a layer return and a plan keeps, recomputes or offloads) are exact, from shapes.
 What the compiler adds around them, and the rates, are fitted (models/fitted.py). `_remade` is about recomputed
-residuals, `_travelling` about offloaded ones on their way, `_backward_bytes` about a backward's peak.
-"""
+residuals, `_travelling` about offloaded ones on their way, `_backward_bytes` about a backward's peak."""
 
 from __future__ import annotations
 
@@ -42,26 +41,26 @@ class LayerForecast:
     arriving: Figure  # part of `hosted` being copied back already at the MLP of the next layer's backward
     work_forward: Figure  # device bytes at the end of its forward, in addition to `kept`
     work: Figure  # device bytes in its backward, in addition to `kept`, if the next layer has the same plan
-    forward: Figure  # seconds
+    forward: Figure  # seconds, with waits
     backward: Figure  # seconds, with recomputation and waits
     recompute: Figure  # the part of the seconds that recomputes residuals
     wait: Figure  # the part of the seconds that waits for the host link
 
     def at(self, index: Any) -> LayerForecast:
-        """The forecasts of those plans that are at `index` (as numpy indexes), out of a LayerForecast of arrays."""
+        """The forecasts of the plans at `index` (as numpy indexes) of a LayerForecast of arrays, such as the best."""
         return LayerForecast(*(array[index] for array in vars(self).values()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Bytes and seconds of a step under a plan, on one device."""
+    """Bytes and seconds of a step under a plan, on one device, for the choice of a plan and for reports."""
 
     plan: StepPlan  # the plan that is forecast
-    parts: Mapping[str, float]  # {what: bytes} at the moment of the peak
+    parts: Mapping[str, float]  # {what: device bytes} at the moment of the peak
     step_seconds: float  # the whole step
     recompute_seconds: float  # the part of step_seconds that recomputes residuals
-    wait_seconds: float  # the part of step_seconds that waits for the host link
-    host_bytes: float  # pinned host memory for one device
+    wait_seconds: float  # the part of step_seconds that waits for residuals on the host link
+    host_bytes: float  # pinned host memory for one device: offloaded residuals and optimizer states
     tokens: int  # of the step on all devices, padding included
     collective_seconds: float = 0.0  # of all collectives, hidden or not
     exposed_seconds: float = 0.0  # the part of step_seconds that waits for collectives
@@ -73,7 +72,7 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """The predicted speed on all devices, padding counted as tokens, for reports and the choice of a mesh."""
+        """The predicted speed on all devices, padding counted as tokens, for reports and the words about a mesh."""
         return self.tokens / self.step_seconds
 
 
@@ -222,8 +221,8 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
       tiles: number of tiles of a row's tokens over which segments run that need no whole rows.
     Returns:
       (seconds of recomputation of an average layer; bytes in the feed-forward's backward; in the mixer's backward; at
-        the end of the layer's forward). The bytes are those of recomputed residuals and of the layer's temporary
-        arrays, without copies that arrive from the host; each is the largest of all kinds of layers.
+        the end of the layer's forward). The bytes are those of temporary arrays and, in the backward, of recomputed
+        residuals, without copies from the host; each is the largest of all kinds of layers, or -inf if none has it.
     """
 
     def in_tiles(sizes):
@@ -294,7 +293,7 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
       sizes: the sizes of its residuals, and which are recomputed.
     Returns:
       (bytes at a feed-forward's backward, bytes at a mixer's backward); a feed-forward whose scratch memory exists
-      while the mixers before it are recomputed counts as a mixer. -inf if the layer has no such part.
+      while the mixers before it are recomputed counts in place of these mixers. -inf if there is no such part.
     """
     block = kind.block
     dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
@@ -323,7 +322,7 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
 
 
 def _mixers_before(kind: LayerKind, part: str) -> list[str]:
-    """The names of the mixers, such as attention, that run before `part`, a feed-forward, in layers of this kind."""
+    """The names of the mixers before `part`, a feed-forward, whose values _backward_bytes counts at its backward."""
     parts = list(kind.outputs)
     return [name for name in parts[: parts.index(part)] if name in kind.mixer_outputs]
 
@@ -341,7 +340,8 @@ def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, fl
 
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
-    """The forecast of a step under `plan` on `device`, by which plans are compared, from the step's costs `parts`."""
+    """The forecast of a step under `plan` on `device`, by which plans are compared, from the step's costs `parts`,
+    with the table of per-layer embeddings where the plan has it (StepCost.with_table)."""
     parts = parts.with_table(plan.table_on_host)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     different, tile = dict.fromkeys(plan.residuals.layers), plan.residuals.tile_tokens
@@ -351,10 +351,10 @@ def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
 
 
 def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tuple[float, float, float]:
-    """Bytes of gathered weights, and of their gradients, in a step with the costs `parts`: (at the loss, in a layer's
-    forward, in a layer's backward when the next layer's weights arrive). whole_weights: the number of layers whose
-    weights stay gathered from forward to backward. resident: the number of layers whose frozen weights stay whole for
-    the whole run. All are 0 if weights are not divided over devices."""
+    """Bytes of gathered weights in a step with the costs `parts`: (at the loss, with the head's; in a layer's forward;
+    in a layer's backward, with its gradients). The loss has one layer's, the others two layers' (the next ones arrive),
+    but all have those of `whole_weights` layers, which stay gathered from forward to backward, if that is more. Frozen
+    weights of `resident` layers, whole for the whole run, do not count. All are 0 if weights are not divided."""
     frozen = parts.frozen_layer_bytes
 
     def of(layers: int) -> float:
@@ -377,8 +377,8 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
     so perhaps a fraction). parts: the step's costs. chunk_tokens: the number of tokens whose logits exist at a time.
 
     Returns:
-      (device bytes that they add at the loss: a chunk's logits, what XLA keeps around them, and a trained head's
-        gradient and copies; seconds of their forward and backward)
+      (device bytes that they add at the loss: a chunk's logits, what XLA keeps around them, copies of the head, and a
+        trained head's gradient; seconds of their forward and backward)
     """
     rows = max(round(tokens / parts.length), 1)
     chunk = rows * chunk_length(rows, parts.length, int(chunk_tokens))

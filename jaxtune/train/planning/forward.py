@@ -1,7 +1,8 @@
 """The plan of a forward pass without a backward, such as an evaluation or a pass of a teacher. `ForwardPlanner` chooses
 into how many micro-batches the rows of a batch are divided, and for how many tokens the logits exist at a time, so that
 the pass fits the device's memory. A forward pass has no optimizer, no gradients and no residuals, so it fits where a
-training step of the same model does not. `forward_bytes` forecasts its memory.
+training step of the same model does not. `forward_bytes` forecasts its memory. Trainers that only evaluate, and passes
+of a teacher (teacher_pass.py), make a ForwardPlanner.
 
 `jaxtune train --check`, which shows the rows and runs nothing, uses this plan too, so that it works for a model whose
 training step would not fit."""
@@ -31,13 +32,14 @@ def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Dev
     """Device bytes that a forward pass takes in addition to the weights, for the plans of passes without a backward and
     the forecasts of a run's phases.
 
-    The estimate is an upper bound: it counts all values of a layer at once, and XLA frees some of them earlier. The
-    logits of one chunk exist at a time (linear_cross_entropy).
+    For the layers the estimate is an upper bound: it counts all values of a layer at once, and XLA frees some of them
+    earlier. Of the head only the logits of one chunk count, which exist at a time (linear_cross_entropy), and no copies
+    of its weight.
 
     Args:
       parts: costs of the model on the mesh.
       tokens: number of tokens that one device computes at a time.
-      chunk_tokens: tokens whose logits exist at a time.
+      chunk_tokens: tokens whose logits exist at a time; 0: no logits count.
       device: the device.
     """
     layers = []
@@ -51,10 +53,11 @@ def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Dev
 
 
 class ForwardPlanner:
-    """Chooses into how many micro-batches the rows of a batch are divided so that a forward pass fits a device. It is
-    chosen by forecast (`working_bytes`); `smaller` chooses anew if the compiled program needs too much.
+    """Chooses into how many micro-batches the rows of a batch are divided so that a forward pass fits a device, and for
+    how many tokens the logits exist at a time. Both are chosen by forecast (`working_bytes`); `smaller` chooses anew if
+    the compiled program needs too much.
 
-    Engine takes it in place of a Planner, whose attributes `plan`, `device` and `budget_bytes` it has.
+    Engine takes it in place of a Planner, whose attributes `plan`, `device`, `budget_bytes` and `cost` it has.
 
     Args:
       model: its arrays may be abstract.
@@ -117,15 +120,15 @@ class ForwardPlanner:
 
     def working_bytes(self, plan: StepPlan) -> float:
         """Device bytes that a forward pass under `plan` takes in addition to the weights, by forecast. The planner
-        takes the first plan whose bytes fit beside the weights; if the compiled program then needs more, that error
-        scales all forecasts."""
+        takes the first plan whose bytes fit beside all weights; if the compiled program then needs more than there is,
+        `smaller` scales the other plans' forecasts by the error."""
         return forward_bytes(self.cost, self._tokens(plan.micro_batches), plan.chunk_tokens, self.device)
 
     def smaller(self, program: Any) -> bool:
         """Changes `plan` to a smaller one if the compiler says that `program` (jax.stages.Compiled), compiled for the
-        present plan, needs more device memory than there is. The next plan must fit even if its forecast is as much too
-        low as this one's was; if none does, the smallest is taken. If the budget is limited, all processes of a run
-        must call it, and the largest need of any decides.
+        present plan, needs more device memory than there is. Trainer calls it for its evaluation. The next plan must
+        fit even if its forecast is as much too low as this one's was; if none does, the smallest is taken. If the
+        budget is limited, all processes of a run must call it, and the largest need of any decides.
 
         Returns:
           whether the plan was changed, so that it must be compiled again. False: the program fits, or its need is

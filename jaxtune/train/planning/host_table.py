@@ -40,7 +40,8 @@ def may_be_on_host(config: TrainConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The facts about a model's table of per-layer embeddings that the planner needs."""
+    """The facts about a model's table of per-layer embeddings that the planner needs, as `table_of` finds them:
+    StepCost.table. With 0 in `bytes`, no plan has the table on the host."""
 
     bytes: float = 0.0  # of the table, if it may be on the host; 0: it may not, or there is none
     row_bytes: float = 0.0  # of one of its rows, if it may be on the host
@@ -52,9 +53,9 @@ NO_TABLE = Table()  # of a model that has none, or whose table must stay on the 
 
 def table_of(model: Decoder, config: TrainConfig, parts: int) -> Table:
     """The planner's facts about the table of per-layer embeddings of `model` in a run of `config`: a Table with its
-    sizes if it may be on the host, otherwise with zeros. It may not if it trains, weights are divided over `parts` > 1
-    devices, the config does not allow it (may_be_on_host), or the model was given with the table on a device, where the
-    caller keeps it."""
+    sizes if it may be on the host, otherwise with zeros (and trains=True if it trains). It may not if it trains, if
+    `parts`, the number of devices over which weights are divided, is more than 1, if the config does not allow it
+    (may_be_on_host), or if the model was given with the table on a device, where the caller keeps it."""
     table = None if model.per_layer is None else model.per_layer.weight
     if table is None or isinstance(table, nnx.Param):
         return Table(trains=table is not None)

@@ -28,7 +28,7 @@ class KnownFailures:
 
     A record applies only to the same kind of device with the same platform version (such as that of CUDA), the same
     version of JAX and the same sources of jaxtune. In a run of several processes, all of them use what the first one
-    reads.
+    reads, so all must make the object (a collective call), and only the first one writes.
 
     Args:
       facts: JSON values that identify the programs with which the plans were tried.
@@ -54,7 +54,7 @@ class KnownFailures:
         """The recorded failure of exactly the plan of `forecast`, if it shows that the plan is too large for
         `budget_bytes` of device memory (None: no limit, and then every failure of this plan counts); otherwise
         None. A known need must exceed the budget; a plan that ran out of memory while it ran is too large for budgets
-        up to the one that it had then."""
+        up to the one that it had then (if it had none, only for no limit)."""
         plan = forecast.plan.to_record()
         for one in self._found:
             # A plan that ran out of memory may still fit a larger budget.
@@ -66,7 +66,8 @@ class KnownFailures:
         return None
 
     def add(self, failed: Failed, budget_bytes: float | None) -> None:
-        """Records that the plan `failed` was too large, in this object and, by the first process, in the cache.
+        """Records that the plan `failed` was too large, in this object and, by the first process, in the cache; a later
+        run with the same facts reads it there.
         budget_bytes: the device memory that it might take; None: nothing limited it, and memory ran out."""
         self._found.append({"plan": failed.plan.to_record(), "need": failed.need_bytes, "budget": budget_bytes})
         if self._cache is not None and processes.first():

@@ -38,7 +38,8 @@ class Work:
     the planner predicts the seconds of its forward and its backward; per token unless a field says otherwise. Fields
     that do not say "backward" or "gradients" count the forward; the backward is predicted from them, too."""
 
-    # Of products; one that is slower or faster than in 16 bits counts the FLOPs that a 16-bit product does in its time.
+    # Of products, and Segment.token_flops. A product that is slower or faster than in 16 bits counts the FLOPs that a
+    # 16-bit product does in its time.
     flops: float = 0.0
     # Of attention scores and weighted sums, times Segment.attention_slower[0], which is above 1 for slow head dims.
     attention_flops: float = 0.0
@@ -119,8 +120,8 @@ class LayerKind:
 
 def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
     """The LayerKind of a layer: its residuals (the intermediate values that the backward reads) and its work, by which
-    the planner counts it. Layers with the same structure, shapes and dtypes get the same object (a cache of 64), so
-    that each kind is traced once, and callers tell kinds apart by identity.
+    the planner counts it. Layers with the same structure, shapes, dtypes and other arguments get the same object (a
+    cache of 64), so that each kind is traced once, and callers tell kinds apart by identity.
 
     Args:
       layer: the layer, whose arrays may be abstract.
@@ -164,8 +165,9 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> Layer
 
 
 def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
-    """The work of one segment of a layer, in FLOPs and bytes for each token. Products that are slower or faster than
-    16-bit ones (quantised, FP8 or float32 matrices) count by their time on the GPU of `dispatch.device_kind`.
+    """The work of one segment of a layer, by which the planner forecasts its seconds; `Work` says what is for each
+    token and what is once a pass. Products that are slower or faster than 16-bit ones (quantised, FP8 or float32
+    matrices) count by their time on the GPU of `dispatch.device_kind`.
 
     Args:
       segment: the segment, which names its matrices and the values that it reads and makes.

@@ -1,5 +1,6 @@
 """The plans for one layer among which the choice of a plan is made: every combination of placements that the layer's
-residuals allow. `layer_plans` makes them, as `LayerPlans`."""
+residuals allow, as long as there are few groups of residuals that are placed independently. `layer_plans` makes them,
+as `LayerPlans`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class LayerPlans(Sequence[LayerPlan]):
     the host, or recompute.
 
     Args:
-      known: the layer's residuals.
+      known: the residuals of all layers of the model (StepCost.known).
       placed: int[plans, known], indices into PLACEMENTS, the tuple of the four placements; also an attribute.
     """
 
@@ -41,10 +42,12 @@ class LayerPlans(Sequence[LayerPlan]):
 
 def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
     """The plans to choose from, each for one layer: every combination of placements that its residuals allow. Residuals
-    that are decided jointly have the same placement, and residuals that are declared `small` are kept.
+    that are decided jointly (Residual.decided_with) have the same placement, and residuals that are declared `small`
+    are kept.
 
-    If there are more than seven groups that may be recomputed, the seven largest are placed independently and all
-    others alike: each further group triples the number of plans, and small groups have too few bytes to justify that.
+    If there are more than seven groups that may be recomputed, the seven largest of them are placed independently and
+    the others of them alike: each further group triples the number of plans, and small groups have too few bytes to
+    justify that. Groups that cannot be recomputed are always placed independently.
 
     Args:
       parts: the step's costs.

@@ -24,8 +24,8 @@ _ALIKE = 0.92
 
 
 def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -> tuple[MeshConfig, str | None]:
-    """The mesh of a run and the reason for it: what the config names, or a choice for the GPUs of the run. All
-    processes must call it, and the first one chooses for all.
+    """The mesh of a run and the reason for it: what the config names, or a choice for the GPUs of the run. The
+    trainer, the loading of weights and --plan call it. All processes must call it, and the first one chooses for all.
 
     Args:
       config: the run's.
@@ -37,7 +37,8 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
         or the devices are CPUs. The CPUs that JAX shows in one process are one machine, and get a mesh of one device;
         those of several processes share the rows (data=-1).
     Raises:
-      ValueError: the GPU is refused; or the host's memory is too small for the optimizer's states.
+      ValueError: the GPU is refused; or the host's memory is too small for the optimizer's states. It is no error here
+        if no plan fits.
     """
     found, here = jax.devices(), jax.local_devices()[0]
     if config.mesh is not None or len(found) == 1 or (here.platform == "cpu" and processes.count() == 1):
@@ -71,12 +72,14 @@ def choose_mesh(
     count: int,
     on_one_host: int | None = None,
 ) -> tuple[MeshConfig, str]:
-    """The mesh with the fastest plan, over as many of `count` devices as can share the rows equally.
+    """The mesh with the fastest plan by forecast, over as many of `count` devices as can share the rows of a step
+    equally, or those of a micro-batch if config.micro_batches is set.
 
-    Of meshes whose forecasts are too close to tell apart, the one that divides weights over the fewest devices is
-    chosen. Weights are divided within one host if any such plan fits, because dividing them between hosts has not been
-    measured. If no plan fits on any mesh, the one that needs the least memory is returned, and the planner then raises
-    an error that says what would fit.
+    Meshes that divide weights are left out for runs that cannot divide them: with optim.offload, or if the model
+    generates during the run. Of meshes whose forecasts are too close to tell apart, the one that divides weights over
+    the fewest devices is chosen. Weights are divided only within one host if any such plan fits, because dividing them
+    between hosts has not been measured. If no plan fits on any mesh, the one that needs the least memory is returned,
+    and the planner then raises an error that says what would fit.
 
     Args:
       cost_on: a function that returns the costs of a step on a mesh.
