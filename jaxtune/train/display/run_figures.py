@@ -26,9 +26,10 @@ JsonMapping = Mapping[str, Any]
 
 MOST_POINTS = 600  # of a line; a longer one is drawn by the means and the extremes of as many intervals
 
-# Numbers of a line of metrics.jsonl that are no curve of their own; among them are units that a step's loss is a mean
-# over (Objective.unit).
-_NOT_DRAWN = {"step", "time", "steps", "epoch", "skipped", "rows", "answers", "seconds", "targets", "pairs", "mfu"}
+# Numbers of a line of metrics.jsonl that are no curve of their own, and the units that a step's loss is a mean over
+# (Objective.unit).
+_NOT_DRAWN = {"step", "time", "steps", "epoch", "skipped", "rows", "answers", "seconds", "mfu"}
+_NOT_DRAWN |= {"targets", "pairs", "examples"}
 _NOT_DRAWN_ENDS = ("_seconds", "_tokens", "_per_second", "_memory_bytes")
 # Curves in the order of the page, each with its title, unit and factor; the run's other metrics come after them.
 _FIRST = {
