@@ -3,8 +3,8 @@ before the step, or, in a share of cases, with the answer that the data set has.
 `own_samples` makes it of a run's rows; `_Reading` makes an `Asked` of each. `_draws` decides which answers are sampled;
 the others are the data set's (`_with_own_answer`).
 
-What is sampled depends on the seed, the number of the step and the weights alone, so an interrupted run continues to
-the same bits, and a checkpoint needs to record nothing."""
+With the same rows and options, what is sampled depends on the seed, the number of the step and the weights alone, so an
+interrupted run continues to the same bits, and a checkpoint needs to record nothing."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def own_samples(
       objective: the objective, whose on_policy is above 0.
       rows: the rows: a path, a data set's name, or a list of dicts.
       tokenizer: a fast Hugging Face tokenizer.
-      config: the config of the run.
+      config: the config of the run, whose rows_per_step is the number of data rows in a step.
       ends: the token ids that end an answer.
       positions: the most tokens of a prompt and its answer that the model allows.
     Raises:
@@ -336,7 +336,8 @@ class _Reading:
 
 def _with_own_answer(index: int, row: Asked) -> Answer:
     """Makes the Answer that is packed into a batch from the data row `row` and the answer that the data set has for it.
-    The tokens before the first trained one are the prompt, and the answer begins with that token. If
+    The tokens before the first trained one are the prompt (at least one token, because the first of a row has nothing
+    that predicts it), and the answer begins with that token; `Answer.sampled` is the rest of the row's mask. If
     objective.on_policy is 1, only prompts were tokenised (`row.own` is empty): prompt and answer are then empty, and
     this Answer is replaced by a sampled one. index: the row's index."""
     first = row.mask.index(True, 1) if row.own else 0

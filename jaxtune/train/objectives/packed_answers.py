@@ -29,7 +29,8 @@ SHARE = "share"  # float32 [rows]: the row's part of the count by which a mean o
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """The prompt of a data row, to which answers are sampled."""
+    """The prompt of a data row, to which answers are sampled, in a run or in an evaluation by generated answers.
+    `prompts.prompt_of` makes it."""
 
     given: Turns
     """The prompt as reward functions get it: text, or a list of messages."""
@@ -51,7 +52,7 @@ class Settings:
     num_generations: int = 8
     """The number of answers to each prompt, at least 2; they are a group, within which rewards are compared."""
     max_completion_length: int = 512
-    """The most tokens of an answer."""
+    """The most tokens of an answer, with those of what tools returned."""
     temperature: float = 1.0
     """The logits are divided by it when answers are sampled, and when their log-probabilities are computed."""
     top_k: int = 0
@@ -110,24 +111,28 @@ class Answer:
     """The log-probability of each token that the sampler reported, at the sampling temperature; 0 for tokens that were
     not sampled, and for all tokens in distillation, which does not need them."""
     finish_reason: str
-    """Why the answer ended: "length" if it reached the most tokens, "stop" if a token ended it."""
+    """Why the answer ended: "stop" if a token ended it, "length" if it reached the most tokens. One of a rollout
+    function has "length" whenever its last token is none that ends an answer."""
     sampled: tuple[bool, ...] | None = None
     """For each token of `ids`: True if it is trained on; False if it is left out of the loss, because a tool returned
-    it, or because it is not a trained token of the data set's own answer. None: all are trained on."""
+    it, or because it is not a trained token of the data set's own answer. None: all are trained on.
+    `AnswerRows.masks_truncated` can leave out the whole answer besides; this field does not know of it."""
     advantage: float = 0.0
     """How much better its reward is than those of its group, the answers to the same prompt; 0 until the rewards are
-    known."""
+    known, and in distillation."""
 
     @property
     def mask(self) -> np.ndarray:
         """bool[tokens], with an entry for each of `ids`: True where the token is trained on: the model sampled it, or
-        it is a trained token of the data set's own answer. It is `sampled`, or all True if that is None."""
+        it is a trained token of the data set's own answer. It is `sampled`, or all True if that is None.
+        `AnswerRows` makes the weights of a batch of it."""
         return np.ones(len(self.ids), bool) if self.sampled is None else np.asarray(self.sampled, bool)
 
     @property
     def length(self) -> int:
         """The number of tokens of the answer that are trained on; of a sampled one, those that the model sampled.
-        Losses and metrics count the answer's tokens by it, which leaves out the results of tools."""
+        Metrics count the answer's tokens by it, which leaves out the results of tools; the loss does so by
+        `AnswerRows.counted`, which is 0 for an answer that is left out as a whole."""
         return int(self.mask.sum())
 
     def to_json(self) -> dict[str, Json]:
@@ -155,7 +160,7 @@ class AnswerRows:
     which the train step is compiled."""
 
     rows: int
-    """The number of rows of a batch."""
+    """The number of rows of a batch that `packed` makes."""
     length: int
     """The number of tokens of a row."""
     places: int
@@ -196,9 +201,10 @@ class AnswerRows:
     def packed(self, answers: Sequence[Answer], tokens: float) -> Batch:
         """Packs `answers`, those of one step, into a new batch of numpy arrays. The arrays of log-probabilities under
         other models, if batches have them, are zeros that the caller fills. tokens: a number by which the loss of the
-        step may be divided: the counted tokens of the whole generation (round of sampling) / steps_per_generation.
-        The array SHARE divides it equally over the rows, so that devices that have some of the rows can add it up.
-        Raises ConfigError if an answer fits into no row (`places_of`)."""
+        step may be divided: the counted tokens of the whole generation (round of sampling) / steps_per_generation;
+        0 for a batch that is only scored, and in distillation, where nothing is divided by it. The array SHARE
+        divides it equally over the rows, so that devices that have some of the rows can add it up. Raises ConfigError
+        if an answer fits into no row (`places_of`)."""
         batch = self.empty(self.rows)
         for answer, place in zip(answers, self.places_of(answers), strict=True):
             self._write(batch, *place, answer)
@@ -209,6 +215,7 @@ class AnswerRows:
         """Where each of `answers` is written, in their order: a list of (row, index in the row of the prompt's first
         token, number of the answer within the row, from 0). The longest answer with its prompt is placed first, each in
         the first row with room. Answers no longer than those by which the number of rows was planned always fit.
+        `packed` writes answers by it, and RLOO's batch source finds by it the values of each answer in a packed row.
 
         Raises:
           ConfigError: one fits into no row, because a rollout function or an environment made prompts longer.
@@ -233,8 +240,9 @@ class AnswerRows:
         return found
 
     def _write(self, batch: Batch, row: int, at: int, place: int, answer: Answer) -> None:
-        """Writes a prompt and its answer into the arrays of `batch`, in place, at a place from `places_of`. The weight
-        of a position is 1 if its target (the next token) is a token of the answer that counts in the loss, else 0.
+        """Writes a prompt and its answer, in place, into the arrays of `batch` and its `extra` (all but SHARE and the
+        log-probabilities under other models), at a place from `places_of`. The weight of a position is 1 if its target
+        (the next token) is a token of the answer that counts in the loss, else 0.
 
         Args:
           batch: the batch.

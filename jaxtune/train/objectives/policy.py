@@ -103,8 +103,8 @@ class GRPO:
     @property
     def unit(self) -> str:
         """What the mean loss is a mean over, in plural: "answers" (loss types grpo and sapo), "possible_tokens"
-        (dr_grpo: answers times max_completion_length) or "tokens" (the others). A step's metrics have the number of
-        them under this name."""
+        (dr_grpo: answers times max_completion_length) or "tokens" (the others). A step's metrics have the count of
+        `loss` under this name; if `over_generation`, that is not the step's own number of tokens."""
         return {"grpo": "answers", "sapo": "answers", "dr_grpo": "possible_tokens"}.get(self.losses.loss_type, "tokens")
 
     @property
@@ -143,8 +143,9 @@ class GRPO:
 
     @property
     def penalises(self) -> bool:
-        """Whether the KL divergence from the reference is subtracted from the rewards (True, in RLOO), for which the
-        batch source runs the reference when it samples, or added to the loss if beta is not 0 (False, here)."""
+        """Whether the KL divergence from the reference is subtracted from the rewards, for which the batch source runs
+        the reference when it samples: True only in RLOO with beta above 0. Here False: if beta is not 0, the divergence
+        is added to the loss."""
         return False
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
@@ -178,8 +179,8 @@ class GRPO:
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError if the model has no head that predicts tokens; or if beta is not 0 and the model with its
-        adapter off cannot be the reference, because it has no adapter or its base is trained too. The Trainer calls it
-        before anything is compiled."""
+        adapter off cannot be the reference, because it has no adapter, or weights beside it train whose original is not
+        kept (`require_fixed_base`). The Trainer calls it before anything is compiled."""
         if self.losses.beta:
             require_fixed_base(self.name, model)
         if not model.config.head.is_text:
@@ -187,9 +188,11 @@ class GRPO:
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """The loss of `batch`, a micro-batch of packed answers (`rollouts.SampledAnswers`): (sum of the losses, the
-        count of `unit` that it is divided by, {name: sum} for each name in `sums`), float32 scalars that are added up
-        over micro-batches and devices. forward: runs `model`, and its reference if the loss needs it. The old
-        log-probabilities are those in the batch (OLD_LOGPS), or, if it has none, the model's own without gradient."""
+        count that it is divided by, {name: sum} for each name in `sums`), float32 scalars that are added up over
+        micro-batches and devices. The count is the number of `unit` in the micro-batch, or, if `over_generation`, the
+        sum of the batch's SHARE. forward: runs `model`, and its reference if the loss needs it and the batch has no
+        REFERENCE_LOGPS. The old log-probabilities are those in the batch (OLD_LOGPS), or, if it has none, the model's
+        own without gradient."""
         temperature = self.settings.temperature
         entropy_gradient = self.losses.entropy_coef != 0
         logps, entropies = forward.log_probs(
@@ -265,7 +268,7 @@ class RLOO(GRPO):
     with the mean reward of the other answers to the prompt.
 
     `losses.beta` times the answer's divergence from the reference is subtracted from its reward. The divergence is the
-    sum of log p - log p_ref over its tokens, under the model that sampled it.
+    sum of log p - log p_ref over its tokens that count in the loss, where p is the sampler's probability of a token.
     """
 
     settings: packed_answers.Settings = dataclasses.field(
@@ -274,7 +277,8 @@ class RLOO(GRPO):
     """How answers are sampled, by default 2 to each prompt."""
 
     losses: PolicyLoss = dataclasses.field(default_factory=lambda: PolicyLoss(beta=0.05))
-    """Only epsilon, epsilon_high and beta have an effect: the bounds of clipping, and the factor of the divergence."""
+    """Only epsilon, epsilon_high and beta are used in the loss and the rewards: the bounds of clipping, and the factor
+    of the divergence. loss_type must keep its default, by which `sums` names the metrics that RLOO's loss has."""
 
     normalize_advantages: bool = False
     """True: the advantages are normalised to mean 0 and standard deviation 1 over a generation. False: they are not."""
@@ -314,7 +318,8 @@ class RLOO(GRPO):
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
         """RLOO's advantages, float32[answers]: an answer's reward minus the mean of the other answers to its prompt. If
-        normalize_advantages is True, they then get mean 0 and standard deviation 1 over all answers.
+        normalize_advantages is True, they then get mean 0 and standard deviation 1 over all answers. An answer without
+        any reward, or without another one with a reward in its group, has advantage 0.
 
         Args:
           rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are
@@ -340,12 +345,13 @@ class RLOO(GRPO):
 
 class AnswerCuts:
     """Copies the answers out of packed rows, because the losses take an array with a row for each answer. `GRPO.loss`
-    makes one of each micro-batch. Called with an array [rows, length], it returns [answers, tokens], where `answers` is
-    the number of rows times the most answers of a row.
+    makes one of each micro-batch. Called with an array [rows, length] that has at each position the value of its target
+    (the next token), it returns the values of the answers' tokens, [answers, tokens], 0 after the end of an answer.
+    `answers` is the number of rows times the most answers of a row.
 
     Args:
       batch: a batch of rollouts.SampledAnswers, whose `extra` says where in the rows the answers are.
-      tokens: the most tokens of an answer.
+      tokens: the most tokens of an answer; the arrays that are returned have at most `length` of them.
     Attributes:
       mask: float32[answers, tokens], 1 at tokens that count in the loss.
       present: float32[answers], 1 for an answer; 0 if the packed row has fewer answers than the most.
@@ -376,7 +382,7 @@ _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
     """The log-probabilities of the targets (next tokens) of a batch under a model: float32[rows, length], a numpy
     array, in nats, 0 where the weight is 0. It runs outside of the train step, 4 rows at a time; with the temperature
-    bound by functools.partial it is what the batch source calls to score answers (`rollouts.Score`).
+    bound by functools.partial it is what the batch source calls for OLD_LOGPS (`rollouts.Score`).
 
     Args:
       temperature: divides the logits.
@@ -411,7 +417,7 @@ def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _row_log_probs(graph, temperature, state, tokens, targets, segment_ids, positions) -> jax.Array:
     """Computes the log-probability of each target of some rows under a model, float32[rows, length]. It is compiled
-    once for each shape. `log_probs_of` calls it for a few rows at a time.
+    once for each shape, graph and temperature. `log_probs_of` calls it for a few rows at a time.
 
     Args:
       graph, state: the nnx.GraphDef and nnx.State of the model.

@@ -51,8 +51,8 @@ class Answers:
     """The number of tokens that `logps` sums up; at least 1, so that it can divide (but 0 in `documents` where there is
     no pair)."""
     documents: Answers | None = None
-    """The same sums and numbers over all tokens of each document, prompt and answer; None if they were not asked
-    for."""
+    """The same sums and numbers over all tokens of each document, prompt and answer, but its first, which nothing
+    predicts; None if they were not asked for."""
 
     @property
     def means(self) -> jax.Array:
@@ -71,8 +71,8 @@ def sum_log_probs(
       hidden: [rows, length, hidden size], its hidden states for the batch after the final norm.
       batch: packed pairs.
       forward: computes the losses of tokens from hidden states.
-      documents: True: the sums over whole documents, prompt and answer, are computed too. False: Answers.documents is
-        None.
+      documents: True: the sums over whole documents, prompt and answer, are computed too (`Answers.documents`, for
+        ORPO). False: that is None.
     """
     weighed = batch
     if documents:  # weight 1 at every token that is followed by another one of its document
@@ -96,8 +96,9 @@ def sum_log_probs(
 @dataclasses.dataclass(frozen=True)
 class Pairs:
     """The base class of objectives (`objective.Objective`) over pairs of documents, such as DPO and reward models. A
-    pair is one prompt with a chosen and with a rejected answer. This class defines `prepare`, `metrics` and
-    `reference_runs`; a subclass defines `name`, `check`, `loss` and the names in `sums`."""
+    pair is one prompt with a chosen and with a rejected answer (in KTO, with the row's own and a mismatched one). This
+    class defines `prepare`, `metrics` and `reference_runs`; a subclass defines `name`, `check`, `loss` and the names in
+    `sums`."""
 
     name: ClassVar[str]
     """The name by which objective.name selects it."""
@@ -113,7 +114,8 @@ class Pairs:
     ) -> PairDataset:
         """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers; only the last
         response of a conversation is an answer. Raises ValueError if the rows cannot be trained on, and ConfigError for
-        options of `data` that pairs cannot have: another format than `row_format`, train_on="all" or overflow="split".
+        options of `data` that pairs cannot have: a format other than "auto" and `row_format`, train_on="all" or
+        overflow="split".
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
@@ -162,8 +164,8 @@ class Preference(Pairs):
 
     sums: ClassVar[tuple[str, ...]] = METRICS  # the names of the sums of `loss` for metrics
     by_mean: ClassVar[bool] = False
-    """True: the log-probability of an answer is the mean over its tokens, in rewards and metrics. False: it is the
-    sum."""
+    """True: the log-probability of an answer is the mean over its tokens, in metrics and in rewards (but `Referenced`
+    makes rewards of sums). False: it is the sum."""
     documents: ClassVar[bool] = False
     """Whether `pair_losses` needs the log-probabilities of whole documents (`Answers.documents`), which `loss` then
     computes."""
@@ -213,7 +215,8 @@ class Preference(Pairs):
 
 def require_fixed_base(name: str, model: Decoder) -> None:
     """Checks that the model with its adapter off can be the reference of an objective, or the teacher of a
-    distillation: it has an adapter, and nothing else trains that has no copy of its original values.
+    distillation: it has an adapter, and nothing else trains that has no copy of its original values. The method `check`
+    of such objectives calls it.
 
     Args:
       name: the objective's name, for the message.
@@ -239,8 +242,8 @@ def require_fixed_base(name: str, model: Decoder) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Referenced(Preference):
-    """The base class of preference objectives with a reference model: the model with its adapter off. Its rewards are
-    log-ratios, log p(answer) - log p_ref(answer).
+    """The base class of preference objectives with a reference model, DPO and KTO: the reference is the model with its
+    adapter off. Rewards are beta times log-ratios, log p(answer) - log p_ref(answer).
 
     The reference's log-probabilities are taken from the data set (`PairDataset.reference`) if that has them; otherwise
     each loss computes them.
@@ -248,12 +251,13 @@ class Referenced(Preference):
 
     precompute_ref_log_probs: bool = dataclasses.field(default=False, kw_only=True)
     """True: the reference's log-probabilities are computed once before training. False: they are computed in every
-    step."""
+    step. Neither is done if the data set brought them."""
 
     @property
     def reference_runs(self) -> int:
-        """The number of forward passes of the reference in the computation of each loss, whose time and memory the
-        planner adds to its forecast: 1, or 0 if its log-probabilities are computed before training."""
+        """The number of forward passes of the reference in the computation of each loss, whose time the planner adds to
+        its forecast: 0 with precompute_ref_log_probs, else 1 (also if the data set brought the reference's
+        log-probabilities, and it does not run)."""
         return 0 if self.precompute_ref_log_probs else 1
 
     def prepare(
@@ -278,8 +282,8 @@ class Referenced(Preference):
 
     def check(self, model: Decoder) -> None:
         """Raises ValueError if the model with its adapter off cannot be the reference: it has no adapter, or other
-        weights train too, so that the reference would change during the run. The Trainer calls it before anything is
-        compiled."""
+        weights train too whose original is not kept, so that the reference would change during the run
+        (`require_fixed_base`). The Trainer calls it before anything is compiled."""
         require_fixed_base(self.name, model)
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:
@@ -315,7 +319,7 @@ class DPO(Referenced):
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """The loss of d, the log-ratio of the chosen answer minus that of the rejected one: "sigmoid" is -log sigmoid(beta
     d); "hinge" (arXiv 2305.10425) is max(0, 1 - beta d); "ipo" (arXiv 2310.12036) is (d - 1 / (2 beta)) squared, with
-    log-ratios divided by the number of the answer's tokens."""
+    log-ratios divided by the number of the answer's tokens (in the loss; the rewards in metrics have the sums)."""
     label_smoothing: float = 0.0
     """The probability, from 0 to below 1, that a preference is labelled wrongly; only loss_type="sigmoid" uses it."""
 
@@ -345,7 +349,7 @@ class ORPO(Preference):
     beta times that mean.
 
     The negative log-likelihood is TRL's and not the paper's: the mean over all tokens of all chosen documents of a
-    micro-batch, their prompts included.
+    micro-batch (of all devices), their prompts included, except the first token of each.
     """
 
     name: ClassVar[str] = "orpo"  # by which objective.name selects it
@@ -355,8 +359,10 @@ class ORPO(Preference):
     documents: ClassVar[bool] = True  # `pair_losses` needs the log-probabilities of whole documents
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the losses of pairs; the metrics "nll_loss", "log_odds_ratio" and "log_odds_chosen"), float32[rows, most
-        pairs] each.
+        """(the losses of pairs; three metrics with TRL's names), float32[rows, most pairs] each. The metrics are
+        "nll_loss", the pair's part of the negative log-likelihood, such that the mean over the pairs of a micro-batch
+        is the mean over tokens; "log_odds_chosen", the log odds of the chosen answer minus those of the rejected one;
+        and "log_odds_ratio", log sigmoid of that difference.
 
         Args:
           unscaled: float32[rows, most pairs, 2], the rewards before they are multiplied by beta: here the mean
@@ -383,7 +389,7 @@ class ORPO(Preference):
 class SimPO(Preference):
     """Simple preference optimisation (arXiv 2405.14734), which needs no reference: the loss of a pair is -log
     sigmoid(beta d - simpo_gamma), where d is the mean log-probability of the chosen answer's tokens minus that of the
-    rejected one's."""
+    rejected one's (with label_smoothing: `_smoothed`)."""
 
     beta: float = 2.0
     """The scale of the rewards: the reward of an answer is beta times the mean log-probability of its tokens."""

@@ -51,7 +51,8 @@ def read_prompts(
     """Reads and tokenises the prompts of data rows.
 
     A row has a `prompt`, text or messages, as TRL's rows have. Rows for supervised fine-tuning serve too: the prompt is
-    what comes before the last answer, which becomes the column `answer` unless the row has one.
+    what comes before the last answer, which becomes the column `answer` unless the row has one (`prompt_of` says which
+    answers do).
 
     Args:
       rows: a path, a data set's name, or a list of dicts.
@@ -64,8 +65,9 @@ def read_prompts(
         the other tokens of a row, and which option limits both.
       tools: the tools that the chat template describes in the prompts; None: there are none.
     Raises:
-      ConfigError: no row has a prompt; or a row cannot be read or its prompt is too long, unless data.on_bad_row is
-        "skip", which leaves such rows out. The message names the row's file and line.
+      ConfigError: no row has a prompt that can be used; or a row cannot be read or its prompt is too long, unless
+        data.on_bad_row is "skip", which leaves such rows out. The message names the row's file and line. Also, in any
+        case, if a row's column `environment` names none of the environments in `tools`.
       ValueError: there is no such file or data set.
     """
     encoder = RowEncoder(tokenizer, template=data.template)
@@ -73,7 +75,8 @@ def read_prompts(
 
 
 def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object]], T]) -> list[T]:
-    """Reads data rows, converts each by `make`, and returns the results in order.
+    """Reads data rows, converts each by `make`, and returns the results in order. `read_prompts` and on-policy
+    distillation read their rows by it.
 
     Args:
       rows: a path, a data set's name, or a list of dicts.
@@ -81,7 +84,7 @@ def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mappi
         effect.
       key: the config key that names the rows, for errors.
       make: a function that gets a row, {column: value}, and returns its result, or raises RowError if it cannot be
-        used.
+        used. Other exceptions of it are passed on.
     Raises:
       ConfigError: no row can be used; or one cannot, unless data.on_bad_row is "skip", which leaves such rows out. The
         message names the row's file and line.
@@ -131,10 +134,12 @@ def sampled_answers(
       ends: the token ids that end an answer.
       positions: the most tokens of a prompt and its answer that the model allows.
       own: the reward functions, tools with environments, rollout function and function for a reference's
-        log-probabilities that a Python script gives; None: those that the section config.objective names as
-        file.py:name, which are without the last.
+        log-probabilities that a Python script gives; None: those that the section config.objective names
+        (`OwnParts.named`), which are without the last.
     Raises:
-      ConfigError: a row or a function cannot be used, or the lengths in the config leave no room for prompt and answer.
+      ConfigError: a row or a function cannot be used, the lengths in the config leave no room for prompt and answer, or
+        config.rows_per_step, the answers of a step, is no multiple of num_generations.
+      ValueError: there is no such file or data set.
     """
     data, settings = config.data, objective.settings
     length = min(data.length, positions)
@@ -189,8 +194,9 @@ class OwnParts:
 
     @classmethod
     def named(cls, wanted: ObjectiveConfig) -> OwnParts:
-        """Loads the functions that a config names as file.py:name, by running these files. wanted: the config's section
-        `objective`. The field `reference` of the result is None. Raises ConfigError if a function cannot be loaded."""
+        """Loads the functions that a config names: those of the user's code, file.py:name, by running these files, and
+        ready reward functions by their names (`load_function`). wanted: the config's section `objective`. The field
+        `reference` of the result is None. Raises ConfigError if a function cannot be loaded."""
         rewards = None
         if wanted.reward_funcs:
             rewards = RewardFunctions.named(
@@ -264,7 +270,9 @@ def prompt_of(
     value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str, tools: Tools | None = None
 ) -> Prompt:
     """The prompt of a data row, tokenised as in training, with the row's columns other than prompt, messages and
-    conversations. If the row has an answer too, that becomes the column `answer`, unless there is one.
+    conversations. If the row has an answer too, that becomes the column `answer`, unless there is one: the last message
+    if it is the assistant's, or the answer of a row whose prompt is a text. A column `completion` beside a `prompt` of
+    messages is not read as an answer, and stays a column of its own name.
 
     Args:
       value: the row, {column: value}.
@@ -315,15 +323,17 @@ def prompt_of(
 
 
 def _answered(value: Mapping[str, object]) -> bool:
-    """Whether the data row `value`, {column: value}, has a completion beside its prompt, as rows for supervised
-    fine-tuning do. If so, it is read as such a row, and its completion becomes the column ANSWER."""
+    """Whether the data row `value`, {column: value}, has a column `completion` or `response` (even if it is None), as
+    rows for supervised fine-tuning do. `prompt_of` calls it for rows whose prompt is a text: one with such a column is
+    read as a row for supervised fine-tuning, and its completion becomes the column ANSWER."""
     return any(name in value for name in ("completion", "response"))
 
 
 def end_tokens(model: Decoder, tokenizer: Any) -> list[int]:
     """The token ids at which the generation of an answer ends, in ascending order: those of the model's generation
-    config, and the EOS of `tokenizer`, if it has one. Runs and evaluations that sample answers end them there. model:
-    its arrays may be jax.ShapeDtypeStruct."""
+    config, and the EOS of `tokenizer`, if it has one. Runs and evaluations that sample answers end them there;
+    evaluations, and runs with tools, add the token that ends a turn in the chat template. model: its arrays may be
+    jax.ShapeDtypeStruct."""
     ends = set(end_token_ids(model))
     if tokenizer.eos_token_id is not None:
         ends.add(int(tokenizer.eos_token_id))

@@ -1,11 +1,12 @@
-"""Log-probabilities of the reference model, which preference objectives compare answers with. They are computed once
-for all rows, and stored beside the token cache for later runs.
+"""Log-probabilities of the reference model, with which preference objectives compare those of the trained model. With
+the option precompute_ref_log_probs they are computed once for all rows, and stored beside the token cache for later
+runs.
 
 `fill_reference` reads them from the stored file (`_path`, `_read`), or computes them by a pass over the rows
-(`_computed`, `values_of_rows`). The name of a stored file is a hash of the rows and of every byte of the base model,
-and the file ends with a checksum (`_checksum`). `first_check` checks them by the metrics of the first step, also if
-they are computed in each step: a new adapter changes nothing yet, so the model must give the answers the same
-log-probabilities as the reference (`_disagreement`)."""
+(`_computed`, `values_of_rows`). The name of a stored file is a hash of the rows, of every byte of the base model and of
+the formats in which it computes, and the file ends with a checksum (`_checksum`). `first_check` checks them by the
+metrics of the first step, also if they are computed in each step: a new adapter changes nothing yet, so the model must
+give the answers the same log-probabilities as the reference (`_disagreement`)."""
 
 from __future__ import annotations
 
@@ -48,11 +49,13 @@ def fill_reference(
     the token cache, or by a pass of the reference over the rows, whose result is then stored in such a file. Nothing is
     done if it is None or complete. If the file cannot be written, a line says so and the run continues. In a run of
     several processes all of them call this; unless each can read the file, all take part in the pass, and the first
-    process stores the result.
+    process stores the result. The Trainer calls it for training rows and held-out rows before the first step,
+    or for held-out rows alone before it only evaluates.
 
     Args:
       rows: the packed pairs.
-      objective: an objective whose method `reference` computes them for a batch (`preference.Referenced`).
+      objective: an objective whose method `reference` computes them for a batch (`preference.Referenced`); not used if
+        there is nothing to compute.
       engine: compiles and runs the pass.
       config: the run's config.
       base: a digest of the base model's weights; None: it is not known, and no file is read or written.
@@ -109,7 +112,8 @@ def values_of_rows(
     """Runs a program over all packed rows in order, one batch after another, while the devices compute the next batch.
     Yields, for each batch, (numbers of its rows int[n], the program's result as numpy arrays); the result's first
     dimension may be longer than n, because the last batch is filled up. In a run of several processes, all of them must
-    consume it to the end.
+    consume it to the end. `_computed` and the pass that stores a teacher's log-probabilities (stored_teachers.py) run
+    their programs by it.
 
     Args:
       engine: places the batches on the devices.
@@ -129,7 +133,8 @@ def values_of_rows(
 
 def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
     """The path of the file with the reference's log-probabilities of these rows, in the folder of token caches. Its
-    name is a hash of all that they depend on, so that those of other rows or another model are never read.
+    name is a hash of the rows, the base model and the formats it computes in, so that those of other rows or of another
+    model are never read.
 
     Args:
       rows: the packed pairs, whose tokens after truncation and masks are hashed.

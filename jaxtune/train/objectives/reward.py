@@ -49,7 +49,8 @@ class Reward(Pairs):
     """The objective of reward models, the Bradley-Terry model of preferences (arXiv 2203.02155, equation 1). The loss
     of a pair is -log sigmoid(score of chosen - score of rejected); for rows with a column `margin`, the margin is
     subtracted from the difference (arXiv 2307.09288, equation 2). Its metrics are means over pairs; those of the lowest
-    and the highest score, min_reward and max_reward, are first taken over each micro-batch."""
+    and the highest score, min_reward and max_reward, are first taken over each micro-batch. The metric "margin" is the
+    difference of the scores, and not the column."""
 
     center_rewards_coefficient: float | None = None
     """The factor of a further loss, the square of the sum of a pair's two scores (arXiv 2312.09244, eq. 2), which keeps
@@ -69,7 +70,8 @@ class Reward(Pairs):
         missing in some rows only, and ConfigError for options of `data` that pairs cannot have (`Pairs.prepare`).
 
         Args:
-          rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
+          rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned as it is: no margins
+            are read, and its own field `whole` says whether long pairs are left out.
           tokenizer: a fast Hugging Face tokenizer.
           data: the options of reading, templates and packing.
           vocab_size: the size of the model's vocabulary; token ids that are not below it are refused.

@@ -44,8 +44,9 @@ _SHOWN = 200  # characters of a prompt or an answer in a message
 
 
 class RewardError(ValueError):
-    """Raised if a reward function failed, took too long, or returned something that is not a reward. It ends the run,
-    and its message names the function."""
+    """Raised if a reward function failed, took too long, or returned something that is not a reward. It ends the run or
+    the evaluation, and its message names the function. With RewardFunctions.errors = "skip" it is not raised for a
+    function that raised an exception, but still if a call with all answers takes too long or returns no rewards."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Sampled:
     """{name: the values of the other columns of the data rows, for each answer that of its row}."""
 
     also: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Further arguments by name, which are passed as they are and have no entry for each answer."""
+    """Further arguments by name, which are passed as they are and have no entry for each answer. RewardFunctions sets
+    them to its own."""
 
     @classmethod
     def of(
@@ -113,7 +115,9 @@ class Sampled:
 @dataclasses.dataclass(frozen=True)
 class RewardFunctions:
     """The reward functions of a run, with their weights and what happens if one fails. Called with a Sampled, it calls
-    them all and returns the rewards, float32[answers, functions], NaN where a function does not apply.
+    them all and returns the rewards, float32[answers, functions], NaN where a function does not apply, or raises
+    RewardError. These are not weighted: `weights` are for those who add them up, as advantages and metrics do.
+    Evaluations by generated answers score answers by it too.
 
     Example:
       rewards = RewardFunctions.named(["rewards.py:is_right", "brevity"], weights=(1.0, 0.1))
@@ -133,17 +137,20 @@ class RewardFunctions:
     """The longest that a call of one function may take; None is no limit."""
 
     errors: Literal["stop", "skip"] = "stop"
-    """What an exception of a function does: "stop" ends the run. "skip" calls the function with one answer at a time,
-    and those for which it fails get no reward of this function (NaN)."""
+    """What an exception of a function does. In both cases the function is then called with one answer at a time: "stop"
+    ends the run, and names an answer for which it fails; "skip" continues, and those for which it fails get no reward
+    of this function (NaN). A call with all answers that takes too long or returns no rewards always ends the run."""
 
     also: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Further arguments, {name: value}; each function gets those that its parameters name."""
+    """Further arguments, {name: value}; each function gets those that its parameters name, or all if it has
+    **parameters."""
 
     @classmethod
     def of(
         cls, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None, **options: Any
     ) -> RewardFunctions:
-        """Makes RewardFunctions of functions, named by their `__name__`; equal names get numbers ("f", "f_2").
+        """Makes RewardFunctions of functions, named by their `__name__` (objects without one: by their class); equal
+        names get numbers ("f", "f_2").
 
         Args:
           functions: the functions, at least one.
@@ -207,7 +214,8 @@ class RewardFunctions:
         self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled, future: Future | None
     ) -> np.ndarray:
         """Calls one function with all answers, or waits for its call: float32[answers], its rewards, NaN where it does
-        not apply. If it raises, it is called with one answer at a time (`_one_by_one`).
+        not apply. If it raises, it is called with one answer at a time (`_one_by_one`). `__call__` calls this for each
+        function.
 
         Args:
           loop: the event loop in which the function runs, so that it can time out.
@@ -275,8 +283,9 @@ class RewardFunctions:
 
 
 def unique(names: Sequence[str]) -> tuple[str, ...]:
-    """Makes `names` different from each other, in their order, so that metrics have a name for each function: a name
-    that stood before gets a number behind it, ("f", "f_2"), the smallest from 2 on that makes a new name."""
+    """Makes `names` different from each other, in their order, so that metrics have a name for each reward function and
+    each class of environments that rewards: a name that stood before gets a number behind it, ("f", "f_2"), the
+    smallest from 2 on that makes a new name."""
     found: list[str] = []
     for name in names:
         numbered = (f"{name}_{number}" for number in itertools.count(2))
@@ -313,8 +322,8 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
 
 def _checked(name: str, values: Any, count: int) -> np.ndarray:
     """Checks what a reward function returned, and returns it as float32[count], NaN where it returned None. Raises
-    RewardError if `values` is no list of `count` numbers or None, or one is NaN or infinite. name: the function's name,
-    for the message."""
+    RewardError if `values` has no length or not `count` entries, is a text or a mapping, or has an entry that is
+    neither None nor a finite number (what `float` accepts). name: the function's name, for the message."""
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != count:
         what = f"{len(values)} rewards" if hasattr(values, "__len__") and not isinstance(values, str) else repr(values)
         raise RewardError(
@@ -357,8 +366,9 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(text: str) -> float | None:
-    """The last number in `text`, commas between digits ignored ("1,024" is 1024.0); None if there is no number. A
-    reward function compares it, as the result of an answer, with that of the row's own answer."""
+    """The last number in `text`, commas between digits ignored ("1,024" is 1024.0); None if there is no number. A minus
+    before the digits belongs to it, also in "5-3"; an exponent does not. `exact_number` compares it, as the result of
+    an answer, with that of the row's own answer."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 

@@ -1,5 +1,6 @@
 """Answers that a function of the user's code samples, in as many turns and with whatever it calls between them.
-`RolloutFunction` calls it and checks what it returns.
+`RolloutFunction` calls it and checks what it returns; `RolloutModel` is what the function samples with. A run of GRPO
+or RLOO has one if objective.rollout_func names it or a Python script gives it.
 
 ```python
 def play(prompts, model):
@@ -101,7 +102,9 @@ type RolloutFunc = Callable[[list[Turns], RolloutModel], Mapping[str, Sequence]]
 @dataclasses.dataclass(frozen=True)
 class RolloutFunction:
     """Samples the answers of a generation (one round of sampling) by a function of the user's code
-    (`answering.Answering`), with the run's model, and checks what the function returns."""
+    (`answering.Answering`), with the run's model, and checks what the function returns. Called with (the model, the
+    prompts, a sampling seed for each), it returns (a `Given` for each prompt, {}); it raises ConfigError if what the
+    function returned cannot be used. Only the first seed is used, for all that the function samples."""
 
     function: RolloutFunc
     """The function: (prompts, RolloutModel) -> lists by name, such as prompt_ids, completion_ids and logprobs, with an
@@ -109,7 +112,7 @@ class RolloutFunction:
     sampling: Sampling
     """The options of sampling, and what makes text of tokens."""
     encode: Callable[[Turns], tuple[int, ...]]
-    """A function that makes token ids of a prompt (text or messages), by the run's chat template."""
+    """A function that makes token ids of a prompt, messages or text (`RolloutModel.encode`)."""
     length: int
     """The most tokens of a prompt with its answer."""
 
@@ -164,7 +167,7 @@ class RolloutFunction:
 
     def _given(self, index: int, prompt: Turns, prompt_ids, ids, logps, mask, columns: Mapping[str, object]) -> Given:
         """Checks one of the answers that the function returned, and returns it as a `Given`. Its finish_reason is
-        "stop" if its last token is one that ends an answer, else "length".
+        "stop" if its last token is one that ends an answer, else "length". `__call__` calls this for each answer.
 
         Args:
           index: the number of the answer, for errors.
@@ -175,7 +178,8 @@ class RolloutFunction:
           mask: 1 for each of `ids` that was sampled, else 0; None: all were.
           columns: {name: value} of what else the function returned for the answer, for reward functions.
         Raises:
-          ConfigError: lengths differ, there are no tokens, or too many.
+          ConfigError: lengths differ, the prompt or the answer has no tokens, the answer has more than
+            max_completion_length, or both have more than `length`.
         """
         settings = self.sampling.settings
         if not len(ids) == len(logps) == len(ids if mask is None else mask):
