@@ -534,6 +534,14 @@ def test_prompts_come_from_rows_of_every_form(tmp_path):
     ]
     assert [prompt.columns.get("answer") for prompt in found] == [None, "there", "good", "4"]
     assert found[0].columns == {"level": 3} and found[1].ids == found[2].ids
+    hi, good = [{"role": "user", "content": "hi"}], [{"role": "assistant", "content": "good"}]
+    more = [{"role": "assistant", "content": "call"}, {"role": "user", "content": "go on"}, *good]
+    for completion in ("good", good, more):  # TRL's forms; any other is a column for reward functions
+        [prompt] = read_prompts([{"prompt": hi, "completion": completion}], tokenizer, DataConfig(train="x"), 100)
+        assert (prompt.given, prompt.columns["answer"], prompt.ids) == (hi, "good", found[1].ids)
+    for completion in (None, 4, ["a", "b"], []):
+        [prompt] = read_prompts([{"prompt": hi, "completion": completion}], tokenizer, DataConfig(train="x"), 100)
+        assert prompt.given == hi and prompt.columns == {"completion": completion} and prompt.ids == found[1].ids
     text = tokenizer.decode(found[1].ids)
     assert "hi" in text and text.rstrip().endswith("assistant")
     [templated] = read_prompts([{"prompt": "hi"}], tokenizer, DataConfig(train="x", template="chatml"), 100)

@@ -565,6 +565,19 @@ def test_a_rollout_function_that_returns_something_else_is_refused(returned, tol
         function(tiny_model(), [Prompt("x", (3,), {})] * 2, [0, 1])
 
 
+def test_a_rollout_function_may_return_arrays():
+    def play(prompts, model):
+        return dict(prompt_ids=[np.array([1, 3])] * 2, completion_ids=[np.array([2])] * 2, logprobs=[np.zeros(1)] * 2)
+
+    sampling = Sampling(Settings(max_completion_length=8), (1,), str)
+    answers, _ = RolloutFunction(play, sampling, lambda prompt: (3,), 32)(
+        tiny_model(), [Prompt("x", (3,), {})] * 2, [0, 1]
+    )
+    assert [list(one.ids) for one in answers] == [[2], [2]] and [list(one.prompt_ids) for one in answers] == [
+        [1, 3]
+    ] * 2
+
+
 def test_what_does_not_go_together_with_tools_is_named(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(OWN)

@@ -271,8 +271,7 @@ def prompt_of(
 ) -> Prompt:
     """The prompt of a data row, tokenised as in training, with the row's columns other than prompt, messages and
     conversations. If the row has an answer too, that becomes the column `answer`, unless there is one: the last message
-    if it is the assistant's, or the answer of a row whose prompt is a text. A column `completion` beside a `prompt` of
-    messages is not read as an answer, and stays a column of its own name.
+    if it is the assistant's, or the row's completion, of which, if it is messages, the last one counts.
 
     Args:
       value: the row, {column: value}.
@@ -289,7 +288,7 @@ def prompt_of(
     given = value.get("prompt")
     if isinstance(given, str) and not _answered(value):
         example = Example(prompt=given, messages=[{"role": "user", "content": given}])  # a template shows the latter
-    elif isinstance(given, list):
+    elif isinstance(given, list) and not _is_answer(value.get("completion")):
         example = normalize({**value, "messages": given}, "messages")
     else:
         example = normalize(value, detect_format(value))
@@ -301,7 +300,7 @@ def prompt_of(
         messages = list(example.messages)
         if messages and messages[-1]["role"] == "assistant":
             columns.setdefault(ANSWER, messages.pop()["content"])
-        shown = messages
+        shown = messages = messages[: example.prompt_messages or None]
         example = dataclasses.replace(example, messages=messages)
     elif example.text is not None:
         raise RowError("it is one text, and has no prompt to answer: give it a column `prompt`")
@@ -320,6 +319,13 @@ def prompt_of(
     if len(ids) > most_tokens:
         raise RowError(f"its prompt has {len(ids):,} tokens, and beside {beside} room for {most_tokens:,}")
     return Prompt(shown, ids, columns)
+
+
+def _is_answer(completion: object) -> bool:
+    """Whether a column `completion`, beside a prompt of messages, is an answer in a form of fine-tuning data: a text, a
+    turn or a list of turns. Any other value is only a column for reward functions."""
+    turns = completion if isinstance(completion, list) else [completion]
+    return bool(turns) and (isinstance(completion, str) or all(isinstance(turn, Mapping) for turn in turns))
 
 
 def _answered(value: Mapping[str, object]) -> bool:

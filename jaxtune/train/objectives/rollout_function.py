@@ -184,7 +184,7 @@ class RolloutFunction:
         settings = self.sampling.settings
         if not len(ids) == len(logps) == len(ids if mask is None else mask):
             self._refuse(f"answer {index} has {len(ids)} tokens, and another number of logprobs or of env_mask")
-        if not prompt_ids or not ids:
+        if not len(prompt_ids) or not len(ids):
             self._refuse(f"answer {index} has no tokens, or its prompt has none")
         if len(ids) > settings.max_completion_length or len(prompt_ids) + len(ids) > self.length:
             self._refuse(

@@ -48,8 +48,9 @@ def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Dev
         sizes = Sizes(residuals, frozenset(residuals), 1, parts.dtype, parts.length, device.hopper, device.name)
         layers.append(sum(residuals.values()) + kind.block.forward_bytes(sizes))
     hidden = tokens * parts.hidden_size * parts.dtype.itemsize
-    logits = chunk_tokens * parts.vocab_size * (4.0 + parts.dtype.itemsize)
-    return 2 * hidden + max(max(layers), logits)
+    head_parts, logit_parts = parts.head_parts_bytes(device)
+    logits = chunk_tokens * parts.vocab_size * (4.0 + parts.dtype.itemsize + logit_parts)
+    return 2 * hidden + max(max(layers), logits + (head_parts if chunk_tokens else 0.0))
 
 
 class ForwardPlanner:

@@ -175,6 +175,7 @@ def phases_of(
     saved = saved_bytes(parts)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     forward = forward_bytes(parts, tokens, plan.chunk_tokens, device)
+    between = parts.fixed_bytes(plan.micro_batches, plan.residuals.resident)
     step = forecast.peak_bytes
     less_rows = "fewer rows_per_step, or more micro_batches"
 
@@ -187,15 +188,13 @@ def phases_of(
         found.append(Phase("reference", weights + trained + states + forward, 0.0, less_rows))
     found.append(Phase("step", step, forecast.host_bytes, less_rows))
     if config.data.eval is not None or config.data.eval_rows:
-        found.append(Phase("evaluate", parts.fixed_bytes(plan.micro_batches) + forward, 0.0, less_rows))
+        found.append(Phase("evaluate", between + forward, 0.0, less_rows))
     for name, own in slots.items():
-        sampling = (
-            parts.fixed_bytes(plan.micro_batches) + own.bytes + own.converted_bytes + prefill_bytes(parts, device)
-        )
+        sampling = between + own.bytes + own.converted_bytes + prefill_bytes(parts, device)
         found.append(Phase(name, sampling, 0.0, _SHORTER[name]))
     if config.checkpoint.every_steps or config.checkpoint.every_minutes:
         # What the step pinned stays pinned while a copy of the state is written.
-        found.append(Phase("save", parts.fixed_bytes(plan.micro_batches), forecast.host_bytes + saved, _LESS_SAVED))
+        found.append(Phase("save", between, forecast.host_bytes + saved, _LESS_SAVED))
     if sampled is not None:
         asking = weights + trained + start + sampled.bytes(parts, device)
         found.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
