@@ -38,6 +38,7 @@ from jaxtune.train.planning.choice import PlanError, choose, saved_bytes
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.planning.forecasts import forecast, head_forecast, layer_forecast
+from jaxtune.train.planning.forward import forward_bytes
 from jaxtune.train.planning.layer_plans import layer_plans
 from jaxtune.train.planning.plan import StepPlan, parse_residuals, residuals_text
 from jaxtune.train.planning.planner import Planner
@@ -200,6 +201,15 @@ def test_four_bits_and_shape_of_8b(parts_8b):
     assert parts_8b.trained == 41_943_040  # LoRA r=16 on all linears of Llama-3.1-8B, as PEFT counts them
     assert parts_8b.residuals["gate"] == 2 * 14336
     assert parts_8b.residuals["lse"] == 4 * 32
+
+
+def test_a_forward_counts_the_parts_of_a_float32_head_on_hopper_only():
+    config = config_8b(precision={"*": "bf16", "lm_head": "fp32"})
+    parts = step_cost(abstract_model(SHAPE, config), config)
+    head, one = 8.0 * SHAPE.vocab_size * SHAPE.hidden_size, 4.0 * SHAPE.vocab_size
+    found = [forward_bytes(parts, 2048, 2048, device) for device in (H200, dataclasses.replace(H200, hopper=False))]
+    assert found[0] - found[1] == pytest.approx(head + 2048 * one)
+    assert forward_bytes(parts, 2048, 0, H200) < found[1]  # a forward without logits
 
 
 # Compiled for an H200 without one (tests/gpu/aot): GB of temporaries at 4 layers and 8 x 2,048 tokens, unless said.
