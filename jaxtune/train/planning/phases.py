@@ -2,10 +2,11 @@
 
 A run is more than its steps: it loads, may resume, scores rows with a reference, evaluates, samples answers, saves and
 exports. Each phase keeps some of the arrays that the step keeps, and needs some memory of its own. A run prints a table
-of its phases (`phases_of` makes each `Phase`, `phase_lines` the lines, with `phase_warnings`) before step 0, so that a
-phase that will not fit is reported then and not after the last step. The context `phase` turns the allocator's error in
-a phase into OutOfDeviceMemory, which names a fix. `questions_at_a_time` plans how exact match samples (`Sampled`);
-`prefill_bytes` and `loading_bytes` forecast the memory of a sampler's prefill and of loading."""
+of its phases (`phases_of` makes each `Phase`, teacher_pass.py that of a teacher; `phase_lines` makes the lines, with
+`phase_warnings`) before step 0, so that a phase that will not fit is reported then and not after the last step. The
+context `phase` turns the allocator's error in a phase into OutOfDeviceMemory, which names a fix. `questions_at_a_time`
+plans how exact match samples (`Sampled`); `prefill_bytes` and `loading_bytes` forecast the memory of a sampler's
+prefill and of loading."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ _SHORTER = {
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The memory that one phase of a run (such as "load", "step" or "export") needs at its peak, and a change of the
-    config with which it would need less."""
+    """The memory that one phase of a run (such as "load", "step" or "export") needs at its peak, by forecast, and what
+    helps if that does not fit. `phase_lines` makes the text of all of them."""
 
     # The phase's name in the report and in errors.
     name: str
@@ -60,13 +61,13 @@ class Phase:
     device_bytes: float
     # Bytes of host memory in this process, in addition to Python and its libraries.
     host_bytes: float
-    # A change that makes it smaller, for the message if it does not fit.
+    # What helps if it does not fit, for the message: mostly a change of the config, or a device with more memory.
     remedy: str
 
 
 class OutOfDeviceMemory(ValueError):
-    """Device memory ran out in a phase of a run, such as "load". The message names the phase and a change of the config
-    with which it needs less."""
+    """Device memory ran out in a phase of a run, such as "load". The message names the phase and what helps, such as a
+    change of the config with which it needs less; commands print it without a traceback. `phase` raises it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +99,14 @@ class Sampled:
 def questions_at_a_time(
     parts: StepCost, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
 ) -> Sampled:
-    """Plans how many questions the model answers at a time: `most`, halved until their caches fit beside the model, or
-    only one is left, which may not fit either.
+    """Plans how many questions the model answers at a time: `most`, halved until the memory that they take
+    (`Sampled.bytes`) fits beside all weights, without the optimizer's states, or only one is left, which may not fit
+    either. app.sampled_by calls it.
 
     Args:
       parts: the step's costs.
       device: the device.
-      budget_bytes: its memory; None: no limit.
+      budget_bytes: its memory; None: no limit, and all `most` are answered at a time.
       prompt: tokens of the longest prompt.
       answer: tokens of the longest answer.
       most: the largest number of questions.
@@ -124,7 +126,8 @@ def questions_at_a_time(
 
 def prefill_bytes(parts: StepCost, device: Device) -> float:
     """Device bytes of the forward pass by which a sampler prefills prompts, 2,048 tokens at a time, in addition to the
-    weights and to the caches of the answers that it samples. parts: the step's costs. device: the device."""
+    weights and to the caches of the answers that it samples. What is left beside it is the room for these caches, when
+    the sampler's slots are planned. parts: the step's costs. device: the device."""
     return forward_bytes(parts, PREFILL_TOKENS, 0, device)
 
 
@@ -153,9 +156,10 @@ def phases_of(
     sampled: Sampled | None = None,
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[Phase]:
-    """The phases of a run under a plan, in their order, without those that the config does not ask for: "load",
-    "resume", "reference" (dpo and kto), "step", "evaluate" (with held-out rows), those of `slots` ("answers" and
-    "generate"), "save" (with checkpoint.every_steps or every_minutes), "sample" (with `sampled`) and "export".
+    """The phases of a run under a plan, in their order: "load", "resume" (of this run or a later one), "reference" (dpo
+    and kto only), "step", "evaluate" (with held-out rows), those of `slots` ("answers" and "generate"), "save" (with
+    checkpoint.every_steps or every_minutes), "sample" (with `sampled`) and "export" (with export.merged, or with
+    export.adapter and an adapter). The pass of a teacher is not among them (TeacherPass.phase).
 
     Args:
       model: what trains; its arrays may be abstract.
@@ -220,10 +224,11 @@ def phase_lines(
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[str]:
     """The table of phases as lines of text, printed before step 0: one line for all of them, a warning for each phase
-    that will not fit, and how answers are sampled.
+    that will not fit, and how answers are sampled. A plan that is made without weights has that of a teacher's pass
+    alone (pass_lines).
 
     Args:
-      phases: as phases_of returns them.
+      phases: as phases_of returns them, or TeacherPass.phase.
       budget_bytes: memory of a device; None: no limit.
       host_bytes: memory of this machine; None: unknown.
       sampled: how held-out questions are answered; None: none are.
@@ -258,8 +263,8 @@ def phase_warnings(phases: Sequence[Phase], budget_bytes: float | None, host_byt
 @contextlib.contextmanager
 def phase(name: str, remedy: str) -> Iterator[None]:
     """A context around one phase of a run. If the device's memory runs out in it, the error of the allocator is raised
-    as OutOfDeviceMemory, whose message has the phase (`name`) and a change of the config with which it needs less
-    (`remedy`). Other errors pass unchanged.
+    as OutOfDeviceMemory, whose message has the phase (`name`) and what helps, such as a change of the config with which
+    it needs less (`remedy`). Other errors pass unchanged.
 
     Raises:
       OutOfDeviceMemory: device memory ran out.

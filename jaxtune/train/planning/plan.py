@@ -4,10 +4,10 @@
 Examples of the text:
 
 - `keep`: every residual stays in device memory;
-- `recompute`: only each layer's input stays;
+- `recompute`: only each layer's input stays, and what else cannot be recomputed, such as a router's choice;
 - `offload`: everything is copied to the host;
 - `gate=offload, up=offload`: these two are offloaded, and residuals that are not named are kept;
-- `gate=fp8, up=fp8`: these two are kept, rounded to e4m3, in layers that compute in FP8;
+- `gate=fp8, up=fp8`: these two are kept, rounded to e4m3, which needs model.compute=fp8;
 - `recompute, layer_input=offload`: a placement for all residuals, then exceptions;
 - `0-11: recompute; 12-31: gate=recompute, up=recompute`: placements by layer; all layers must be named;
 - `recompute; tile=8192`: MLPs that recompute gate and up run over tiles of 8,192 tokens of each row;
@@ -41,24 +41,26 @@ from jaxtune.models.residual_plan import (
 class StepPlan:
     """How a step is run, as the planner chooses it. A plan is static: a program is compiled for one plan."""
 
-    residuals: ResidualPlan  # the placements, by layer
+    residuals: ResidualPlan  # the placements, by layer, with the tile and the layers whose divided weights are whole
     micro_batches: int  # number of micro-batches into which the rows of a step are divided
     chunk_tokens: int  # number of tokens whose logits exist at a time
     # whether the table of per-layer embeddings is on the host, and the device gets the rows of each batch's tokens
     table_on_host: bool = False
 
     def to_record(self) -> dict[str, object]:
-        """The plan as JSON values, which a checkpoint stores and `from_record` reads: {"residuals": its text,
-        "micro_batches", "chunk_tokens": the two numbers}, and "per_layer_embeddings": "host" if the table of per-layer
-        embeddings is on the host, else without that entry."""
+        """The plan as JSON values, which `from_record` reads: {"residuals": its text, "micro_batches", "chunk_tokens":
+        the two numbers}, and "per_layer_embeddings": "host" if the table of per-layer embeddings is on the host, else
+        without that entry. Checkpoints and the record of failed plans (known.py) store it, and processes exchange
+        it."""
         text = residuals_text(self.residuals)
         table = {"per_layer_embeddings": "host"} if self.table_on_host else {}
         return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens, **table}
 
     @classmethod
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
-        """The plan in a checkpoint's `record`, which to_record made, for a model of `num_layers` layers that have these
-        residuals. Raises ValueError, as parse_residuals does, if it is that of another model."""
+        """The plan in a `record` that to_record made, in a checkpoint or another process, for a model of `num_layers`
+        layers that have these residuals; further entries of the record are ignored. Raises ValueError, as
+        parse_residuals does, if the plan is not possible for these layers and residuals."""
         plan = parse_residuals(record["residuals"], num_layers, residuals)
         on_host = record.get("per_layer_embeddings") == "host"
         return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]), on_host)
@@ -83,15 +85,18 @@ def residuals_text(plan: ResidualPlan) -> str:
 
 
 def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -> ResidualPlan:
-    """Reads a residual plan from its `text`, such as "gate=offload, up=offload" or "0-11: recompute; 12-31: keep", for
-    a model of `num_layers` layers that have these residuals (intermediate values that the backward reads). Parts of the
-    text are separated by ";". A part gives placements (keep, fp8, offload or recompute): one for all residuals, then
-    exceptions such as up=offload, after the layers that it is for (all if it names none). The last parts may be tile=,
-    whole= and resident= with a number (see ResidualPlan). Layers are counted from 0, and a range includes its last one.
+    """Reads a residual plan from its `text`, such as "gate=offload, up=offload" or "0-11: recompute; 12-31: keep", that
+    of config.memory.plan or of a record (StepPlan.from_record), for a model of `num_layers` layers that have these
+    residuals (intermediate values that the backward reads). Parts of the text are separated by ";". A part gives
+    placements (keep, fp8, offload or recompute): one for all residuals (those that cannot have it are kept; keep if it
+    is left out), then exceptions such as up=offload, after the layers that it is for (all if it names none). The last
+    parts may be tile=, whole= and resident= with a number from 1 (see ResidualPlan); whether the tile divides the rows
+    is not checked here. Layers are counted from 0, and a range includes its last one.
 
     Raises:
-      ValueError: an unknown word, residual or placement; a placement that a residual cannot have; a layer that is
-        named twice, not at all, or does not exist; `whole` or `resident` larger than the number of layers.
+      ValueError: an unknown word, residual or placement; an exception for a placement that the residual cannot have;
+        fp8 for all where no residual can have it; a layer that is named twice, not at all, or does not exist; `whole`
+        or `resident` larger than the number of layers. The message begins with memory.plan.
     """
     layers: list[LayerPlan | None] = [None] * num_layers
     first_part, *parts = text.split(";")

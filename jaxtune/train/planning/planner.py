@@ -1,5 +1,6 @@
-"""The planner of one run (`Planner`): chooses its plan, checks it against the compiler, and restores it when the run is
-resumed. `out_of_memory` recognises the errors after which another plan is tried."""
+"""The planner of one training run (`Planner`): chooses its plan, checks it against the compiler, and restores it when
+the run is resumed. (Passes without a backward have a ForwardPlanner, forward.py.) `out_of_memory` recognises the errors
+after which another plan is tried."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class Planner:
     """Chooses the plan of a run on a device, and a smaller one if the first was too large. A run has one, with which
     its Engine compiles. `plan` is the plan in force, and `lines` its text; `adopt` takes that of a checkpoint;
     `skip_known_failures` and `replan` choose another; `compiled_bytes` and `fits` compare the compiler's figure with
-    the memory. In a run of several processes all must make it, and call `replan`, at the same time, because the first
-    one decides for all.
+    the memory. In a run of several processes all must make it, and call `skip_known_failures` and `replan`, at the same
+    time, because the first one decides for all.
 
     Args:
       model: what trains.
@@ -58,8 +59,9 @@ class Planner:
       forecast: Forecast: the memory and the time of a step by the plan in force.
 
     Raises:
-      PlanError: nothing fits.
-      ValueError: the device is refused; or the host's memory is too small for the optimizer's states.
+      PlanError: by forecast even the smallest plan exceeds `room.limit_bytes`.
+      ValueError: the device is refused; config.memory.plan cannot be read; or the host's memory is too small for the
+        optimizer's states.
     """
 
     def __init__(
@@ -120,12 +122,15 @@ class Planner:
     def adopt(self, record: dict[str, Any]) -> None:
         """Takes the plan in `record` (StepPlan.to_record and the mesh's sizes), that of the checkpoint from which the
         run resumes, because a plan chosen anew might differ and would then change results in the last bits. Raises
-        ValueError if it is a plan for another model on the same mesh.
+        ValueError if it is a plan on the same mesh that is not possible for this model's layers and residuals.
 
         The plan is not taken if the config asks for another one, if its micro-batches do not divide the rows of a step,
         or if the mesh is another. Results on another mesh differ in any case, and its devices may have less memory,
         more memory, or too few rows for the micro-batches. If this run cannot have the table of per-layer embeddings on
-        the host, the plan is taken with it on the device, which changes no result."""
+        the host, the plan is taken with it on the device, which changes no result.
+
+        Whether the plan fits is not checked here: Engine.fit compiles it, and chooses another one if it does not fit
+        the budget. The caller must call Engine.follow_plan."""
         mesh = self.config.mesh or MeshConfig()
         if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):
             return
@@ -140,7 +145,7 @@ class Planner:
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
         """The StepPlan for this model in a `record` that StepPlan.to_record made, in a checkpoint or in the first
-        process of the run. Raises ValueError if it is a plan for another model."""
+        process of the run. Raises ValueError if the plan is not possible for this model's layers and residuals."""
         return StepPlan.from_record(record, self._cost.num_layers, self._cost.known)
 
     def skip_known_failures(self, known: KnownFailures) -> None:
@@ -163,15 +168,16 @@ class Planner:
         self, problem: str, need_bytes: float | None, print_line: Callable[[str], None], placed: bool = False
     ) -> None:
         """Chooses another plan after the one in force failed, and prints it; what the failure showed corrects the
-        forecasts (search.py), and is recorded for later runs. The caller has to compile the new plan.
+        forecasts (search.py), and is recorded for later runs if skip_known_failures was called before. The caller has
+        to compile the new plan (Engine calls it, then follow_plan).
 
         Args:
           problem: why it failed, for the line that is printed.
           need_bytes: device bytes that it needs; None: unknown.
           print_line: prints a line.
-          placed: True: the weights are already on the devices, so the next plan must keep as many layers' frozen
-            weights whole as this one, and the table of per-layer embeddings where it is. False: they are not, and the
-            next plan is free.
+          placed: True: the weights are already on the devices, so the next plan must keep at least as many layers'
+            frozen weights whole as this one, and the table of per-layer embeddings where it is. False: they are not,
+            and the next plan is free.
         Raises:
           PlanError: no plan is left.
         """
@@ -188,8 +194,8 @@ class Planner:
 
     def fits(self, need_bytes: float) -> bool:
         """Whether a compiled step that needs `need_bytes` of device memory may run: within the budget, which it may
-        exceed by half a percent, or, if its plan is the smallest there is, within all of the allocator's memory. True
-        if nothing limits it."""
+        exceed by half a percent, or, if the plan in force was chosen as the smallest there is, within
+        `room.limit_bytes`. True if nothing limits it."""
         return self.room.fits(need_bytes, self._smallest)
 
     def _next(self, resident: int = 0) -> tuple[Forecast, bool]:
@@ -228,8 +234,9 @@ class Planner:
         return fitting_settings(self.shape, config, self.device, budget_bytes, **self._changes)
 
     def compiled_bytes(self, *programs: Any) -> float:
-        """Device bytes that a step needs at its peak: the memory that the compiler reports for the largest of its
-        `programs` (jax.stages.Compiled), and the weights, states and gradient sums, which are always there.
+        """Device bytes that a step needs at its peak: the temporary memory and the outputs beside donated inputs that
+        the compiler reports for the largest of its `programs` (jax.stages.Compiled, of the plan in force), and the
+        weights, states and gradient sums, which are always there, as `cost` counts them. `fits` takes it.
 
         Workspace that vendor libraries choose at run time is not included."""
         needs = []

@@ -2,10 +2,10 @@
 forecasts.
 
 At most four plans are compiled. The first is the fastest by forecast. The second and third are the fastest that would
-fit if every forecast were as wrong as the worst one so far. Plans that resemble a failed one are left out, because
-their forecasts are wrong in the same way. The last is the smallest plan there is. `next_plan` chooses each; before the
-last one, a plan's predicted peak may be at most `goal`, which failures (`Failed`) lower. `Room` is the device memory,
-and decides whether a compiled step fits.
+fit if every forecast were as wrong as the worst one so far, with some to spare. Plans that resemble a failed one are
+left out, because their forecasts are wrong in the same way. The last is the smallest plan there is; it is taken earlier
+if no other is left. `next_plan` chooses each; before the last one, a plan's predicted peak may be at most `goal`, which
+failures (`Failed`) lower. `Room` is the device memory, and decides whether a compiled step fits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Failed:
 
     plan: StepPlan  # the plan that was too large
     peak_bytes: float  # as predicted
-    need_bytes: float | None  # as compiled; None: memory ran out while it ran, and its need is unknown
+    need_bytes: float | None  # as compiled; None: memory ran out while it was compiled or ran; its need is unknown
 
     def goal(self, budget_bytes: float | None) -> float:
         """The largest predicted peak, in bytes, that the next plan may have if its forecast is as wrong as this one
@@ -49,8 +49,8 @@ class Failed:
 
     @property
     def ratio(self) -> float:
-        """The bytes that the plan needs over those that were predicted, by which the planner tells how much its
-        forecasts err; an assumed 1.15 if its need is unknown."""
+        """The bytes that the plan needs over those that were predicted; an assumed 1.15 if its need is unknown. The
+        function `goal` compares those of several failures: the more they differ, the less the next plan may need."""
         return (self.need_bytes or self.peak_bytes * _MORE) / self.peak_bytes
 
 
@@ -59,13 +59,13 @@ class Room:
     """The device memory for a step, in bytes: what a plan should take, and what the smallest plan may try to use. Both
     are None if nothing limits them. `fits` compares the need of a compiled step with them."""
 
-    budget_bytes: float | None  # what a plan may take, without what fragmentation loses
-    limit_bytes: float | None  # all of the allocator's memory, which the smallest plan may try to use
+    budget_bytes: float | None  # what a plan may take: limit_bytes without what fragmentation loses (devices.budget)
+    limit_bytes: float | None  # all that the allocator may give out, at most memory.budget_gb (devices.limit)
 
     def fits(self, need_bytes: float, smallest: bool) -> bool:
         """Whether a compiled step that needs `need_bytes` of device memory may run: within the budget, which it may
-        exceed by half a percent. smallest: True: its plan is the smallest there is, and may use all of the allocator's
-        memory; False: it is not."""
+        exceed by half a percent. smallest: True: its plan is the smallest there is, and may use `limit_bytes`; False:
+        it is not."""
         if self.budget_bytes is None or self.limit_bytes is None:
             return True
         within = self.budget_bytes * (1 + _EXCESS)
@@ -101,8 +101,8 @@ def next_plan(
     Returns:
       (its forecast, whether it is the smallest plan there is)
     Raises:
-      PlanError: no plan is left: the smallest one failed, or its forecast exceeds the allocator's memory.
-      ValueError: the host's memory is too small for the optimizer's states.
+      PlanError: no plan is left: the smallest one failed, or its forecast exceeds `room.limit_bytes`.
+      ValueError: config.memory.plan cannot be read, or the host's memory is too small for the optimizer's states.
     """
     if len(failed) < _BEFORE_SMALLEST:
         try:

@@ -28,12 +28,14 @@ def packed_slack(frozen) -> float:
 
 
 def weight_bytes(frozen, parts: int) -> float:
-    """Bytes of frozen weights on each device, with what the allocator loses on quantised ones. frozen: their nnx.State.
-    parts: the number of devices over which weights are divided; those that cannot be divided count in full."""
+    """Bytes of frozen weights on each device, with what the allocator loses on quantised ones; forecasts of a step and
+    of a teacher's pass begin with it. frozen: their nnx.State. parts: the number of devices over which weights are
+    divided; those that cannot be divided count in full."""
     return partition.bytes_per_device(frozen, parts) + packed_slack(frozen) / parts
 
 
 def _is_stored(leaf) -> bool:
-    """Whether `leaf`, any node of a pytree, is a quantised weight: as `is_leaf` of jax.tree functions it keeps them
-    from looking into the weight's own arrays."""
+    """Whether `leaf`, any node of a pytree, is a quantised weight. As `is_leaf` of jax.tree functions it keeps them
+    from looking into the weight's own arrays: `packed_slack` finds whole quantised weights so, because the share that
+    the allocator loses depends on a weight's format."""
     return isinstance(leaf, Stored)

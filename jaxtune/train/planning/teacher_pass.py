@@ -59,7 +59,7 @@ class TeacherPass:
     @property
     def own_config(self) -> TrainConfig:
         """The config of the pass: the run's with the mesh of `shape`, without QAT, and with one precision, the compute
-        dtype, instead of a map of precisions: both are the student's alone."""
+        dtype, instead of a map of precisions: QAT and the map are the student's alone."""
         mesh = MeshConfig(data=self.shape.copies, fsdp=self.shape.parts)
         return dataclasses.replace(self.config, qat=None, precision=self.config.computes_in, mesh=mesh)
 
@@ -77,9 +77,9 @@ class TeacherPass:
 
     @functools.cached_property
     def phase(self) -> Phase:
-        """The memory of the pass, its weights, the student's and loading included, as a Phase named "teacher". Its
-        remedy names changes by which the teacher would fit (`_changes`; not checked if it fits already), and a file of
-        its log-probabilities."""
+        """The memory of the pass, its weights, the student's and loading included, as a Phase named "teacher", for the
+        table of phases and for the error if memory runs out in the pass. Its remedy names changes by which the teacher
+        would fit (`_changes`; not checked if it fits already), and a file of its log-probabilities."""
         teacher = self.teacher()
         planner = self.planner(teacher)
         need, host = self._need(teacher, planner)

@@ -17,7 +17,7 @@ from jaxtune.train.data.batches import Batch
 
 def document_lengths(batch: Batch) -> np.ndarray:
     """int[documents]: the number of tokens of each of the documents of `batch`, row by row, padding (segment 0) left
-    out; it waits for arrays on a device. `flop_counter` and the logged counts of a step need it."""
+    out; it waits for arrays on a device. The function of `flop_counter` and the logged counts of a step need it."""
     return np.concatenate([np.bincount(row)[1:] for row in np.asarray(batch.segment_ids)])
 
 
@@ -80,9 +80,10 @@ def model_flops_per_step(
 
     The count uses T tokens (without padding); N = matmul_params, the elements of every matrix that a token is
     multiplied by (with the head, without the embedding look-up, and of a mixture only the experts that a token visits);
-    N' = trained_matmul_params; A = adapter_params; and W S = attention, summed over the layers, where W is the number
-    of query heads times their size, and S the sum over documents of length^2, less (length - window)^2 under a sliding
-    window:
+    N' = trained_matmul_params, those of them that train; A = adapter_params, those of the adapters' matrices (also only
+    of the experts that a token visits); and W S = attention, summed over the layers, where W is the number of query
+    heads times their size, and S the sum over documents of length^2, less (length - window)^2 of documents that are
+    longer than a sliding window:
 
             forward    2 N T                        each weight: one multiply and one add per token
                      + 2 A T                        the adapters

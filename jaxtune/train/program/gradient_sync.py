@@ -72,8 +72,9 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class GradientSync:
-    """A quantised sync of gradients: how the devices exchange their gradients in a low format, so that they are
-    added."""
+    """A quantised sync of gradients: how the devices exchange their gradients in a low format, so that they are added.
+    The step's update calls `added`; the train state has the errors, `first_errors` at the start; `bytes_on_device` is
+    for the planner."""
 
     format: SyncFormat
     """The format in which devices exchange gradients: "bf16", "int8" or "int4"."""
@@ -151,7 +152,8 @@ class GradientSync:
 
         Args:
           gradients: this device's sums, a tree in which those that `fsdp` divides are Shards of this device's parts,
-            summed over `fsdp` already. The result has the same tree and dtypes.
+            summed over `fsdp` already, so that they are added over `data` alone. The result has the same tree and
+            dtypes.
           errors: those of the step before, [n] arrays of this device, as in `first_errors`; {} without error feedback.
           shape: of the mesh.
           unit: float32[], by which the mean gradient is multiplied in `gradients`.
@@ -228,7 +230,8 @@ class GradientSync:
 
 
 def gradient_sync_of(mesh: MeshConfig | None) -> GradientSync | None:
-    """The quantised sync that the config's section `mesh` asks for; None if gradients are exchanged in float32."""
+    """The quantised sync that the config's section `mesh` asks for; None if gradients are exchanged in float32, also
+    without this section. It does not look at the number of devices; StepProgram.sync does."""
     if mesh is None or mesh.gradient_sync == "fp32":
         return None
     return GradientSync(mesh.gradient_sync, mesh.gradient_rounding == "error_feedback")
@@ -266,8 +269,8 @@ def as_saved(like, saved: Mapping):
 def fitted(state, like, note: Callable[[list[str]], object]):
     """A state that was read with the shapes of `as_saved`, with errors of error feedback (`sync_errors`: what rounding
     took from the gradients that each device sent) that this run can use. It is returned as it is if neither run has
-    errors, if they fit this mesh and format, or if it has weights alone (a dict). Otherwise this run's errors start
-    from zero, or are left out if it keeps none.
+    errors, if they are on this mesh with the arrays that this format has (those of bf16 and int8 are alike), or if it
+    has weights alone (a dict). Otherwise this run's errors start from zero, or are left out if it keeps none.
 
     Args:
       state: the state that was read.

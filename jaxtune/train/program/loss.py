@@ -40,7 +40,7 @@ from jaxtune.train.data.batches import Batch
 @dataclasses.dataclass(frozen=True)
 class AuxLosses:
     """The losses that a model's layers declare, such as a router's load-balancing loss, with the coefficients by which
-    they are added to the mean loss. They are measured if any coefficient is not zero."""
+    they are added to the mean loss. A step measures all of them if any coefficient is not zero (`bool`), else none."""
 
     # (name of the sums that the layers make for it, the loss, its coefficient), in the order of the layers
     losses: tuple[tuple[str, AuxLoss, float], ...] = ()
@@ -68,8 +68,8 @@ class AuxLosses:
         return jnp.stack([loss.value(sums[name]) for name, loss, _ in self.losses])
 
     def added(self, values: jax.Array) -> jax.Array:
-        """float32[]: the sum of the losses times their coefficients, which is added to the mean loss. values:
-        float32[n], what `values` returned."""
+        """float32[]: the sum of the losses times their coefficients, which is added to the mean loss; there must be at
+        least one loss. values: float32[n], what `values` returned."""
         terms = [coefficient * values[index] for index, (*_, coefficient) in enumerate(self.losses)]
         return functools.reduce(operator.add, terms)
 
@@ -94,7 +94,7 @@ NO_AUX_LOSSES = AuxLosses()
 
 def declared_losses(model: Decoder) -> AuxLosses:
     """The losses that the layers of `model` declare, each once, with the coefficients that the model's config.json
-    sets; no losses if the layers declare none."""
+    sets; no losses if the layers declare none. `aux_losses` makes those of a run of them."""
     found: dict[str, tuple[str, AuxLoss, float]] = {}
     for layer in model.layers:
         for name, segment in layer.aux.items():
@@ -124,7 +124,8 @@ class Forward:
     length, hidden], and the methods compute losses from them.
 
     It applies the step's plan and dropout, and collects what the step sums in addition to the objective's sums: the
-    layers' gradients and the layers' own losses. One Forward is made for each micro-batch while the step is traced.
+    layers' gradients and the layers' own losses. StepProgram makes a new one whenever it traces the loss of a batch,
+    and gives it to the objective; programs without a backward make one without plan, dropout, noise and such sums.
 
     Args:
       max_documents: the largest number of documents in a row, which allows faster attention (see PackedLayout); None:
@@ -139,7 +140,8 @@ class Forward:
 
     Attributes:
       runs: how often the trained model was run so far; the first run adds to gradient_sums.
-      aux: float32[n], the values of aux_losses for the batch, summed over the runs; None if there are none.
+      aux: float32[n], the values of aux_losses for the batch, over the rows of all devices, summed over the runs so
+        far and not multiplied by their coefficients; None before the first run, or if there are no such losses.
     """
 
     def __init__(
@@ -178,9 +180,9 @@ class Forward:
         return hidden
 
     def frozen(self, model: Decoder, batch: Batch) -> jax.Array:
-        """[rows, length, hidden]: the hidden states of `batch` after the final norm of `model`, without dropout and
-        gradient. model: one that does not train, such as the reference of a preference loss, without_adapter(model), or
-        a teacher."""
+        """[rows, length, hidden]: the hidden states of `batch` after the final norm of `model`, without dropout, noise
+        and gradient; `runs` and `aux` do not count it. model: one that does not train, such as the reference of a
+        preference loss, without_adapter(model), or a teacher."""
         with jax.named_scope("reference"):
             hidden, _ = self._run(model, batch)
             return jax.lax.stop_gradient(hidden)
@@ -332,7 +334,8 @@ class Forward:
 
     def top_k(self, model: Decoder, hidden: jax.Array, k: int, temperature: float) -> tuple[jax.Array, jax.Array]:
         """(token ids, log-probabilities in nats), int32 and float32[rows, length, k]: the k most probable next tokens
-        under the head of `model`, the most probable first, without gradient. They are what `top_k_divergence` takes.
+        under the head of `model`, the most probable first, without gradient. The pass of a teacher stores them before a
+        run, for `top_k_divergence`.
         hidden: [rows, length, hidden], as `frozen` returns them. temperature: divides the logits."""
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)
@@ -349,7 +352,7 @@ class Forward:
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
         """Returns what `function`, a loss of pallas/linear_cross_entropy, returns for hidden states, the weight of the
         head of `model`, and the targets and weights of `batch`, with the model's scale and cap of logits. The head's
-        gradient is computed only if the head trains."""
+        gradient is computed only if the head trains. `cross_entropy` and `token_losses` share it."""
         head = model.head_variable
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)
@@ -366,7 +369,8 @@ class Forward:
 
 
 def loss_sums(model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Differentiable sums of the supervised loss of a batch, for code that computes gradients without a train step.
+    """Differentiable sums of the supervised loss of a batch, for code that computes gradients without a train step, as
+    tests do.
 
     A step over several batches adds the sums and divides once, which gives the same gradient however the rows are
     divided.
@@ -376,8 +380,8 @@ def loss_sums(model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, 
       batch: its fields are [rows, length].
       options: the arguments of Forward, such as the plan and chunk_tokens.
     Returns:
-      (sum of weighted next-token losses, sum of weights, Forward.aux: the values of the layers' own losses or None);
-        float32 scalars and float32[n].
+      (sum of weighted next-token losses, sum of weights, Forward.aux: the values of the layers' own losses, which are
+        not in the first sum, or None); float32 scalars and float32[n].
     """
     forward = Forward(**options)
     loss, count = forward.cross_entropy(model, forward(model, batch), batch)

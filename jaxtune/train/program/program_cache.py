@@ -54,8 +54,9 @@ def use_program_cache() -> None:
 
 
 def in_use() -> ProgramCache | None:
-    """A ProgramCache over the folder in which JAX caches compiled programs, as use_program_cache set it; None if
-    programs are not cached. The record of plans that were too large is stored in it, too."""
+    """A ProgramCache over the folder that JAX is configured with for compiled programs, mostly by use_program_cache;
+    None if programs are not cached. The record of plans that were too large (known.py) is stored in it, too. The folder
+    is created if it is missing."""
     folder = jax.config.jax_compilation_cache_dir
     if folder is None or not jax.config.jax_enable_compilation_cache:
         return None
@@ -70,6 +71,7 @@ def _checked_cache(path: str) -> tuple[CacheInterface, str]:
 
 class ProgramCache(CacheInterface):
     """A cache of compiled programs in a folder, with the interface that JAX expects: `get` and `put` of bytes by key.
+    It checks each entry when it is read; JAX's own cache does not.
 
     Args:
       folder: the folder; it is created, for its owner alone, if it is missing. Temporary files in it that killed

@@ -46,7 +46,7 @@ class Programs:
     update: Any  # updates the weights from the sums (StepProgram.update)
     evaluate: Any  # sums the loss of a batch of held-out rows (StepProgram.evaluate); None without held-out rows
     seconds: float = 0.0  # time that tracing and compiling took
-    before_qat: Programs | None = None  # the programs of the steps before qat.start; None if there are no such steps
+    before_qat: Programs | None = None  # those of the steps before qat.start; None if the run makes no such steps
 
 
 def _may_plan_again(error: Exception) -> bool:
@@ -76,14 +76,15 @@ def _uncollected():
 
 
 class Engine:
-    """Compiles and runs the programs of a training run on a mesh, under the planner's plan: what becomes of the values
-    that the backward reads, and the number of micro-batches.
+    """Compiles and runs the programs of a training run, an evaluation or a teacher's pass on a mesh, under the plan of
+    its planner: what becomes of the values that the backward reads, and the number of micro-batches.
 
     Args:
       program: the run's step. Its fields that the plan, the mesh and config.neftune_noise_alpha decide are filled in
         here.
       before_qat: the step without rounded weights, for the steps before qat.start; None if there are none.
-      planner: chooses the plan.
+      planner: chooses the plan; a ForwardPlanner if no step is made (evaluations, a teacher's pass). A Planner is at
+        once made to skip plans that failed in earlier runs (skip_known_failures).
       mesh: the devices.
       batches: makes the batch of each step.
       config: the run's.
@@ -124,7 +125,8 @@ class Engine:
 
     @property
     def _search(self) -> Planner:
-        """The planner of a training run, which can choose further plans; AssertionError for one that only evaluates."""
+        """`planner` as a Planner, which can replan when memory runs out; AssertionError if it is a ForwardPlanner, as
+        that of an Engine that makes only forward passes is (evaluations, a teacher's pass)."""
         assert isinstance(self.planner, Planner)
         return self.planner
 
@@ -195,10 +197,10 @@ class Engine:
         return partition.put(batch, self._by_rows)
 
     def load_step(self, step: int, model: Callable[[], Decoder] | None = None) -> LoadedStep:
-        """Makes the batch of `step` (from 0) and places it: (its micro-batches on the devices, {"tokens",
-        "trained_tokens": their numbers, "lengths": tokens of each document, "metrics": those of the batch source,
-        "filled": how many micro-batches have tokens}). model: returns the model before the step, from which a source
-        may sample; None if the source needs none."""
+        """Makes the batch of `step` (from 0) and places it: (its micro-batches on the devices, {"tokens": their number
+        without padding, "trained_tokens": the sum of the targets' weights, "lengths": tokens of each document,
+        "metrics": those of the batch source, "filled": how many micro-batches have tokens}). model: returns the model
+        before the step, from which a source may sample; None if the source needs none."""
         batch = self.batches.batch_at(step, model)
         parts = self.planner.plan.micro_batches
         # Of rows in lanes each process has only its own. All have equally many, so the others' are taken to be alike.
@@ -297,8 +299,8 @@ class Engine:
     def compile_of_rows(self, function, trainable, frozen, rows: Rows):
         """Compiles a program that computes a value for each row of a batch, such as the log-probabilities of a
         reference (StepProgram.of_rows), to a jax.stages.Compiled of (trainable, frozen, batch). function: gets (model,
-        batch, Forward) and returns [rows, ...]. trainable, frozen: the weights that train and the others, or their
-        shapes. rows: have the shape of the batches."""
+        batch, Forward) and returns an array [rows, ...], or a tree of such arrays. trainable, frozen: the weights that
+        train and the others, or their shapes. rows: have the shape of the batches."""
         program = functools.partial(self.program.of_rows, function)
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
@@ -324,8 +326,8 @@ class Engine:
             return self._compile(lowered)
 
     def _compile(self, lowered):
-        """Compiles a lowered program, its Pallas kernels in parallel, and starts the checks of kernels that lowering
-        asked for: returns the jax.stages.Compiled."""
+        """Compiles a lowered program (the update, and by `_compiled` all others), its Pallas kernels in parallel, and
+        starts the checks of kernels that lowering asked for: returns the jax.stages.Compiled."""
         dispatch.begin_checks()  # the checks that lowering asked for
         device = self.mesh.local_devices[0]
         with ThreadPoolExecutor(8, "kernels") as pool:
@@ -349,8 +351,8 @@ class Engine:
         print_line: Callable[[str], None],
         placed: bool = False,
     ) -> Programs:
-        """Compiles the plan in force and, if the compiler's figure exceeds the budget or compiling runs out of memory,
-        further plans until one fits, which is then the plan in force of the planner.
+        """Compiles the plan in force and, if compiling runs out of memory or Planner.fits denies the compiler's figure
+        for accumulate and update, further plans until one fits, which is then in force in planner and Engine.
 
         Args:
           shapes: returns the shapes and dtypes, under the plan in force, of (state, sums, frozen): the train state, the
@@ -358,8 +360,7 @@ class Engine:
           first_step: the step with which the run starts. The programs of the steps before QAT begins are compiled only
             if it is one of these.
           print_line: prints a line.
-          placed: True: the weights are already on the devices, so further plans must keep the frozen weights of as many
-            layers whole on each device. False: they are not, and further plans are free.
+          placed: True: the weights are already on the devices, so further plans are limited as in Planner.replan.
         Returns:
           the programs of the plan that fits.
         Raises:
@@ -439,7 +440,7 @@ class Engine:
         Args:
           programs: the compiled programs of the plan in force.
           sums, state, frozen: what TrainedModel.begin returned.
-          parts: the micro-batches, on the mesh.
+          parts: all micro-batches of the step, on the mesh, also empty ones; a smaller plan divides their rows anew.
           step: the number of the step.
           print_line: prints a line on the new plan.
           compiling: makes the context in which smaller plans are compiled.

@@ -67,12 +67,12 @@ class Sums:
     over n devices are summed over these in each micro-batch; their leading axis is n times shorter.
     """
 
-    # of the loss sum plus the layers' own losses, times TrainState.loss_scale: float32, or in the weights' dtypes if a
-    # step has one micro-batch
+    # of (loss sum + count times the layers' own losses with their coefficients), times TrainState.loss_scale: float32,
+    # or in the weights' dtypes if a step has one micro-batch
     gradients: Any
     loss: jax.Array  # float32 sum of weighted losses, neither scaled nor with the layers' own losses
     count: jax.Array  # float32: the objective's count, such as the number of targets
-    aux: jax.Array | None = None  # float32[n]: the layers' own losses times the count; None without them
+    aux: jax.Array | None = None  # float32[n]: the layers' own losses times the count; None if none is added
     own: dict[str, jax.Array] = dataclasses.field(default_factory=dict)  # the objective's own sums, by name
 
 
@@ -83,7 +83,7 @@ class StepProgram:
 
     graph: nnx.GraphDef  # graph definition of the model
     optimizer: optax.GradientTransformation  # an optax transformation or an optim.StepOptimizer, over float32 tensors
-    schedule: optax.Schedule | None  # learning rate by number of updates, for the metrics; None: unknown
+    schedule: optax.Schedule | None  # learning rate by number of updates, for metrics and `bound`; None: unknown
     objective: Objective = SUPERVISED  # defines the loss of a micro-batch and further measurements
     plan: ResidualPlan | None = None  # what becomes of values that the backward reads (residuals); None: all are kept
     max_documents: int | None = None  # the most documents in a row, which allows faster attention; None: unknown
@@ -101,7 +101,7 @@ class StepProgram:
     by_tensor: bool = False  # whether tensors are updated one by one; False: all at once, as one tree
     # whether the optimizer's large states are on the host (optimizer_offload.py); needs bound and by_tensor
     offload: bool = False
-    full: bool = False  # every row of a micro-batch is one document without padding (PackedLayout.full)
+    full: bool = False  # every row of a training step is one document without padding (PackedLayout.full)
     noise_alpha: float | None = None  # NEFTune's noise on the embeddings in gradient steps; None: no noise
     # divides rows and tensors (models/placement/partition.py); None or one device: nothing is divided
     mesh: jax.sharding.Mesh | None = None
@@ -114,7 +114,7 @@ class StepProgram:
 
     @property
     def _sums_at_once(self) -> bool:
-        """Whether sums are added over devices in the step's only micro-batch (True) or in the update."""
+        """Whether the step's only micro-batch adds sums over devices (True), or the update; of use with several."""
         return self.micro_batches == 1 and self.sync is None
 
     @property
@@ -130,9 +130,9 @@ class StepProgram:
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
         """The state with which a run starts, over a copy of `trainable`, the weights that train, in the dtypes in which
-        they are trained: the step donates the copy, and the caller keeps the original. seed: of dropout and stochastic
-        rounding. device: the sharding of those states of the optimizer that stay on the device with `offload`, while
-        the large ones are made in pinned host memory. None, or no `offload`: the caller places all states."""
+        they are trained: the step donates the copy, and the caller keeps the original. seed: of `dropout_key`. device:
+        the sharding of those states of the optimizer that stay on the device with `offload`, while the large ones are
+        made in pinned host memory. None, or no `offload`: the caller places all states."""
 
         def kept(a):
             """A copy of the weight `a`: in bfloat16 if `weights` is "bf16" and it is a matrix, else in float32."""
@@ -164,7 +164,7 @@ class StepProgram:
 
     def shardings(self, state: TrainState, device: jax.sharding.Sharding) -> TrainState:
         """The sharding of each array of `state`, which may be abstract, as a TrainState of shardings. device: the
-        sharding of an array that is not divided."""
+        sharding of an array that is not divided. A state is placed, and the update is compiled, by them."""
         where = jax.tree.map(lambda _: device, state)
         if self.mesh is not None and self.devices > 1:
             states = partition.states_shardings(state.opt_state, state.trainable, self.mesh)
@@ -223,7 +223,7 @@ class StepProgram:
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """The sums with one micro-batch, `batch`, added to `sums`, those of the step's earlier micro-batches, which are
         donated. state: the run's. frozen: the weights that do not train. micro_batch: the index of the micro-batch
-        within the step, int32[], for the dropout key."""
+        within the step, int32[], for the keys of dropout and noise."""
         # What is not needed here; the optimizer's states may be on the host.
         state = dataclasses.replace(state, opt_state=None, sync_errors={})
         if self.devices == 1:
@@ -300,8 +300,8 @@ class StepProgram:
         return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
 
     def total(self, sums: Sums, state: TrainState) -> tuple[Sums, dict[str, list[jax.Array]]]:
-        """Adds the sums of all devices, as the update begins, under jit: (the same fields without the leading axis of
-        devices, the errors that a quantised sync leaves for the next step, else {}). state: has the last step's."""
+        """(`sums` without the leading axis of devices, added over it if the micro-batch did not do so, for `update`;
+        the errors that a quantised sync with error feedback leaves, else {}). state: has the last step's errors."""
         if self.devices == 1:
             return sums, {}
         sums = self._divided(sums, state.trainable)
@@ -415,8 +415,8 @@ class StepProgram:
             return new, zeros, metrics
 
     def _means(self, sums: Sums, count: jax.Array) -> dict:
-        """The metrics loss (the mean), count and own (the objective's), from the sums of a step; `count` is its number
-        of targets, at least 1."""
+        """The metrics loss (a mean), count (that of `sums`) and own (the objective's) of a step, for `update`. count:
+        the count of `sums`, or 1 if it is less, by which the loss is divided."""
         return {
             "loss": sums.loss / count,
             "count": sums.count,
@@ -471,9 +471,9 @@ class StepProgram:
         )
 
     def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(loss sum, count, the objective's own sums, {name: sum}) of one batch on all devices, without dropout and
-        gradients; to be jitted. trainable: the weights that train, of a TrainState or as given, because a forward pass
-        needs no optimizer. frozen: the weights that do not train."""
+        """(loss sum, count, the objective's own sums, {name: sum}) of one batch on all devices, without dropout,
+        gradients and the layers' own losses; to be jitted. trainable: the weights that train, of a TrainState or as
+        given, because a forward pass needs no optimizer. frozen: the weights that do not train."""
 
         def local(trainable, frozen, batch):
             """The sums of the loss for a device's rows (`batch`) and shards (trainable, frozen), over all devices."""
@@ -485,10 +485,10 @@ class StepProgram:
         return run(*tensors, batch)
 
     def of_rows(self, function, trainable, frozen, batch: Batch) -> jax.Array:
-        """Calls function(model, batch, forward), which returns an array with a value for each row, [rows, ...], on one
-        batch; to be jitted. Each device calls it with its own rows, and the result stays divided by rows
-        (partition.ROWS), as whoever compiles this must say too. forward: a Forward, without dropout. trainable, frozen:
-        the weights that train and the others."""
+        """Calls function(model, batch, forward), which returns an array [rows, ...] or a tree of such arrays, on one
+        batch; to be jitted (Engine.compile_of_rows). Each device calls it with its own rows, and the result stays
+        divided by rows (partition.ROWS), as whoever compiles this must say too. forward: a Forward, without dropout.
+        trainable, frozen: the weights that train and the others."""
 
         def local(trainable, frozen, batch):
             """What `function` returns for a device's rows (`batch`) and shards of weights (trainable, frozen)."""
