@@ -230,6 +230,25 @@ def test_what_is_remembered_refuses_nothing(tmp_path, cache, monkeypatch):
     assert compiler.fit().plan == compiler.compiled[0].plan
 
 
+@pytest.mark.parametrize(
+    ("need", "had", "budget", "known"),
+    [
+        (2e9, 1e9, 1.5e9, True),
+        (2e9, 1e9, 3e9, False),
+        (None, 2e9, 1e9, True),  # it ran out of memory while it ran
+        (None, 1e9, 2e9, False),
+        (None, None, 1e9, True),  # all of the card was not enough
+        (None, None, None, True),
+    ],
+)
+def test_for_which_budgets_a_failure_counts(tmp_path, cache, need, had, budget, known):
+    trainer = again(tmp_path)
+    failures = trainer.planner._known
+    forecast = choose(trainer.planner.cost, trainer.config, trainer.planner.device, None, (64 * 48,))
+    failures.add(Failed(forecast.plan, forecast.peak_bytes, need), had)
+    assert (failures.of(forecast, budget) is not None) == known
+
+
 # ---- several processes
 
 

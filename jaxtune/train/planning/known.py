@@ -54,11 +54,11 @@ class KnownFailures:
         """The recorded failure of exactly the plan of `forecast`, if it shows that the plan is too large for
         `budget_bytes` of device memory (None: no limit, and then every failure of this plan counts); otherwise
         None. A known need must exceed the budget; a plan that ran out of memory while it ran is too large for budgets
-        up to the one that it had then (if it had none, only for no limit)."""
+        up to the one that it had then (for any, if it had none)."""
         plan = forecast.plan.to_record()
         for one in self._found:
             # A plan that ran out of memory may still fit a larger budget.
-            too_large = one["need"] is not None or (one["budget"] or 0.0) >= (budget_bytes or 0.0)
+            too_large = one["need"] is not None or one["budget"] is None or one["budget"] >= (budget_bytes or 0.0)
             if one["plan"] == plan and too_large:
                 failure = Failed(forecast.plan, forecast.peak_bytes, one["need"])
                 if failure.need_bytes is None or failure.need_bytes > (budget_bytes or 0.0):
