@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """A decorator for a public operation, which lets it run on any mesh: the mesh in force, or else that of its first
-    array that has one. Within `function`, XLA decides how arrays are divided (all Explicit axes of the mesh become
-    Auto).
+    array that has one. The operation's arrays are the jax.Arrays among its arguments, also those in trees. Within
+    `function`, XLA decides how arrays are divided (all Explicit axes of the mesh become Auto).
 
     If the mesh has Explicit axes, the arguments are first made whole on every device. Each result gets the sharding of
     the operation's first array in its leading axes, as far as both have the same sizes; along all other axes, and if
@@ -85,13 +85,15 @@ def on_each_device[**Parameters, Result](
     """Wraps a function that calls a kernel, so that each device runs it on plain local arrays. XLA, which would
     otherwise divide the arrays over the mesh, cannot divide a kernel.
 
-    Without a mesh of several devices, and within a shard_map over it, the function is called as it is. Otherwise a
-    shard_map divides rows (entries along the leading axis) over the mesh's axis `axis`, if there is one, and devices
-    along the mesh's other axes all do the same work. If the number of rows is not divisible by the size of that axis,
-    the rows are whole on every device instead.
+    The mesh is the one in force (jax.sharding.get_abstract_mesh), which `on_any_mesh` sets. Without a mesh of several
+    devices, and within a shard_map over it, the function is called as it is. Otherwise a shard_map divides rows
+    (entries along the leading axis) over the mesh's axis `axis`, if there is one, and devices along the mesh's other
+    axes all do the same work. If the number of rows is not divisible by the size of that axis, the rows are whole on
+    every device instead.
 
     Args:
-      function: takes arrays, trees of arrays and other values; it is not differentiated.
+      function: takes arrays, trees of arrays and other values. It is not differentiated: kernels have no derivative, so
+        an operation that needs one has a custom derivative outside of it.
       rows: the number of its first arguments whose arrays have rows as leading axis. All other arrays are whole on
         every device.
       results: the number of its first results that have rows as leading axis; each result after them is a sum over

@@ -1,6 +1,7 @@
-"""Functions that persistent Mosaic kernels share: `cores`, the number of programs, and `place`, the position of a tile.
-Such a kernel has one program for each multiprocessor; with n programs, program p computes tiles p, p + n, p + 2 n, ...
-of the output."""
+"""Functions that persistent Mosaic kernels share: `cores`, the number of multiprocessors, by which they choose the
+number of their programs, and `place`, the position of a tile in the output of a matrix product. Such a kernel has one
+program, or a fixed number of them, for each multiprocessor; with n programs, program p computes items p, p + n, ... of
+the work, in a matrix product the tiles of the output."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from jaxtune.pallas import dispatch, gpu_kernel
 
 
 def cores() -> int:
-    """The number of multiprocessors of the GPU that is compiled for, and so the number of programs of a persistent
-    kernel. It is 3 in Pallas' interpreter, so that in tests programs have different numbers of tiles."""
+    """The number of multiprocessors of the GPU that is compiled for. Most persistent kernels have this number of
+    programs, and some a multiple of it. It is 3 in Pallas' interpreter, so that in tests programs have different
+    numbers of tiles. Outside of the interpreter it raises RuntimeError if there is no GPU and none is compiled for
+    (dispatch.multiprocessors)."""
     return 3 if gpu_kernel.interpreter() is not None else dispatch.multiprocessors()
 
 

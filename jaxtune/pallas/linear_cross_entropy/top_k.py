@@ -12,8 +12,9 @@ teacher's and the student's probabilities of token i, and the bucket's 1 - sum p
 - Jensen-Shannon: beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student for
   each outcome, the bucket's too.
 
-Merging outcomes never makes such a divergence larger, so each is a lower bound of the divergence over the whole
-vocabulary, and equals it where k is the size of the vocabulary.
+Merging outcomes never makes such a divergence larger, so each is, up to the rounding of the teacher's bucket
+(LEAST_REST), a lower bound of the divergence over the whole vocabulary, and equals it where k is the size of the
+vocabulary. train/program/loss.py calls both functions.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _outcomes(logits, ids, log_probs, size: int):
       (log-probabilities of the student's outcomes, float32[B, t, k + 1], the bucket last, NOTHING for an outcome that
         does not exist; the same of the teacher, whose bucket, if it exists, has at least the probability LEAST_REST;
         ids [B, t, k] with V in place of -1; float32[B, t, V], the student's log-probabilities of tokens within the
-        bucket, and about NOTHING at the stored tokens)
+        bucket, and about NOTHING at the stored tokens; without meaning where there is no bucket)
     """
     there = ids >= 0
     ids = jnp.where(there, ids, logits.shape[-1])
@@ -151,7 +152,8 @@ def linear_top_k_divergence(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The sum of weighted divergences of a student's next-token distributions from stored ones of a teacher, each k
     tokens with their log-probabilities and one bucket of all other tokens, for distillation without a teacher in
-    memory. Logits [B, T, V] are not stored; gradients are computed chunk by chunk in the forward.
+    memory. Logits [B, T, V] are not stored; gradients are computed chunk by chunk in the forward. The teacher's arrays
+    get none.
 
     The student's logits are hidden head^T * logit_scale, limited to soft_cap * tanh(logits / soft_cap) and divided by
     the temperature; all softmax arithmetic is fp32. The divergence, in nats, is KL(teacher || student) for a beta of 0,
@@ -170,10 +172,12 @@ def linear_top_k_divergence(
       temperature: above 0; divides the student's logits.
       soft_cap, logit_scale: of the student's logits; a soft_cap of None limits nothing.
       head_gradient: False for a frozen head, whose gradient is then neither computed nor kept.
-      chunk_tokens: the number of tokens whose logits exist at a time; None: as many as have 2^26 logits.
+      chunk_tokens: about the number of tokens, over all rows, whose logits exist at a time; a second array of that
+        size, the bucket's logits, exists beside them. None: as many as have 2^26 logits.
     Returns:
       (sum of weights * divergence, float32[]; divergences, float32[B, T], without weights; the entropies of the
-        student's distributions over the vocabulary, float32[B, T]). Only the first is differentiable.
+        student's distributions over the vocabulary, at the temperature, float32[B, T]). Only the first is
+        differentiable, with respect to hidden, head and weights.
     Raises:
       TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
         are not checked.
@@ -211,7 +215,7 @@ def linear_top_k(
 ) -> tuple[jax.Array, jax.Array]:
     """The k most probable next tokens at each token and their log-probabilities under softmax(logits / temperature), by
     which training with a teacher stores its distributions, once, for linear_top_k_divergence. Logits [B, T, V] are not
-    stored, and there is no gradient.
+    stored, and gradients through the result are zero.
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32.
@@ -220,7 +224,8 @@ def linear_top_k(
       temperature: above 0; the logits, after scale and soft cap, are divided by it.
       soft_cap: limits the logits, after they are scaled, to soft_cap * tanh(logits / soft_cap); None: no limit.
       logit_scale: multiplies the logits.
-      chunk_tokens: the number of tokens whose logits exist at a time; None: as many as have 2^26 logits.
+      chunk_tokens: about the number of tokens, over all rows, whose logits exist at a time; None: as many as have 2^26
+        logits.
     Returns:
       (token ids int32[B, T, k], the most probable first; their log-probabilities in nats, float32[B, T, k])
     Raises:

@@ -25,9 +25,9 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraWeights:
-    """A low-rank adapter of a weight [out, in]: it adds scale * b a to the weight. The sum is never stored; a product
-    with x adds scale * (x a^T) b^T to the output instead. Linears make it from their adapter's parameters for a call of
-    quant_matmul."""
+    """A low-rank adapter of a weight [out, in]: it adds scale * b a to the weight. quant_matmul never stores the sum;
+    it adds scale * (x a^T) b^T to the product with x instead. Linears make it from their adapter's parameters for a
+    call of quant_matmul, and merged_weight (models/linear.py), which does compute the sum, takes it too."""
 
     a: jax.Array  # [r, in]; cast to x's dtype on use
     b: jax.Array  # [out, r]; cast to x's dtype on use
@@ -60,8 +60,8 @@ def quant_matmul(
     Args:
       x: [..., in] bfloat16, float16 or float32, the compute dtype; weights in another dtype are cast to it.
       weights: each [out_i, in], an array or quantised (`formats.NF4.encode(array)`, `FP8.encode(array)`). Quantised
-        ones are decoded to x's dtype for each product, or, with few tokens, while a kernel multiplies; they get no
-        gradient, and no decoded weight is kept for the backward.
+        ones are decoded to x's dtype for each product, or, in the forward of few tokens, while a kernel multiplies;
+        they get no gradient, and no decoded weight is kept for the backward.
       loras: for each weight its adapter, or None for none; or None if no weight has one.
       biases: for each weight its bias, float[out_i], or None for none; or None if no weight has one.
       dropout_rate, dropout_key: dropout of the adapters' input, with one mask for all weights of the call (PEFT draws
@@ -74,7 +74,7 @@ def quant_matmul(
         are decoded like all others.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call. The implementation
         decodes weights, multiplies few tokens by codes, and with `fp8` multiplies in FP8; arrays are always multiplied
-        by XLA.
+        by XLA, so "mosaic" and "triton" refuse a call without quantised weights.
     Returns:
       a tuple with one [..., out_i] in x's dtype for each weight.
     Raises:
@@ -156,11 +156,12 @@ def implementations(weights: Sequence[jax.Array | Stored], dtype, implementation
     and `jaxtune info` prints why others do.
 
     Args:
-      weights: those of the call, each [out_i, in]; an implementation refuses if it cannot decode one of the quantised
-        ones.
+      weights: those of the call, each [out_i, in]; an implementation other than "reference" refuses if it cannot decode
+        one of the quantised ones.
       dtype: of x, to which weights are decoded.
-      implementation: the name that the caller requests, or None. If all weights are arrays, only "reference" (XLA's
-        product of arrays) is listed, unless this names another one, which then refuses the call.
+      implementation: the name that the caller requests, or None. If it is None and all weights are arrays, only
+        "reference" (XLA's product of arrays) is listed; if it is a name, all are, and for arrays alone "mosaic" and
+        "triton" refuse.
     """
     packed = [weight for weight in weights if isinstance(weight, Stored)]
     if not packed and implementation is None:

@@ -1,7 +1,8 @@
 """Which modules multiply by weights as they are stored, without decoding them (PRODUCTS), by the value of the option
 model.compute that asks for it, such as "fp8". `product_of` returns the module for a weight.
 
-Such a module has four functions, which `reference.py` calls for weights whose format names it (Stored.compute):
+Such a module has four functions, which `reference.py` calls for weights whose format names it (Stored.compute), if the
+caller of quant_matmul sets `fp8`:
 - kind(weight): a hashable value. Weights of one call with the same kind share one rounded x in the forward, and one
   product of their gradients in the backward.
 - operand(x, kind, implementation): x [tokens, in] rounded for a product with weights of that kind, as the module's
@@ -9,7 +10,8 @@ Such a module has four functions, which `reference.py` calls for weights whose f
 - forward(coded, weight, more, dtype, implementation): x W^T in `dtype`. `more` is None, or an adapter's two operands (u
   [tokens, r], b [out, r]), whose product u b^T is added.
 - backward(douts, weights, more, dtype, implementation): the sum of dy W over weights of one kind, in `dtype`; `douts`
-  has dy [tokens, out_i] for each of them, and the product of `more` is added as in forward.
+  has dy [tokens, out_i] for each of them. `more` is None, or the adapters' (u [tokens, r], a [in, r]), whose product u
+  a^T is added.
 """
 
 from __future__ import annotations

@@ -74,8 +74,9 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
     """Returns the reason, in words, why this kernel cannot multiply [tokens, in_size] by [out_size, in_size] in e4m3,
     add the product of an adapter of this rank (0: none), and return it in `dtype`; or None if it can. Reasons are: no
     Hopper GPU, sizes that are no multiples of 64 (128 with `in_blocks`), tokens that are fewer than 128 or no multiple
-    of 8, a dtype that has not 16 bits, or a rank above 64. in_blocks: True if each 128 numbers along in_size have a
-    scale; False if a whole row has one."""
+    of 8, a dtype that has not 16 bits, or a rank above 64. fp8_product.multiply and grouped_matmul's fp8_experts.py ask
+    it, and take the next implementation, or raise ValueError if this one was requested. in_blocks: True if each 128
+    numbers along in_size have a scale; False if a whole row has one."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     multiple = STEP if in_blocks else _HALF_STEP

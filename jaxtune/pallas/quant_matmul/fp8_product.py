@@ -10,9 +10,9 @@ in which the sum over the weights takes no pass over memory. It needs the codes 
 e4m3 with the summed axis contiguous only. The transposed copy is made in each step (two bytes per weight, about 6 ms of
 an 8B step on an H200) and not stored (another 7 GB).
 
-On Hopper fp8_rounding.py rounds rows and fp8_mosaic.py multiplies. On other GPUs that multiply in FP8 (compute
-capability 8.9 and later), XLA uses the vendor's product for scales by rows, and fp8_triton.py multiplies blocks, for
-which XLA has a loop over products. On a CPU the values are the same.
+On Hopper fp8_rounding.py rounds rows that have one scale, and fp8_mosaic.py multiplies. On other GPUs that multiply in
+FP8 (compute capability 8.9 and later), XLA uses the vendor's product for scales by rows, and fp8_triton.py multiplies
+blocks. Where a kernel refuses a call, and on a CPU, XLA computes the same: for blocks by a loop over products.
 
 `operand`, `forward` and `backward` are the functions that as_stored.py describes, and `in_blocks` is its `kind`.
 `forward` and `backward` call `multiply`, which chooses the implementation; `by_kernel` calls a kernel, for
@@ -53,9 +53,9 @@ kind = in_blocks  # see as_stored.py
 
 def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array]:
     """Rounds rows [n, k] to e4m3: (codes e4m3[n, k], scales float32), where code times scale is the rounded number. If
-    `blocks` is False, each row has a scale, [n, 1], from its largest magnitude; if True, each 128 numbers of a row have
-    one, [n, ceil(k / 128)]. A row or run of zeros has scale 1. Where numbers are not finite, the scale is not finite
-    either. It is plain JAX, which the kernel of fp8_rounding.py replaces for scales of rows."""
+    `blocks` is False, each row has a scale, [n, 1], its largest magnitude over 448; if True, each 128 numbers of a row
+    have one, [n, ceil(k / 128)]. A row or run of zeros has scale 1. Where numbers are not finite, the scale is not
+    finite either. It is plain JAX, which the kernel of fp8_rounding.py replaces for scales of rows."""
     wide = rows.astype(jnp.float32)
     if blocks:
         count, width = rows.shape
@@ -73,10 +73,11 @@ def side_by_side(
 ) -> tuple[jax.Array, jax.Array]:
     """Puts the rows of several arrays [n, k_i] side by side, multiplies them by `factors`, and rounds them to e4m3 with
     one scale for each row: (codes e4m3[n, sum of k_i], scales float32[n, 1]). The backward needs it for the gradients
-    of all weights that share x, which are then multiplied by the weights in one product.
+    of all weights that share x, which are then multiplied by the weights in one product. `operand` calls it for x
+    alone.
 
     Args:
-      arrays: [n, k_i] each.
+      arrays: [n, k_i] each, of one dtype.
       factors: float32[sum of k_i], the factor of each column (scales of the weights); None: no factors.
       implementation: "reference" for XLA; any other value, also None, for the Mosaic kernel if it can, else XLA.
     """
@@ -97,8 +98,9 @@ def side_by_side(
 def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Rounds x [n, k] to e4m3 for the forward: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k /
     128)]). quant_matmul calls it once for all weights of a call whose scales are of the same kind, and `forward` takes
-    the result. blocks: True if these weights have scales of 128 x 128 numbers, False if not (`in_blocks`).
-    implementation: "reference" for XLA; any other value, also None, for the Mosaic kernel if it can, else XLA."""
+    the result; api.in_e4m3 calls it too. blocks: True if these weights have scales of 128 x 128 numbers, False if not
+    (`in_blocks`). implementation: "reference" for XLA; any other value, also None, for the Mosaic kernel if it can,
+    else XLA. With `blocks` XLA always rounds."""
     if not blocks:
         return side_by_side([x], None, implementation)
     with jax.named_scope("to_fp8"):
@@ -134,7 +136,8 @@ def backward(
     implementation: str | None = None,
 ) -> jax.Array:
     """The gradient of x: the sum of dy W over the weights, plus the adapters' product, [n, in] in `dtype`. dy is
-    rounded to e4m3 first. The backward of quant_matmul calls it for weights in FP8 (as_stored.py).
+    rounded to e4m3 first; unless scales are of blocks, it is multiplied by the scales of the weight's rows before. The
+    backward of quant_matmul calls it for weights in FP8 (as_stored.py).
 
     Args:
       douts: dy [n, out_i] of each weight, not rounded yet.
@@ -158,9 +161,9 @@ def backward(
 
 
 def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
-    """Pads the array with zeros along `axis` to a multiple of 128; an array of such a size is returned unchanged. Where
-    several weights are concatenated, each block of 128 numbers then belongs to only one of them. `backward` and
-    `_by_blocks` call it."""
+    """Pads the array with zeros along `axis` to a multiple of 128; an array of such a size is returned unchanged.
+    `backward` calls it so that of several concatenated weights each block of 128 numbers belongs to only one, and
+    `_by_blocks` so that the last block along k is whole."""
     short = -array.shape[axis] % BLOCK
     return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
 
@@ -183,7 +186,7 @@ def multiply(
       side_scale: the scales of `side`: float32[columns], or None for no scales; with `blocks` float32[ceil(columns /
         128), ceil(k / 128)].
       more: None, or two further operands (u [n, r], v [columns, r]), whose product u v^T is added. A kernel adds that
-        of their first 64 columns, and XLA that of the others.
+        of their first 64 columns, and XLA that of the others; with "reference" XLA adds all.
       dtype: of the result.
       blocks: True if each 128 numbers along k have a scale, by which sums over 128 are multiplied; False if a whole row
         has one, by which the result is multiplied.
@@ -252,7 +255,8 @@ def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
 
 def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
     """The product of two arrays of e4m3 codes, codes [n, k] side [columns, k]^T: [n, columns] in `dtype`, summed in
-    float32. No scales are applied. On a GPU it is the vendor's FP8 product. `_by_rows` and `_by_blocks` call it."""
+    float32. No scales are applied. On a GPU that multiplies in FP8 it is the vendor's product. `_by_rows` and
+    `_by_blocks` call it."""
     return jax.lax.dot_general(codes, side, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
@@ -297,15 +301,15 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
 def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, tiles=None):
     """The product over k of two operands in e4m3, times their scales, by one of our kernels, fp8_mosaic.product or
     fp8_triton.product: dtype[n, columns]. It brings operands and scales into the form that they take: scales without an
-    axis of one, or with `blocks` those of `codes` transposed; without `blocks` a scale of zero of `side` replaced by
-    1e-30; and the adapter's operands in bfloat16, padded to 16, 32 or 64 columns and, without `blocks`, divided by the
-    scales by which the kernel multiplies everything at the end. grouped_matmul calls it too, for rows that are sorted
-    by expert.
+    axis of one, or with `blocks` those of `codes` transposed; without `blocks` ones for a side_scale of None, and 1e-30
+    for a scale of zero of `side`; and the adapter's operands in bfloat16, padded to 16, 32 or 64 columns and, without
+    `blocks`, divided by the scales by which the kernel multiplies everything at the end. grouped_matmul calls it too,
+    for rows that are sorted by expert.
 
     Args:
       codes, scale: e4m3[n, k] and its scales, float32[n, 1], or with `blocks` [n, ceil(k / 128)], from `rounded`.
-      u, add: two operands of an adapter, [n, r] and [columns, r], whose product u add^T is added; None and None for no
-        such product. u may have more columns, of zeros, which are left out.
+      u, add: two operands of an adapter, [n, r] and [columns, r], r at most 64, whose product u add^T is added; None
+        and None for no such product. u may have more columns, of zeros, which change nothing.
       side, side_scale: the codes [columns, k] of the other operand, and its scales, float32[columns] or None for no
         scales, or with `blocks` float32[columns / 128, k / 128].
       dtype: of the result.
@@ -338,7 +342,8 @@ def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
     """Compares the kernel `name` with an exact product on a small case, in which the rows of the last tile overlap
     those before, at the first use for each combination of arguments. Returns the reason, in words, why this GPU must
-    not run the kernel, or None if the two agree. Without a GPU nothing is compared, and the result is None.
+    not run the kernel, or None if the two agree. Without a GPU nothing is compared, and the result is None. `multiply`
+    calls it before it chooses the kernel.
 
     Args:
       name: "mosaic" or "triton".

@@ -1,5 +1,5 @@
-"""Rounds rows to e4m3 by a Pallas Mosaic GPU kernel for Hopper, which reads its input once; XLA would read it twice.
-The result equals that of fp8_product.rounded bit for bit.
+"""Rounds rows to e4m3, each with one scale, by a Pallas Mosaic GPU kernel for Hopper, which reads its input once; XLA
+would read it twice. The result equals that of fp8_product.rounded (without `blocks`) bit for bit.
 
 A warpgroup has a row in registers, in 16 bits; the row may consist of rows of several arrays side by side. It finds the
 row's largest magnitude, and writes the codes and the scale. If rows are short, a warpgroup has several and loads all of
@@ -33,7 +33,7 @@ def _vector(widths: Sequence[int]) -> int | None:
     """The number of 16-bit values that a lane reads at once, 8 or 4. The 128 lanes of a warpgroup read 128 times as
     many neighbouring values of a row. It is the largest number for which such runs divide rows of all these widths, or
     else, if none does, the largest that divides the widths themselves; then the last run of a row overlaps the one
-    before, which stores the same values. None if a row is too short for 128 lanes, or its width is no multiple of 4.
+    before, which stores the same values. None if one of the rows is shorter than 512, or its width no multiple of 4.
     `refusal` and the kernel's body call it."""
 
     def fits(width: int, vector: int) -> bool:
@@ -47,7 +47,8 @@ def refusal(widths: Sequence[int], dtype) -> str | None:
     """Returns the reason, in words, why this kernel cannot round rows that consist of rows of several arrays side by
     side, or None if it can. widths: the number of columns of each of these arrays; dtype: of the arrays. The reasons
     are no Hopper GPU, a dtype that has not 16 bits, arrays of fewer than 512 columns or of columns that are no multiple
-    of 4, and rows of more than 28,672 numbers."""
+    of 4, and rows of more than 28,672 numbers in all. fp8_product.side_by_side and grouped_matmul's fp8_experts.py ask
+    it; XLA then rounds."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -135,15 +136,15 @@ def rounded(
 ) -> tuple[jax.Array, jax.Array]:
     """Rounds rows to e4m3 by the kernel: (codes e4m3[rows, sum of widths], scales float32[rows]). A row consists of the
     rows of several arrays side by side, and may be multiplied by factors before it is rounded. A row of zeros has scale
-    1. Call it only if `refusal` returns None. quant_matmul's products in FP8 call it for rows with one scale each, and
-    so does grouped_matmul.
+    1. Call it only if `refusal` returns None. fp8_product.side_by_side calls it, and so do grouped_matmul's products in
+    FP8.
 
     Args:
       arrays: 16-bit [rows, width] each, or [T, width] if `tokens` are given.
       factors: float32[sum of widths], the factor of each column, or with `experts` [E, sum of widths]; None: no
         factors.
       experts: int32[rows / 128], the expert of each 128 rows, whose factors they get; None: all rows have the same
-        factors.
+        factors. Without factors it is not used.
       tokens: int32[rows], for each row of the result the row of the arrays that it is gathered from; T stands for a row
         of zeros. None: rows are not gathered.
     """

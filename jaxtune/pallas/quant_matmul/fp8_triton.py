@@ -1,6 +1,7 @@
 """The product of two arrays of e4m3 codes as a Triton kernel, for NVIDIA GPUs that multiply in FP8 (compute capability
-8.9 and later); on Hopper the kernel of fp8_mosaic.py is tried first. It has the options of that one: scales of rows or
-of 128 numbers, an adapter, and rows that are sorted by expert.
+8.9 and later); the kernel of fp8_mosaic.py, for Hopper, is tried first. It has the options of that one: scales of rows
+or of 128 numbers, an adapter, and rows that are sorted by expert. For scales of rows quant_matmul uses it only on
+request, because it was not measured beside the vendor's product; grouped_matmul has no such rule.
 
 `product` calls the kernel, and `refusal` says which products it supports. A program computes one tile of the output;
 programs are ordered in bands of rows. The kernel's body is in fp8_triton_kernels.py, which imports triton and is
@@ -28,8 +29,8 @@ def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> s
     """Returns the reason, in words, why this kernel cannot multiply [rows, in_size] by [out_size, in_size] in e4m3, add
     the product of an adapter of this rank (0: none), and return it in `dtype`; or None if it can. Reasons are: no GPU
     of compute capability 8.9 or later with jax-triton, sizes that are no multiples of 64 (128 with `in_blocks`), a
-    dtype that has not 16 bits, or a rank above 64. in_blocks: True if each 128 numbers along in_size have a scale;
-    False if a whole row has one."""
+    dtype that has not 16 bits, or a rank above 64. fp8_product.multiply and grouped_matmul's fp8_experts.py ask it.
+    in_blocks: True if each 128 numbers along in_size have a scale; False if a whole row has one."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -59,7 +60,7 @@ def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks:
         so the caller divides u by x_scale and l by w_scale.
       tiles: None, or for rows that are sorted by expert two int32[M / 128]: the expert of each 128 rows, and how many
         of the rows, which come first, are not empty. Then w, w_scale and l have a leading axis of experts.
-      dtype: of the result.
+      dtype: of the result, bfloat16 or float16.
       in_blocks: True if each 128 numbers along K have a scale; False if a whole row has one.
     """
     from jaxtune.pallas.quant_matmul import fp8_triton_kernels

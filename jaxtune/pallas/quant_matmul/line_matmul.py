@@ -3,9 +3,9 @@
 A line is 128 bytes of a row's codes, which are 256 columns. A program has up to 128 rows of the weight, and all columns
 or some of them, whose lines its warpgroups take in turns; so the program reads memory from left to right. TMA loads for
 each warpgroup lines of codes and the corresponding elements of the tokens, several ahead. Of a line each warp
-multiplies one block of 64 columns. Compared with `mosaic.small_matmul`, loads in flight take shared memory in place of
-registers, x is read once for all rows of a program in place of every 16, and a byte of codes becomes an address by one
-instruction.
+multiplies one block of 64 columns. Compared with the kernel of mosaic.py, loads in flight take shared memory in place
+of registers, x is read once for all rows of a program in place of every 16, and a byte of codes becomes an address by
+one instruction. mosaic.small_matmul chooses between the two by measurements.
 
 Programs that have different columns of the same rows are a cluster, and read each other's sums. Sums are added in a
 fixed order: first those of the warps of a program, then those of the cluster's programs.

@@ -5,7 +5,8 @@ memory.
 `dequantize` precedes the vendor's GEMM; its time is that of reading half a byte and writing two per element.
 `small_matmul`, for decoding steps, reads only the codes, and multiplies on the tensor cores as they arrive. Up to 16
 tokens are multiplied by line_matmul.py where a measurement on the GPU says so (pallas/tuning.py), else a single one by
-row_matmul.py if it can take the weight, and the others by this file's kernel; more than 16 by triton.py.
+row_matmul.py if it can take the weight, and the others by this file's kernel; 17 to 64 by triton.py, NF4 in bfloat16
+alone.
 
 `refusal` and `small_refusal` say whether the two functions support a call; `few_refusal`, `line_refusal` and
 `row_refusal` say it of the kernels for more than 16 tokens, by lines and by rows. `line_tile` reads the measurement
@@ -32,7 +33,7 @@ from jaxtune.pallas.quant_matmul import line_matmul, row_matmul, triton
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks, absmax_operands
 from jaxtune.pallas.quant_matmul.reference import exact_product
 
-MAX_TOKENS = 16  # the most tokens of small_matmul
+MAX_TOKENS = 16  # the most tokens of the Mosaic kernels; small_matmul passes more to Triton's
 _AHEAD = 1  # chunks that are loaded while one is multiplied; more take registers, and so allow fewer programs
 _ROWS = lanes.ROWS_OF_A_WARP
 
@@ -41,7 +42,8 @@ def refusal(weight: Stored, dtype) -> str | None:
     """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can. Reasons
     are no Hopper GPU, another dtype than bfloat16 and float16, a format that Chunks.decodes does not know, elements
     that are no multiple of 1,024, or a wrong result of the kernel on a small case, which is compared with plain JAX at
-    the first call on a GPU."""
+    the first use on a GPU for each kind of weight and dtype. quant_matmul asks it by api.implementations, and takes the
+    next implementation if there is a reason."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -68,10 +70,11 @@ def _first_use(weight: Stored, dtype) -> str | None:
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
-    or None if it can. Up to 16 tokens are for this module's kernels, which take NF4 and FP4 with rows in multiples of
-    16, and columns in multiples of 512, 1,024 at least. More are for Triton's (`few_refusal`). A weight that
-    `dequantize` refuses is refused here too, because its kernel must have passed its check. On a GPU the result of this
-    file's kernel on a small case is compared with the exact one at the first use, and so is that of Triton's."""
+    or None if it can. reference._times asks it in the forward: if there is a reason, `dequantize` decodes the weight,
+    and the vendor's GEMM multiplies. Up to 16 tokens are for this module's kernels, which take NF4 and FP4 with rows in
+    multiples of 16, and columns in multiples of 512, 1,024 at least; a weight that `refusal` refuses is refused here
+    too. More tokens are for Triton's kernel (`few_refusal`). On a GPU the result of this file's or of Triton's kernel
+    on a small case is compared with the exact one at the first use."""
     if not isinstance(weight, FourBit):
         return f"a weight in {type(weight).__name__}"
     if tokens > MAX_TOKENS:
@@ -99,7 +102,7 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens, which is more than 16, in
     `dtype` by this weight, or None if it can. Reasons are those of triton.few_refusal, and a wrong result. A Triton
     kernel (triton.few_matmul) does it, which decodes the codes in registers. On a GPU its result on a small case is
-    compared with the exact one at the first use."""
+    compared with the exact one at the first use. `small_refusal` calls it."""
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
@@ -378,9 +381,10 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 
 
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
-    """Returns the tile sizes with which line_matmul was measured to be the fastest kernel for a product of this number
-    of tokens in `dtype` with a weight of this shape. It returns None if nothing was measured on this kind of GPU, if
-    another kernel was faster, or if `line_refusal` refuses the tile. `small_matmul` calls it."""
+    """Returns the tile sizes with which line_matmul was measured to be the fastest kernel for products of this class
+    (`small_bucket`: the weight's shape and the number of tokens, rounded up) in `dtype`. It returns None if nothing was
+    measured on this kind of GPU, if another kernel was faster, or if `line_refusal` refuses the tile. `small_matmul`
+    calls it."""
     found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
         return None
@@ -388,10 +392,10 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """Returns the reason, in words, why line_matmul with this tile cannot multiply this number of tokens in `dtype` by
-    this weight, or None if it can. Reasons are those of `small_refusal`, sizes that do not fit the weight or a
-    program's memory, and a wrong result on a small case, which is compared with the exact one at the first use on a
-    GPU. `line_tile` calls it."""
+    """Returns the reason, in words, why line_matmul with this tile cannot multiply 1 to 16 tokens in `dtype` by this
+    weight, or None if it can. Reasons are those of `small_refusal`, sizes that do not fit the weight or a program's
+    memory, and a wrong result on a small case, which is compared with the exact one at the first use on a GPU.
+    `line_tile` calls it."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -437,16 +441,18 @@ def row_refusal(weight: FourBit, dtype) -> str | None:
 
 def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = None) -> jax.Array:
     """Multiplies x [tokens, in] by a four-bit weight [out, in] without writing the decoded weight to memory: x
-    weight^T, [tokens, out] in x's dtype. Call it only if `small_refusal` returns None.
+    weight^T, [tokens, out] in x's dtype. Call it only if `small_refusal` returns None. reference._times calls it in the
+    forward.
 
-    The values of the format's table are rounded to x's dtype; products are summed in float32, and there each block is
-    multiplied by its absmax. Up to 16 tokens are multiplied by a Mosaic kernel, more by triton.few_matmul.
+    Up to 16 tokens are multiplied by a Mosaic kernel: the values of the format's table are rounded to x's dtype, and
+    each block's sum of products, in float32, is multiplied by its absmax. More are multiplied by triton.few_matmul,
+    which multiplies by decoded elements.
 
     Args:
       x: [tokens, in].
       weight: [out, in].
-      tile: use line_matmul with these tile sizes. None: line_matmul if it was measured to be the fastest (`line_tile`),
-        else row_matmul for one token if it can (`row_refusal`), else this module's kernel.
+      tile: use line_matmul with these tile sizes, for up to 16 tokens. None: line_matmul if it was measured to be the
+        fastest (`line_tile`), else row_matmul for one token if it can (`row_refusal`), else this module's kernel.
     """
     if x.shape[0] > MAX_TOKENS:
         return triton.few_matmul(x, weight)

@@ -5,12 +5,12 @@ The backward is written such that every sum is the `c` of a GEMM (a b + c): dx =
 Autodiff would add the products pairwise, and XLA then spends a pass over memory on each addition.
 
 Quantised weights are decoded before each product, in forward and backward, unless they are multiplied as they are
-stored (as_stored.py) or the tokens are few; no decoded weight is a residual. The argument `kernels` is the module that
-decodes weights, and multiplies few tokens by a weight without decoding it first: this module, mosaic.py or triton.py.
-Each has the functions `refusal`, `dequantize`, `small_refusal` and `small_matmul`.
+stored (as_stored.py) or, in the forward, the tokens are few; no decoded weight is a residual. The argument `kernels` is
+the module that decodes weights, and multiplies few tokens by a weight without decoding it first: this module, mosaic.py
+or triton.py. Each has the functions `refusal`, `dequantize`, `small_refusal` and `small_matmul`.
 
 `matmul` is the whole operation. `decoded`, `scaled` and `dropout` are parts of it that others use too, and
-`exact_product` is what kernels are compared with.
+`exact_product` is what the kernels for few tokens are compared with.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 def refusal(weight: Stored, dtype) -> str | None:
     """Returns the reason why `dequantize` of this module cannot decode a weight to `dtype`: always None, because it can
-    decode all. Each module of an implementation has such a function."""
+    decode all. mosaic.py and triton.py have a function of this name too, and api.implementations asks those two."""
     del weight, dtype
     return None
 
 
 def dequantize(weight: Stored, dtype) -> jax.Array:
     """The quantised weight, decoded in XLA to an array of its shape in `dtype`. The modules mosaic and triton have a
-    kernel of the same name for it; this one is used where they refuse the weight."""
+    kernel of the same name for it; this one is used where they refuse the weight, or "reference" is requested."""
     return weight.decode(dtype)
 
 
@@ -67,7 +67,8 @@ def exact_product(x: jax.Array, weight: Stored) -> jax.Array:
 
 def _product(x, weight, contract, dtype=None):
     """Multiplies two matrices over one axis of each, in x's dtype with float32 sums (jax.lax.dot_general): [the other
-    axis of x, the other axis of weight]. All products here that are not a kernel's are computed by it.
+    axis of x, the other axis of weight]. The forward and backward here compute all products by it that are neither a
+    kernel's nor multiplied as stored.
 
     Args:
       x: of two dimensions; float32 is multiplied in full float32.
@@ -138,14 +139,15 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
 def scaled(part, scale):
     """Multiplies the array `part`, an operand of an adapter's product, by the adapter's number `scale`; the result has
     part's dtype, and is `part` itself for a scale of 1. It is multiplied in float32, because in part's dtype the number
-    itself would be rounded first. The forward and backward of products with adapters call it."""
+    itself would be rounded first. The forward and backward of products with adapters call it, here and in
+    grouped_matmul."""
     return part if scale == 1.0 else (part.astype(jnp.float32) * scale).astype(part.dtype)
 
 
 def _parts(joined, loras):
-    """Splits `joined` [tokens, sum of ranks], the product of x with the A's of several adapters (`_join`), into one
-    [tokens, r] for each adapter; a generator. loras: the adapters' pairs (a [r, in], b), in the same order. The forward
-    and backward rules of `_products` call it."""
+    """Splits `joined` [n, sum of ranks] along its columns into one [n, r] for each adapter; a generator. loras: the
+    adapters' pairs (a [r, in], b), in the same order. The forward and backward rules of `_products` split by it the
+    product of the tokens with the stacked A's (`_join`), and the backward also the gradient of these, transposed."""
     at = 0
     for a, _ in loras:
         yield joined[:, at : at + a.shape[0]]
@@ -163,7 +165,7 @@ def _join(loras, dtype):
 def _products(x, source, weights, loras, biases, static):
     """The outputs of all weights, a tuple of [tokens, out_i], from x [tokens, in], with adapters and biases: x W^T +
     scale (x A^T) B^T + bias for each weight, in x's dtype. Its custom derivative decodes quantised weights again in the
-    backward instead of keeping decoded ones.
+    backward instead of keeping decoded ones. `matmul` calls it, and applies row scales to the outputs.
 
     Args:
       x: [tokens, in].
@@ -262,7 +264,7 @@ def _products_bwd(static, residuals, doutputs):
             part = product.backward(douts, of_kind, added, x.dtype, as_stored[0])
             dx = part if dx is None else part + dx
             more = None
-    # XLA removes this if the weight is frozen; weights in four bits have no gradient.
+    # XLA removes this if the weight is frozen; quantised weights have no gradient.
     dweights = tuple(
         None if isinstance(w, Stored) else _product(dout, x, (0, 0), w.dtype)
         for dout, w in zip(doutputs, weights, strict=True)
@@ -298,7 +300,8 @@ def dropout(x, rate, key, part: jax.Array | int = 0):
 def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):
     """quant_matmul after its arguments were checked and an implementation was chosen: multiplies x [..., in] by each
     weight and adds adapters and biases. If an adapter has a row_scale, the sum of its and the weight's product is
-    multiplied by it, in float32, before the bias is added. It returns a tuple of [..., out_i] in x's dtype.
+    multiplied by it, in float32, before the bias is added. It returns a tuple of [..., out_i] in x's dtype. Only
+    api.quant_matmul calls it, for every implementation.
 
     Args:
       x: [..., in].

@@ -5,8 +5,9 @@ A pair is two neighbouring rows of the weight. A chunk is the pairs that one bul
 neighbouring columns; each warp multiplies one slice of one pair of a chunk. A block is 64 numbers of a row with one
 scale, the absmax. `wg`, int32[], is the number of the calling warpgroup among those that multiply.
 
-Each multiplying warpgroup calls `own_x` once, which loads the token's elements; for each chunk `own_nested`, which
-loads nested absmax, and `multiply`; and at the end `store_sums`.
+Each multiplying warpgroup calls `own_x` once, which loads the token's elements; for each chunk `own_nested` (with
+double quantisation), which loads nested absmax, and `multiply`; and at the end `store_sums`. `_warp`, `_lane` and
+`_block` number the threads and their blocks for these.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: int, dtype):
     """Multiplies a chunk by the token, on the tensor cores. Each warp sets partial[place, warp], float32[8, 2], to the
     sums of its pair of rows over its slice: one for each quad (four neighbouring lanes) and row of the pair.
-    `store_sums` adds them up. The call must come after wait_for_chunk for the slot, and after a barrier that follows
-    the filling of table and map.
+    `store_sums` adds them up. The call must come after lanes.wait_for_chunk for the slot, and after a barrier that
+    follows the filling of table and map.
 
     Args:
       x: from own_x.
