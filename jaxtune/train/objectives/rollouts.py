@@ -1,12 +1,15 @@
-"""The batch source of runs that learn from rewards (`SampledAnswers`): answers sampled from the model that is trained.
-`Advantages` is the type of the functions that compute advantages for it.
+"""The batch source of runs that learn from rewards, by GRPO or RLOO (`SampledAnswers`): answers sampled from the model
+that is trained. `Advantages` is the type of the functions that compute advantages for it.
 
 A generation is one round of sampling, whose answers are used for one step or several. It takes some prompts, samples
-`num_generations` answers to each, calls the reward functions, and packs the answers into rows, with advantages and the
-sampler's log-probabilities in `Batch.extra`. Training and sampling share one copy of the weights.
+`num_generations` answers to each, and calls the reward functions. Each step packs its part of the answers into rows,
+with advantages and the sampler's log-probabilities in `Batch.extra`. Training and sampling share one copy of the
+weights.
 
-The sampled tokens depend only on the seed, the number of the generation and the weights, so a run that is interrupted
-and resumed has the same answers. A generation that is used for several steps is stored in checkpoints."""
+The sampling seed of each answer depends only on the run's seed, the number of the generation and the answer's place in
+it (`_seed`). So a run that is interrupted and resumed samples the same answers, unless tools or a rollout function of
+the user's code behave differently. A checkpoint between two steps of one generation has its answers, so that they are
+not sampled again."""
 
 from __future__ import annotations
 
@@ -44,9 +47,10 @@ _PRINT_EVERY = 10  # generations between two samples and warnings on the screen
 
 class Advantages(Protocol):
     """A function that computes the advantages of a generation's answers (those of one round of sampling) from their
-    rewards: how much better each answer is than the others, by which the loss weights its log-probabilities. GRPO and
-    RLOO each give SampledAnswers one. It is called with rewards [answers, reward functions] (NaN where a function does
-    not apply) and perhaps kl [answers], the answers' divergences from a reference, and returns float32[answers]."""
+    rewards: how much better each answer is than the others to its prompt, by which the loss weights its
+    log-probabilities. GRPO and RLOO each give SampledAnswers one. It is called with rewards [answers, reward functions]
+    (NaN where a function does not apply), and returns float32[answers]. Only if divergences from a reference are
+    subtracted from the rewards (RLOO with beta not 0), it also gets kl [answers], these divergences."""
 
     def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray:
         """Returns the advantages, float32[answers]. rewards: [answers, reward functions], NaN where a function does not
@@ -62,11 +66,11 @@ type Score = Callable[[Decoder, Batch], np.ndarray]
 class SampledAnswers(BatchSource):
     """The batch source of GRPO and RLOO: it samples answers to prompts from the model that is trained, and rewards
     them. A step has `answers_per_step` answers, packed with their prompts into rows of `length` tokens. `rows_per_step`
-    is the number of packed rows in which the longest prompts with the longest answers fit. `prompts.sampled_answers`
-    makes it for a run.
+    is the number of packed rows in which the longest prompts with the longest answers fit, rounded up to a multiple of
+    `rows_multiple`. `prompts.sampled_answers` makes it for a run.
 
     Args:
-      prompts: the prompts; an epoch uses each once, in an order drawn for the epoch.
+      prompts: the prompts. They are used epoch after epoch, each once in an epoch, in an order drawn for the epoch.
       rewards: the reward functions.
       settings: the settings of sampling: among them the number of answers to a prompt, and for how many steps the
         answers of a generation (one round of sampling) are used.
@@ -76,15 +80,15 @@ class SampledAnswers(BatchSource):
       length: the number of tokens in a row.
       seed: of sampling and of the order of prompts.
       rows_multiple: the number of rows in a step is a multiple of it, so that devices can share them.
-      score: computes the log-probabilities of a batch's tokens under the model that it is given. If it is not None,
-        batches have them in `Batch.extra[OLD_LOGPS]`.
+      score: computes the log-probabilities of a batch's tokens under the model that it is given: the one before the
+        first step that trains on these answers. If it is not None, batches have them in `Batch.extra[OLD_LOGPS]`.
       reference: computes the log-probabilities of a batch's tokens under the frozen reference of the model that it is
         given. If it is not None, batches have them in `Batch.extra[REFERENCE_LOGPS]`, unless `penalises`.
-      penalises: what `reference` is for. True: `advantages` gets the answers' divergences from the reference and
-        subtracts them from the rewards. False: the loss uses the reference's log-probabilities.
+      penalises: what `reference` is for. True: `advantages` gets the answers' divergences from the reference, and
+        subtracts beta times them from the rewards. False: the loss uses the reference's log-probabilities.
     Raises:
       ConfigError: answers_per_step is not a multiple of the number of answers to a prompt, or a prompt leaves no room
-        for an answer.
+        for an answer of max_completion_length tokens.
     """
 
     sees_model = True  # `batch_at` is given the model, which samples
@@ -159,8 +163,9 @@ class SampledAnswers(BatchSource):
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps in which every prompt is used once: the generations (rounds of sampling) that this takes,
-        rounded up, times the steps for which each is used. The run turns the config's `epochs` into steps by it."""
+        """The number of steps after which every prompt was used: the generations (rounds of sampling) that this takes,
+        times the steps for which each is used. The generations are rounded up; the last one is filled with the first
+        prompts of the next order. The run turns the config's `epochs` into steps by it."""
         return -(-len(self.prompts) // self._prompts_per_generation) * self.settings.steps
 
     @property
@@ -171,8 +176,9 @@ class SampledAnswers(BatchSource):
 
     def limit_slots(self, plan: SlotPlan) -> None:
         """Sets the most answers that a device samples at a time, and the most layers whose weights its samplers convert
-        once for all tokens, to those of `plan`, so that sampling has room beside the weights and the optimizer. A run
-        calls it once, after it has planned its memory and before the first batch."""
+        once for all tokens, to those of `plan`, so that sampling has room beside the weights and the optimizer. The
+        Trainer calls it once, after it has planned its memory and before the first batch, if device memory is limited;
+        without it, the memory that is free decides."""
         self.answering.sampling.plan = plan
 
     def empty(self, rows: int) -> Batch:
@@ -184,9 +190,11 @@ class SampledAnswers(BatchSource):
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """Returns the batch of `step` (from 0). The first step of a generation (the steps that use the answers of one
         round of sampling) samples its answers and calls the reward functions; the other steps use answers that were
-        sampled then. A second call for the step returns the same batch. model: returns the model as it is before the
-        step; it samples the answers, and computes OLD_LOGPS and REFERENCE_LOGPS (packed_answers.py) if batches have
-        them. None is enough if nothing must be sampled or computed. Raises RewardError if a reward function fails."""
+        sampled then. A second call for the latest step returns the same batch. model: returns the model as it is before
+        the step; it samples the answers, and computes OLD_LOGPS (when a part of the answers is first used) and
+        REFERENCE_LOGPS (packed_answers.py) if batches have them. None is enough if nothing must be sampled or computed.
+        Raises RewardError if a reward function fails, and ConfigError if the answers do not fit into the rows, or as
+        `answering` does."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         number, within = divmod(step, self.settings.steps)
@@ -213,14 +221,15 @@ class SampledAnswers(BatchSource):
 
     def sources_at(self, step: int) -> list[str]:
         """Returns one text, "answers sampled for step N", for any step, because sampled answers have no file and line.
-        It is printed when the update of a step is skipped because its loss or gradient is not finite."""
+        The run's monitor prints it when the update of a step is skipped because its loss or gradient is not finite."""
         return [f"answers sampled for step {step}"]
 
     def position(self, step: int) -> Json:
         """The answers of the current generation (round of sampling) if `step` uses them too, with their
         log-probabilities, as JSON for a checkpoint, so that a resumed run need not sample them again: {"generation":
-        its number, "answers": each as `Answer.to_json`, "old": the OLD_LOGPS computed so far, by the number of the step
-        within the generation}. None if `step` samples a new generation."""
+        its number, "answers": each as `Answer.to_json`, "old": {"0", "1", ...: the OLD_LOGPS of that part of the
+        answers, [rows, length]}, for the parts on which a step has trained}. None if `step` samples a new generation,
+        or nothing was sampled yet."""
         if step % self.settings.steps == 0 or self._generation is None:
             return None
         number, answers = self._generation
@@ -276,9 +285,10 @@ class SampledAnswers(BatchSource):
 
     def metrics_at(self, step: int) -> dict[str, float]:
         """The metrics of the generation (round of sampling) that was made for the step, {name: value}, which are given
-        out once: those of `answer_report.measured` and of tools ("tools/..."), "sampling_seconds", "reward_seconds",
-        "update_seconds" (from the first step of the generation before to this sampling), and "kl" if divergences are
-        subtracted from rewards; {} if the step uses a generation that was sampled for an earlier one."""
+        out once: those of `answer_report.measured` and of tools ("tools/..."); "sampling_seconds" and "reward_seconds";
+        from the process's second generation on "update_seconds", from when the first batch of the generation before was
+        ready to this sampling; and, if divergences are subtracted from rewards, "kl", their mean per token. {} if the
+        step uses a generation that was sampled for an earlier one. The run writes them to its log."""
         return self._metrics.pop(step, {})
 
     # ---- a generation
@@ -293,9 +303,10 @@ class SampledAnswers(BatchSource):
 
     def _sampled(self, number: int, step: int, model: Decoder) -> list[Answer]:
         """Makes generation `number` (a round of sampling) before `step`: samples answers from `model`, calls the reward
-        functions, stores the metrics for `metrics_at(step)`, in every tenth generation also lines for the screen, and
-        returns the answers with their advantages; all answers to one prompt are consecutive. It waits for the step
-        before. Raises RewardError if a reward function fails."""
+        functions, stores the metrics for `metrics_at(step)`, in every tenth generation also lines for the screen
+        (`news`), and returns the answers with their advantages; all answers to one prompt are consecutive. It first
+        waits until the step before is done, so that its memory is free. Raises RewardError if a reward function fails,
+        and what `answering` raises."""
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         settings, started = self.settings, time.monotonic()
@@ -337,9 +348,10 @@ class SampledAnswers(BatchSource):
         return made
 
     def _divergences(self, model: Decoder, answers: Sequence[Answer]) -> np.ndarray:
-        """float32[answers]: the divergence of each answer from the reference of `model`: the sum of log p - log p_ref
-        over the answer's tokens, where p is the probability with which the sampler drew a token. Tokens that do not
-        count in the loss, such as those that tools wrote, are left out."""
+        """float32[answers]: the divergence of each answer from the reference of `model`, beta times which `advantages`
+        subtracts from its reward: the sum of log p - log p_ref over the answer's tokens, in nats, where log p is the
+        sampler's log-probability at the sampling temperature, before top_k, top_p, min_p and the repetition penalty.
+        Tokens that do not count in the loss, such as those that tools wrote, are left out."""
         assert self._reference is not None
         found = np.zeros(len(answers), np.float32)
         for start in range(0, len(answers), self.answers_per_step):

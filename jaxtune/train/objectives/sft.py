@@ -1,5 +1,5 @@
 """Supervised fine-tuning, the smallest objective: the mean cross-entropy of the trained tokens of a step. `SFT` is the
-class, and `SUPERVISED` an object of it, which is the default of a train step."""
+class, and `SUPERVISED` an object of it, the objective of a run or a train step that names no other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from jaxtune.train.program.loss import Forward
 @dataclasses.dataclass(frozen=True)
 class SFT:
     """The objective (`objective.Objective`) of supervised fine-tuning: next-token cross-entropy over the tokens that
-    are trained. It is the default of a run."""
+    are trained. It is the default of a run. Distillation (`Distill`) inherits from it, as it trains on the same rows by
+    another loss."""
 
     unit: ClassVar[str] = "targets"  # what the count of `loss` counts
     sums: ClassVar[tuple[str, ...]] = ()  # names of further sums of `loss`, for metrics: none
@@ -39,8 +40,8 @@ class SFT:
         call wrote for the same rows. A run calls it for its rows of training and of evaluation.
 
         Args:
-          rows: a path, a data set's name, a list of dicts, or a TokenDataset, which is returned after its token ids are
-            checked.
+          rows: a path, a data set's name, a list of dicts (which is not cached), or a TokenDataset, which is returned
+            after its token ids are checked; `vocab_size` is then the only other argument that is used.
           tokenizer: a fast Hugging Face tokenizer.
           data: the options of reading, templates and packing.
           vocab_size: the size of the model's vocabulary; token ids that are not below it are refused.

@@ -3,10 +3,11 @@
 They are computed by one pass of the teacher over the run's rows (objective.teacher_top_k) or read from a file that
 another program wrote (objective.teacher_logprobs), and kept in a file beside the token cache, which a run maps into
 memory. The name of that file is a hash of the rows and of the teacher or the other file; the file ends with a checksum.
-`StoredTeacher` does this for a Trainer. `_stored` gives it an array to fill, mapped from such a file (`_written`)
-unless the teacher cannot be recognised later; `_read` maps one that is there; `_checksum` computes a checksum, and
-`_sum_of` reads one.
-"""
+If the teacher has no `digest` by which a later run would recognise it, the values are only in memory.
+
+`StoredTeacher` does this for a Trainer. `_stored` gives it an array to fill, mapped from such a file (`_written`) or in
+memory; `_read` maps a file that is there; `_checksum` computes a checksum, and `_sum_of` reads one. In `_writable` an
+OSError becomes a ConfigError."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class StoredTeacher:
     `student` returns, without the teacher, and has it give the run's rows places for the values (`attach`) and fill
     these before the first step (`fill`). Checkpoints record `digest`, so that no run is resumed with another teacher;
     `described` and `phases` are for what the run prints. With another objective, or a teacher that runs beside the
-    student, nothing is stored, and arguments are returned unchanged. A teacher that the objective names is opened when
+    student, nothing is stored, and arguments are returned unchanged. A teacher that is to be loaded is opened when
     `digest` or `fill` first needs it; making the object raises none of its errors.
 
     Args:
@@ -100,16 +101,19 @@ class StoredTeacher:
 
     @property
     def k(self) -> int:
-        """The number of stored tokens of a distribution: that of the file, or objective.teacher_top_k. It must only be
+        """The number of tokens whose log-probabilities are stored for each trained token: objective.teacher_top_k, or
+        the most that the file objective.teacher_logprobs has for a token (fewer leave places unused). It must only be
         asked for if something is stored."""
         assert self._objective is not None
         return self._file.k if self._file is not None else self._objective.teacher_top_k or 0
 
     @functools.cached_property
     def digest(self) -> str | None:
-        """Identifies the teacher and how its log-probabilities are computed, or the file that has them; None where that
-        is not known, or nothing is stored. A run records it, so that it is not resumed with another teacher, and it is
-        part of the name of the stored file. Raises what `_opened` raises."""
+        """Identifies the teacher's weights and how its log-probabilities are computed (dtype, format of the weights, k
+        and temperature), or the file that has them. None if nothing is stored, or the teacher was attached in Python
+        and its weights have no digest (`Decoder.base_digest`). A run records it in checkpoints, so that it is not
+        resumed with another teacher, and it goes into the name of the stored file. Raises what `_opened` raises, and
+        OSError if the teacher's files cannot be read."""
         if self._objective is None:
             return None
         if self._file is not None:
@@ -130,19 +134,20 @@ class StoredTeacher:
 
     @property
     def _is_base(self) -> bool:
-        """Whether the teacher is the model that trains with its adapter off, and none was attached; False if nothing is
-        stored."""
+        """Whether the teacher is the model that trains with its adapter off: log-probabilities are stored, no teacher
+        was attached, and objective.teacher is "base" or None. `digest` then takes the weights' format from
+        model.load_in. It is also True, without a meaning, if a file has the log-probabilities."""
         return self._objective is not None and self._teacher is None and self._objective.teacher in (None, BASE)
 
     @functools.cached_property
     def _opened(self) -> Pretrained:
-        """The checkpoint of the teacher that the objective names, opened once; its weights are not read yet. `digest`
-        and `fill` use it.
+        """The checkpoint of the teacher that the objective names, or that of the base, opened once; its weights are not
+        read yet. `digest` and `fill` use it if no teacher was attached in Python and no file has the log-probabilities.
 
         Raises:
-          ConfigError: the teacher is the base, which has random weights, or its tokenizer or vocabulary is not the
-            student's.
-          ValueError: the checkpoint cannot be loaded.
+          ConfigError: the teacher is the base, which has random weights; it is an adapter; or its tokenizer or
+            vocabulary is not the student's.
+          ValueError, OSError: the checkpoint cannot be opened.
         """
         assert self._objective is not None
         path, load_in = of_pass(self._config, self._objective.teacher)
@@ -161,11 +166,11 @@ class StoredTeacher:
         self, train: TokenDataset | BatchSource, held_out: TokenDataset | None
     ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
         """(train, held_out), the run's rows of training and of evaluation, as copies with places for the teacher's
-        log-probabilities in their batches, which `fill` fills; the arguments themselves if nothing is stored. held_out:
-        None if there are no such rows, and then the second result is None.
+        log-probabilities in their batches. The values are not there yet: `fill` sets them later. The arguments
+        themselves if nothing is stored. held_out: None if there are no such rows, and then the second result is None.
 
         Raises:
-          ConfigError: the rows are made during the run, or the file lacks some of them.
+          ConfigError: the training rows are streamed, mixed or made during the run, or the file lacks some of the rows.
         """
         if self._objective is None:
             return train, held_out
@@ -179,8 +184,9 @@ class StoredTeacher:
         return self._attached(train, "data.train"), held_out and self._attached(held_out, "data.eval")
 
     def _attached(self, rows: TokenDataset, what: str) -> TokenDataset:
-        """A copy of `rows` with places for the log-probabilities. what: the config's key of the rows, for messages.
-        Raises ConfigError if a file is given and lacks some of the rows."""
+        """A copy of `rows` with places for the log-probabilities, which are not known yet (its field `teacher`, a
+        TeacherValues); `attach` makes one of each data set. what: the config's key of the rows, for messages. Raises
+        ConfigError if a file is given and lacks some of the rows."""
         # Rows that are evaluated with packing=step may be longer than data.length.
         whole = rows.overflow != "truncate" or (rows.packing == "step" and what != "data.train")
         values = TeacherValues(rows.documents, None if whole else rows.length, self.k)
@@ -209,19 +215,21 @@ class StoredTeacher:
     def fill(self, sets: Sequence[TokenDataset | None], engine: Engine, say: Callable[[str], None] = say) -> None:
         """Fills in, in place, the log-probabilities of those data sets that lack them: from files beside the token
         cache; or from the file objective.teacher_logprobs; or by a pass of the teacher, which is loaded for it and
-        freed. What was not in the cache is then stored there, if the teacher can be recognised later (`digest`).
-        Nothing is done if no set lacks them. In a run of several processes all must call this, and all take part in the
-        pass unless each has the same file.
+        freed, unless it was attached in Python. What was not in the cache is then stored there, if `digest` is not
+        None, else only in memory. Nothing is done if no set lacks them. In a run of several processes all must call
+        this, and all take part in the pass unless each has the same files. The Trainer calls it before the first step
+        and before evaluations.
 
         Args:
           sets: the run's rows, as `attach` returned them, or None for one that is missing.
           engine: of the run; the teacher computes on its mesh and with rows of its batches.
           say: shows a line to the user.
         Raises:
-          ConfigError: the cache cannot be written; the teacher cannot be loaded alone (see `_opened`); or its weights
-            do not fit the device.
+          ConfigError: the cache cannot be written; a process does not see the file that another one wrote; values in
+            objective.teacher_logprobs are no distributions; `_opened` raises it; or the teacher's weights do not fit
+            the device.
           OutOfDeviceMemory: the pass ran out of device memory.
-          ValueError: the processes of the run have different teachers.
+          ValueError: the processes of the run have different teachers, or the checkpoint cannot be loaded.
         """
         lacking = [data.rows for data in sets if data is not None and data.teacher and data.teacher.stored is None]
         lacking = [rows for rows in lacking if isinstance(rows, TaughtRows)]
@@ -247,7 +255,8 @@ class StoredTeacher:
 
     def phases(self, engine: Engine) -> list[Phase]:
         """The pass of the teacher, with the memory that it needs, for the table of a run's phases, in which users see
-        what will fit; [] if there is none, or none was needed, because files have the values. engine: of the run."""
+        what will fit; [] if there is none. A pass is listed until `fill` has found that it is not needed, because files
+        have all values. engine: of the run."""
         passes = self._objective is not None and self._file is None and not self._was_read
         return [self._pass(engine).phase] if passes else []
 
@@ -289,13 +298,14 @@ class StoredTeacher:
     def _teaching(
         self, engine: Engine, planned: TeacherPass, say: Callable[[str], None]
     ) -> Callable[[TaughtRows, np.ndarray | None], None]:
-        """A function (rows, array) that computes the values of rows by a pass of the teacher, which is loaded here, and
-        writes them into the array, in place. All processes must call it; with None in place of an array the process
-        only takes part. If the compiled pass needs too much memory, it is compiled again with a smaller plan.
+        """A function (rows, array) that computes the values of rows by a pass of the teacher, and writes them into the
+        array, in place. The teacher is loaded here, unless it was attached in Python. All processes must call it, and
+        then the function; with None in place of an array the process only takes part. If the compiled pass needs too
+        much memory, it is compiled again with a smaller plan.
 
         Args:
           engine: of the run; the pass has its mesh and its batches.
-          planned: the pass, with the config and the planner that it has.
+          planned: the pass, which has its config and makes its planner.
           say: shows a line to the user for each set of rows.
         """
         assert self._objective is not None
@@ -333,8 +343,9 @@ class StoredTeacher:
         return compute
 
     def _path(self, rows: TaughtRows) -> Path | None:
-        """The path of the file with the values of these rows, in the folder of token caches; None if the teacher cannot
-        be recognised later. Its name is a hash of all that the values depend on."""
+        """The path of the file with the values of these rows, in the folder of token caches, whether it is there or
+        not; None if `digest` is None, so that the values are not stored in a file. Its name is a hash of all that the
+        values depend on: the digest, and the rows' tokens, trained tokens and cuts."""
         if self.digest is None:
             return None
         documents, config, values = rows.documents, self._config, rows.values
@@ -351,11 +362,11 @@ class StoredTeacher:
 @contextlib.contextmanager
 def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | None]:
     """A context that gives an array to fill with the teacher's values of some rows, one entry for each of
-    `values.total` tokens, and on leaving sets `values.stored` to it: mapped from the file `path`, which appears
-    complete or not at all; or in memory, if `path` is None. In a run of several processes the first one writes the
-    file, and one of each host that does not see it; the others get None, and map the file that was written for them.
-    Collective: every process must enter it. Raises ConfigError if the file cannot be written, or not be read where it
-    was written by another process."""
+    `values.total` tokens, and on leaving sets `values.stored` to it. If `path` is None, each process gets an array in
+    memory. Otherwise it is mapped from the file `path`, which appears complete or not at all: in a run of several
+    processes the first one writes the file, and one of each host that does not see it; the others get None, and map the
+    file that was written for them. Collective: every process must enter it. Raises ConfigError if the file cannot be
+    written, or a process does not find the file that another one wrote for it."""
     if path is None:
         array = np.zeros(values.total, TeacherValues.entry(values.k))
         yield array
@@ -424,7 +435,8 @@ def _writable(folder: Path) -> Iterator[None]:
 
 def _sum_of(path: Path) -> str | None:
     """The checksum at the end of the stored file `path`, in hexadecimal digits; None if it cannot be read, as when
-    there is none. Processes compare it to see whether they have the same file."""
+    there is none. Processes compare it to see whether they have the same file; `_read` checks whether it is that of the
+    content."""
     try:
         with open(path, "rb") as file:
             file.seek(-_SUM, os.SEEK_END)
@@ -445,9 +457,10 @@ def _checksum(name: str, path: Path, size: int) -> bytes:
 
 
 def _read(path: Path, values: TeacherValues, say: Callable[[str], None]) -> np.ndarray | None:
-    """The values in the stored file `path`, mapped into memory; None, and they are computed anew, if there is no such
-    file, or it is damaged. values: says how many entries the array must have, and of which dtype. say: shows a line to
-    the user about a file that is read, or is damaged."""
+    """The values in the stored file `path`, mapped into memory, after its checksum is checked; None, and they are
+    computed anew, if there is no such file, or it is damaged, of another shape or dtype, or cannot be read. values:
+    says how many entries the array must have, and of which dtype. say: shows a line to the user about a file that is
+    used, or that is there and not used."""
     try:
         size = os.path.getsize(path) - _SUM
         with open(path, "rb") as file:

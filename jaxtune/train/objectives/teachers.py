@@ -1,12 +1,12 @@
 """The teacher of a distillation: a second, frozen model that is attached to the one that trains.
 
-A `Decoder` with a teacher has it as its attribute `teacher`. So its weights are loaded, placed on the devices, counted
-by the planner and given to the step's programs as the frozen weights of the model itself are. `with_teacher` attaches
-one, and `without_teacher` gives the model without it. `teacher_of` says which teacher a config names. A run opens and
-loads the teacher that its config names (`open_teacher`, `load_teacher`), and `teacher_shapes` gives the planner its
-shapes before that. `of_pass` and `pass_shapes` are for a teacher whose log-probabilities are stored before the run
-(stored_teachers.py), and `require_same_tokens` compares its tokenizer with the student's. `described` makes the line
-about the teacher that a run prints."""
+A `Decoder` with a teacher has it as its attribute `teacher`. So its weights are placed on the devices, counted by the
+planner and given to the step's programs as the frozen weights of the model itself are. `with_teacher` attaches one, and
+`without_teacher` gives the model without it. `teacher_of` says which teacher a config names. A run opens and loads the
+teacher that its config names (`open_teacher`, `load_teacher`), and `teacher_shapes` gives the planner its shapes before
+that. `of_pass` and `pass_shapes` take their place for a teacher whose log-probabilities are stored before the run
+(stored_teachers.py; `_stored_before`). `_shapes` makes the shapes of both. `require_same_tokens` compares a teacher's
+tokenizer with the student's. `described` makes the line about the teacher that a run prints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_teacher(student: Decoder, teacher: Decoder | None) -> Decoder:
     ```
 
     Raises:
-      ValueError: the vocabularies differ in size, or the teacher is a model of scores.
+      ValueError: the vocabularies differ in size, or the teacher gives scores and does not predict tokens.
     """
     if teacher is None:
         return student
@@ -72,8 +72,9 @@ def without_teacher(model: Decoder) -> Decoder:
 
 
 def teacher_of(config: TrainConfig) -> str | None:
-    """The folder or hub name of the teacher that a config asks for (objective.teacher); None if the objective has no
-    teacher, or the teacher is the trained model itself with its adapter off.
+    """The folder or hub name of the teacher that a config asks for (objective.teacher); None if that is not set or
+    "base": there is then no teacher to load by a name, as with the trained model itself with its adapter off.
+    `teacher_shapes`, `of_pass` and `open_teacher` ask it.
 
     Raises:
       ConfigError: the folder is that of an adapter, which must be merged with its base first.
@@ -103,9 +104,10 @@ def teacher_shapes(config: TrainConfig) -> Decoder | None:
 
 def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
     """(folder or hub name; the format in which its weights are loaded, such as "nf4", or None for that of its files) of
-    a teacher whose log-probabilities are stored before the run. config: the run's. name: as objective.teacher says;
-    "base" and None are the model that trains, without its adapter. Raises ConfigError if that model has no folder, or
-    the teacher's is that of an adapter."""
+    a teacher whose log-probabilities are stored before the run, by which StoredTeacher opens it. config: the run's.
+    name: the objective's `teacher`; "base" and None are the model that trains, without its adapter, and for any other
+    objective.teacher of the config is taken, if it is set. Raises ConfigError if the model that trains has random
+    weights (no model.path), or objective.teacher of the config is an adapter's folder."""
     if name not in (None, BASE):
         return teacher_of(config) or name, config.objective.teacher_load_in
     if config.model.path is None:
@@ -132,6 +134,8 @@ def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
       dtype: the dtype of the weights that are not quantised.
       load_in: the format in which the weights are quantised, such as "nf4"; None means the format that the checkpoint
         itself stores, and no quantisation if it stores plain floats.
+    Returns:
+      the frozen teacher; callers share it and must not change it.
     """
     hf = find_config(path)
     shape, load_in = config_from_hf(hf), load_in or weights_stored_in(hf)
@@ -159,20 +163,21 @@ def open_teacher(config: TrainConfig) -> Pretrained | None:
 def load_teacher(
     pretrained: Pretrained | None, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None
 ) -> Decoder | None:
-    """Loads the teacher `pretrained` (from open_teacher) and returns it frozen, as a Decoder with its arrays; None if
-    `pretrained` is None. cancelled: an event that ends the loading with a CancelledError when another thread sets it;
-    None: nothing ends it. mesh: the devices over which its weights are divided, or None for one device."""
+    """Loads the weights of the teacher `pretrained` (opened by open_teacher, or by StoredTeacher for its pass) and
+    returns it frozen, as a Decoder with its arrays; None if `pretrained` is None. cancelled: an event that ends the
+    loading with a CancelledError when another thread sets it; None: nothing ends it. mesh: the devices over which its
+    weights are divided, or None for one device. Raises ValueError as `Pretrained.load` does."""
     return None if pretrained is None else freeze(pretrained.load(cancelled, mesh))
 
 
 def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained | None) -> None:
-    """Checks that the teacher's tokenizer gives each token the id that the student's tokenizer gives it, because
-    distillation compares distributions over the same tokens. Nothing is checked if the teacher's folder has no
-    tokenizer.
+    """Checks that the teacher's tokenizer gives each token that both tokenizers have the same id as the student's,
+    because distillation compares distributions over the same tokens. Nothing is checked if there is no teacher, or its
+    folder has no tokenizer. Runs call it before weights are loaded.
 
     Args:
       tokenizer: the student's.
-      teacher: the teacher's folder; None if there is no teacher.
+      teacher: the teacher's opened checkpoint, in whose folder its tokenizer is; None if there is no teacher.
     Raises:
       ConfigError: a token that both have has two ids; the message names it.
     """
@@ -190,10 +195,10 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained 
 
 
 def described(model: Decoder, objective: object) -> list[str]:
-    """The lines that a run prints about its teacher: one with the size of `model.teacher` in parameters and in memory
-    (that of one whole copy, in GB of 1e9 bytes); or, if none is attached and objective.teacher is "base" or None, one
-    that says that the model itself with its adapter off is the teacher; [] for an objective without a teacher.
-    objective: the run's, of any kind."""
+    """The lines that a run prints about its teacher: one with the name, the family, the dtype or format, and the size
+    of `model.teacher`, in parameters and in memory (that of one whole copy, in GB of 1e9 bytes); or, if none is
+    attached and objective.teacher is "base" or None, one that says that the model itself with its adapter off is the
+    teacher; [] for an objective without a teacher. objective: the run's, of any kind."""
     teacher = model.teacher
     if teacher is None:
         own = getattr(objective, "teacher", "") in (None, BASE)  # other objectives have no such attribute

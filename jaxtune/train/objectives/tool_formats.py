@@ -1,10 +1,10 @@
 """How models write calls of tools, by the kind of their chat template, and how templates write what tools answer.
 
 A model's answer is parsed as text, by the function of the template's `Kind` (`parse_hermes`, `parse_xml`,
-`parse_llama`, `parse_channels` or `parse_gemma`), into each `Call`. A tool's answer is added behind the sampled tokens
-as the tokens that the template writes between the end of the model's turn and the begin of its next one. The sampled
-tokens themselves are never decoded and tokenised again, because that could change them. `ToolFormat` does both for
-`answering.ToolTurns`."""
+`parse_llama`, `parse_channels` or `parse_gemma`; KINDS lists the kinds), into each `Call`. A tool's answer is added
+behind the sampled tokens as the tokens that the template writes between the end of the model's turn and the begin of
+its next one. The sampled tokens themselves are never decoded and tokenised again, because that could change them.
+`ToolFormat` does both for `answering.ToolTurns`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _PROBE = "\ue000 what a tool answered \ue001"  # a tool's answer by which the te
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a tool that a model wrote, parsed from the text of its answer."""
+    """One call of a tool that a model wrote, parsed from the text of its answer. `Tools.answer` then calls the tool."""
 
     name: str
     """The tool's name."""
     arguments: dict[str, object]
-    """The arguments by name."""
+    """The arguments by name, values as JSON has them; they are not checked against the tool's schema."""
 
     @property
     def message(self) -> Message:
@@ -45,15 +45,16 @@ class Call:
 
 # {tool's name: JSON schema of its parameters}.
 type Schemas = Mapping[str, Message]
-# Parses an answer's text, special tokens included except the one that ended it: (the text beside the calls, the
-# calls). Raises ValueError for a malformed call.
+# Parses an answer's text, special tokens included except the one that ended it: (the text without the calls, as each
+# parser says; the calls). Raises ValueError for a malformed call.
 type Parse = Callable[[str, Schemas], tuple[str, list[Call]]]
 
 
 def _call_of(value: object, key: str) -> Call:
     """The call that a parsed JSON value describes: an object with the tool's "name", and with its arguments under
     `key`, as an object or as the JSON text of one; no arguments if `key` is absent. Raises ValueError if the value is
-    no such object. key: "arguments" or "parameters", in which the formats of models differ."""
+    no such object. key: "arguments" or "parameters", in which the formats of models differ. `parse_hermes` and
+    `parse_llama` call it."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("a call is an object with a name")
     arguments = value.get(key, {})
@@ -69,8 +70,9 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 def parse_hermes(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of Hermes and Qwen, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any
-    number of times: (the text before the first call, the calls). Raises ValueError for a malformed call.
-    `ToolFormat.parsed` calls it while answers with tools are sampled in training.
+    number of times: (the text before the first call, or all of it without calls, without white space at its end; the
+    calls). The end of the text also ends a call. Raises ValueError for a malformed call. `ToolFormat.parsed` calls it
+    while answers with tools are sampled in training.
 
     Args:
       text: the answer, with special tokens except the one that ended it.
@@ -87,13 +89,15 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTA
 def parse_xml(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of Qwen3-Coder and Qwen3.5,
     `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>... </function></tool_call>`, any number of times: (the
-    text before the first call, the calls). Raises ValueError for a malformed call. `ToolFormat.parsed` calls it while
-    answers with tools are sampled in training.
+    text before the first call, or all of it without calls, without white space at its end; the calls). The end of the
+    text also ends a `<tool_call>`. Raises ValueError if one does not begin with `<function=NAME>` and end with its end;
+    a parameter without its end is left out. `ToolFormat.parsed` calls it while answers with tools are sampled in
+    training.
 
     Args:
       text: the answer, with special tokens except the one that ended it.
-      schemas: {tool's name: JSON schema of its parameters}. A value is text if the schema says so, else JSON where it
-        can be read as such.
+      schemas: {tool's name: JSON schema of its parameters}. A value is text if the schema says so ("type": "string"),
+        else JSON where it can be read as such, else text.
     """
     calls = []
     for block in _BLOCK.findall(text):
@@ -121,8 +125,8 @@ def _json_or_text(value: str) -> object:
 def parse_llama(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of Llama 3: (`text` unchanged, []) if it does not begin with `{` (after a
     `<|python_tag|>`, if it has one), else ("", the calls). The whole answer is then `{"name": ..., "parameters":
-    {...}}`, or with "arguments" in place of "parameters"; several are separated by semicolons. Raises ValueError for a
-    malformed call. `ToolFormat.parsed` calls it while answers with tools are sampled in training.
+    {...}}`, or with "arguments" in place of "parameters"; several are separated by semicolons or white space. Raises
+    ValueError if it is anything else. `ToolFormat.parsed` calls it while answers with tools are sampled in training.
 
     Args:
       text: the answer, with special tokens except the one that ended it.
@@ -146,8 +150,8 @@ _FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?:<\||$)", re.DOTALL)
 
 def parse_channels(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of gpt-oss: (the text of the channel `final`, "" if there is none; the calls). A
-    call is a message that is addressed `to=functions.NAME` and holds the arguments as JSON. Raises ValueError for a
-    malformed call. `ToolFormat.parsed` calls it while answers with tools are sampled in training.
+    call is a message that is addressed `to=functions.NAME` and holds the arguments as a JSON object, or nothing. Raises
+    ValueError if they are anything else. `ToolFormat.parsed` calls it while answers with tools are sampled in training.
 
     Args:
       text: the answer, with special tokens except the one that ended it.
@@ -171,8 +175,9 @@ _GEMMA_TOKEN = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<sign>[{}\[\],:])|(?P
 
 def parse_gemma(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
     """Parses an answer in the form of Gemma 4, `<|tool_call>call:NAME{key:value,...}<tool_call|>`, any number of times:
-    (the text before the first call, without thoughts; the calls). Keys have no quotes and texts have `<|"|>` on both
-    sides; other values are written as in JSON. Raises ValueError for a malformed call. `ToolFormat.parsed` calls it
+    (the text before the first call, or all of it without calls, without thoughts; the calls). Thoughts, and calls in
+    them, are removed first. Keys have no quotes and texts have `<|"|>` on both sides; other values are written as in
+    JSON. The end of the text also ends a call. Raises ValueError for a malformed call. `ToolFormat.parsed` calls it
     while answers with tools are sampled in training.
 
     Args:
@@ -188,7 +193,8 @@ def parse_gemma(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
 
 def _gemma_arguments(text: str) -> dict[str, object]:
     """The arguments of a call by name, from their text `{key:value,...}` in Gemma 4's notation, which becomes JSON by
-    putting keys and texts in JSON's quotes. Raises ValueError if it is malformed."""
+    putting keys and texts in JSON's quotes; `parse_gemma` calls it for each call. Raises ValueError if it is
+    malformed."""
     parts, at = [], 0
     while at < len(text):
         token = _GEMMA_TOKEN.match(text, at)
@@ -206,15 +212,15 @@ def _gemma_arguments(text: str) -> dict[str, object]:
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """A kind of chat template that can call tools: how its Jinja text is recognised, and the function that parses
-    answers."""
+    answers. KINDS has all of them, from which ToolFormat takes that of a tokenizer's template."""
 
     name: str
-    """Its name in messages."""
+    """Its name in error messages."""
     marks: tuple[str, ...]
     """Texts that the Jinja source of a template contains if it is of this kind; all must be there."""
     parse: Parse
-    """Parses an answer: from (its text, {tool's name: JSON schema of its parameters}) it returns (the text outside of
-    calls, the calls), and it raises ValueError for a malformed call."""
+    """Parses an answer: from (its text, {tool's name: JSON schema of its parameters}) it returns (the text without
+    the calls, as each parser says; the calls), and it raises ValueError for a malformed call."""
 
 
 # Parsers that tell an answer's text from its thoughts.
@@ -269,10 +275,13 @@ class ToolFormat:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def parsed(self, ids: Sequence[int], schemas: Schemas) -> tuple[Message, list[Call]]:
-        """(the answer as a message of role "assistant", the calls in it). An answer with a malformed call counts as a
-        text without calls, as in TRL. The message's content is the text beside the calls, or, without calls, the
-        answer's text without special tokens (without its thoughts, where the form marks an answer's text); `tool_calls`
-        has the calls, if there are any.
+        """(the answer as a message of role "assistant", the calls in it). `ToolTurns` calls it for each turn that was
+        sampled, and reward functions get the message. An answer with a malformed call counts as a text without calls,
+        as in TRL.
+
+        With calls, the message's content is the text that the parser of `kind` returns beside them, and `tool_calls`
+        has the calls. Without calls, it is the answer's whole text without special tokens. Only in the forms of gpt-oss
+        and Gemma 4 it is then the text that the parser returns, which has no thoughts, unless that is empty.
 
         Args:
           ids: the token ids of one turn of the model, without the token that ended it.
@@ -291,7 +300,8 @@ class ToolFormat:
 
     def suffix(self, messages: Sequence[Message]) -> list[int]:
         """The token ids that the template writes after the end of a turn that called tools: what the tools answered,
-        and the begin of the model's next turn.
+        and the begin of the model's next turn. `ToolTurns` adds them to the sampled tokens, before the next turn is
+        sampled.
 
         They are cut out of a short made-up conversation (a question and a call), which the template renders twice. The
         rendering without the tools' answers has n tokens that end a turn. The result is what follows the n-th such
@@ -301,7 +311,8 @@ class ToolFormat:
           messages: the tools' answers to one turn, at least one, of role "tool", with "name" and "content".
         Raises:
           RowError: the template fails.
-          ValueError: no token in the conversation ends the model's turn, or text follows the last one.
+          ValueError: no token of `ends` ends the model's turn in the conversation: there is none, or text other than
+            white space follows the last one.
         """
         call = Call(str(messages[0].get("name", "tool")), {}).message
         asked = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -1,7 +1,8 @@
 """The tools that a model may call while it answers: functions, and the methods of environments. `Tools` has those of a
 run, and calls them; what the calls of one turn returned is an `Answered`. `Environment` is the interface of
-environments; `_environment` makes one, and `_reward_of` makes a reward function of its `get_reward`. `_schemas`
-describes tools to chat templates.
+environments; `_environment` makes one, `methods` finds its tools, and `_reward_of` makes a reward function of its
+`get_reward`. `_schemas` describes tools to chat templates, and `_parameters` takes the types of their arguments from
+that.
 
 A tool is a Python function with types and a docstring in Google's style, from which the chat template gets its JSON
 schema; it may be `async def`. An environment is an object with a method `reset(**row)`, whose other public methods are
@@ -45,9 +46,9 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 class Environment(Protocol):
-    """An environment: an object of the user's code whose public methods are the tools of one answer. It keeps the state
-    of that answer alone, such as that of a game. Only the method `reset` is required; `get_reward` may score the
-    answer. `Tools` gives each answer one."""
+    """An environment: an object of the user's code whose public methods other than `reset` and `get_reward` are the
+    tools of one answer. It keeps the state of that answer alone, such as that of a game. Only the method `reset` is
+    required; `get_reward` may score the answer. `Tools` gives each answer one."""
 
     def reset(self, **row: object) -> str | None:
         """Called before an answer is sampled: it sets the environment to its initial state for that answer. The same
@@ -60,7 +61,8 @@ class Environment(Protocol):
 
 @dataclasses.dataclass
 class Answered:
-    """What the tools answered to the calls of one turn of the model; `Tools.answer` returns it."""
+    """What the tools answered to the calls of one turn of the model. `Tools.answer` returns it; `ToolTurns` adds the
+    messages to the answer that is sampled, and counts the failures for the log."""
 
     messages: list[Message]
     """A message of role "tool" for each call, in their order."""
@@ -71,8 +73,9 @@ class Answered:
 
 class Tools:
     """The tools and environments of a run. A tool is a function that the model may call while it answers. An
-    environment is an object that keeps the state of one answer: its public methods are tools too, `reset` is called
-    before the answer is sampled, and `get_reward`, if it has one, becomes a reward function of the run (`rewards`).
+    environment is an object that keeps the state of one answer: `reset` is called before the answer is sampled,
+    `get_reward`, if it has one, becomes a reward function of the run (`rewards`), and its other public methods are
+    tools too.
 
     `schemas` describes the tools of a row for its prompt, and `parameters` has the types by which calls are parsed.
     While answers are sampled, `reset` gives each answer its environment, `of` returns its tools by name, and `answer`
@@ -85,8 +88,9 @@ class Tools:
         callable}, of which the column `environment` of a row selects one; None if answers have no environments.
       timeout_seconds: the longest that one call may take; None is no limit.
     Raises:
-      ConfigError: a tool has no types or docstring, or two have one name; an environment has no `reset`, or is an
-        object of OpenEnv's client class, whose `step` takes an action object, which a model cannot write as JSON.
+      ConfigError: a tool has no types or docstring, or two tools of one answer have one name; an environment has no
+        `reset`, or is an object of OpenEnv's client class, whose `step` takes an action object, which a model cannot
+        write as JSON.
     """
 
     def __init__(
@@ -136,15 +140,15 @@ class Tools:
         return sorted({name for schemas in self._schemas.values() for name in _parameters(schemas)})
 
     def schemas(self, columns: Mapping[str, object]) -> list[Message]:
-        """The JSON schemas of the tools of a row, in the form that chat templates expect. columns: the row's columns,
-        {name: value}, of which `environment` may name its environment. Raises ConfigError if the run has no environment
-        of that name."""
+        """The JSON schemas of the tools of a row, in the form that chat templates expect, for the row's prompt.
+        columns: the row's columns, {name: value}; only if the run was given environments by name, `environment` is
+        read, which names the row's. Raises ConfigError if it is then missing or names none of them."""
         return self._schemas[self._name(columns)]
 
     def parameters(self, columns: Mapping[str, object]) -> Schemas:
         """{tool's name: JSON schema of its parameters} for the tools of a row, by which calls are parsed. columns: the
-        row's columns, {name: value}, of which `environment` may name its environment. Raises ConfigError if the run has
-        no environment of that name."""
+        row's columns, {name: value}; only if the run was given environments by name, `environment` is read, which names
+        the row's. Raises ConfigError if it is then missing or names none of them."""
         return _parameters(self.schemas(columns))
 
     def rewards(self, functions: RewardFunctions | None) -> RewardFunctions:
@@ -161,7 +165,8 @@ class Tools:
 
     def reset(self, prompts: Sequence[Turns], columns: Sequence[Mapping[str, object]]) -> list[tuple[object, Turns]]:
         """Gives each answer of a generation (one round of sampling) an environment of its own and calls its `reset`.
-        The same objects serve again in the next generation, so that few are made.
+        The same objects serve again in the next generation, so that few are made. `ToolTurns` calls it, only if the run
+        has environments (`has_environments`). What the user's `reset` raises is passed on.
 
         Args:
           prompts: for each answer, its prompt as messages.
@@ -173,7 +178,8 @@ class Tools:
             message.
         Raises:
           ConfigError: `reset` returned something else than None or a text, or a text for a prompt that is no list of
-            messages; or a row names an environment that the run does not have.
+            messages; a row selects no environment where it must (`_name`); or a new environment is refused
+            (`_environment`).
         """
         used: dict[str | None, int] = {}
         found = []
@@ -204,10 +210,10 @@ class Tools:
         return {tool.__name__: tool for tool in (*self.functions, *own)}
 
     async def answer(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> Answered:
-        """Calls the tools of one turn of the model. Tools that are not async run first, one at a time, each in a
-        thread; the next one starts when it returns or times out. Then all async ones run at the same time. Returns the
-        answers as messages, in the order of the calls, and how many calls failed. An unknown tool, an error and a
-        timeout are failures, which the message states; none raises.
+        """Calls the tools of one turn of the model, in an `EventLoop` of `ToolTurns`. Tools that are not async run
+        first, one at a time, each in a thread; the next one starts when it returns or times out. Then all async ones
+        run at the same time. Returns the answers as messages, in the order of the calls, and how many calls failed. An
+        unknown tool, an error and a timeout are failures, which the message states; none raises.
 
         Args:
           calls: the calls that the model wrote in the turn.
@@ -249,9 +255,10 @@ class Tools:
             return str({"error": str(error)}), True
 
     def _name(self, columns: Mapping[str, object]) -> str | None:
-        """The name of the environment that a row selects by its column `environment`; None if the run has only one
-        environment, or has none. columns: the row's columns, {name: value}. Raises ConfigError if the run has no
-        environment of that name."""
+        """The name of the environment that a row selects by its column `environment`; None if the run was not given
+        environments by name: it has one for all rows, or none. It is the key of the row's schemas and environments.
+        columns: the row's columns, {name: value}. Raises ConfigError if environments have names and the column is
+        missing or has none of them."""
         if not self._several:
             return None
         name = columns.get(ENVIRONMENT)
@@ -262,8 +269,9 @@ class Tools:
 
 
 def methods(environment: object) -> list[Callable]:
-    """The bound methods of an environment that a model may call as tools: the public ones of its class and the classes
-    that it inherits from, except `reset` and `get_reward`, in the order of their names."""
+    """The methods of an environment that a model may call as tools, bound to it: the public ordinary and static methods
+    of its class and the classes that it inherits from, except `reset` and `get_reward`, in the order of their names.
+    Class methods and properties do not count. Schemas are made of them, and calls run them."""
     found = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     names = [name for name, _ in found if not name.startswith("_") and name not in _NOT_TOOLS]
     return [getattr(environment, name) for name in names]
@@ -287,7 +295,8 @@ def _environment(factory: Callable) -> Environment:
 def _reward_of(kind: type) -> RewardFunction:
     """Makes the reward function of one class of environments (`kind`). Called with `environments`, those of all
     answers, it calls `get_reward` of each one of exactly that class, and returns a list with a reward for each answer,
-    None where the environment is of another class. It is async if `get_reward` is, and has the name of the class."""
+    None where the environment is of another class. It is async if `get_reward` is, and has the name of the class.
+    `Tools.rewards` adds it to the reward functions of the run."""
 
     async def later(environments, **_):
         """The reward of each answer: what the async `get_reward` of its environment (in `environments`) returns, or

@@ -17,7 +17,8 @@ from jaxtune.train.config import ConfigError
 
 
 def load_from_file(name: str, key: str) -> Callable:
-    """The function or class that a recipe names as `file.py:name`. Each call runs the file anew.
+    """The function or class that a recipe names as `file.py:name`, such as a reward function or a tool. Each call runs
+    the file anew, as a module that is not in sys.modules.
 
     Args:
       name: the name; a relative path is looked for in the current folder, as the recipe's other paths are.
@@ -47,14 +48,16 @@ def load_from_file(name: str, key: str) -> Callable:
 
 
 def called(function: Callable) -> Callable:
-    """Returns what a call of `function` runs: the function itself, or the method __call__ of a callable object. Only
-    the method shows whether a callable object is async. Nothing is called here."""
+    """Returns what a call of `function` runs: the function or method itself, or the method __call__ of any other
+    callable object. Only that method shows whether a callable object is async; `is_async` looks at it. Nothing is
+    called here."""
     return function if inspect.isroutine(function) else function.__call__
 
 
 def is_async(function: Callable) -> bool:
-    """Whether a function or callable object is `async def`, so that calling it returns a coroutine, which an event loop
-    must run."""
+    """Whether a function is `async def`, or a callable object has such a method __call__, so that calling it returns a
+    coroutine, which an event loop must run. A functools.partial of an async function counts as not async. Rewards and
+    tools are called by it in an event loop or in a thread."""
     return inspect.iscoroutinefunction(called(function))
 
 
@@ -73,8 +76,9 @@ def in_words(error: BaseException | None) -> str:
 
 
 class EventLoop:
-    """A context manager with an asyncio event loop in a daemon thread. It calls functions of the user's code while the
-    run's own thread waits for the results, so that a call can time out."""
+    """A context manager with an asyncio event loop in a daemon thread. In it, reward functions and tools of the user's
+    code run while the run's own thread waits for the results, so that a call can time out; those that are not async get
+    threads of their own."""
 
     def __enter__(self) -> EventLoop:
         """Starts the event loop in its thread, and returns this object."""
@@ -89,7 +93,7 @@ class EventLoop:
 
     def run(self, coroutine: Coroutine) -> Future:
         """Runs a coroutine in the event loop, and returns at once the future of its result or exception. It may be
-        called from any thread, while the context is open."""
+        called from any thread, while the context is open. Sampling with tools calls `Tools.answer` by it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start(self, function: Callable, given: Mapping[str, object]) -> Future:
@@ -106,8 +110,8 @@ class EventLoop:
 
 def in_thread(function: Callable, given: Mapping[str, object]) -> Future:
     """Calls a function that is not async, with the keyword arguments `given`, in a new daemon thread, and returns at
-    once the future of its result or exception. A thread of an executor would keep Python from exiting while the
-    function runs; a daemon thread does not."""
+    once the future of its result or exception, which cannot be cancelled. A thread of an executor would keep Python
+    from exiting while the function runs; a daemon thread does not."""
     result: Future = Future()
 
     result.set_running_or_notify_cancel()  # from here on nobody can cancel it, and the result can always be set

@@ -1,10 +1,10 @@
 """Adam with 8-bit states (arXiv 2110.02861), with the maths of bitsandbytes' AdamW8bit: `scale_by_adam_8bit` makes the
-optax transformation, and `Adam8State` is its state.
+optax transformation, of which `make_optimizer` (optim.py) makes adamw_8bit, and `Adam8State` is its state.
 
 Each moment is stored as one byte per element and one float32 per block of 256 elements (blockwise8.py), or in float32
 for a tensor of less than 4096 elements. A step decodes the moments, updates them, computes Adam's direction from them
-before they are rounded, and encodes them. One kernel does this where there is one (pallas/adam8), else XLA. The
-direction is float32 and without the learning rate, by which the caller multiplies it."""
+before they are rounded, and encodes them. For moments in bytes one kernel does this where there is one (pallas/adam8),
+else XLA. The direction is float32 and without the learning rate, by which the caller multiplies it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ class Adam8State(NamedTuple):
     """The state of 8-bit Adam: a count, and the two moments of each tensor with the scales of their blocks. Each field
     but `count` is a tree of the parameters' structure."""
 
-    count: jax.Array  # int32: updates made
-    m: Any  # first moments: uint8[blocks, 256], or float32 of the tensor's shape if it has less than 4096 elements
-    m_absmax: Any  # the scales of `m`, the largest absolute value of each block: float32[blocks], or float32[0]
-    v: Any  # second moments, in the same form as `m`
-    v_absmax: Any  # the scales of `v`, in the same form as `m_absmax`
+    count: jax.Array  # int32: updates made; steps that were skipped (`finite` false) are not counted
+    # first moments: uint8[blocks, 256], codes of the signed map, or float32 of the tensor's shape if it has less than
+    # 4096 elements
+    m: Any
+    # the scales of `m`, the largest absolute value of each block: float32[blocks]; float32[0] where `m` is float32
+    m_absmax: Any
+    v: Any  # second moments: as `m`, but with codes of the map without negative values
+    v_absmax: Any  # the scales of `v`, as `m_absmax`
 
 
 def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.GradientTransformationExtraArgs:
@@ -40,9 +43,10 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
 
     The state (Adam8State) takes 2 + 8/256 bytes per element, and 8 bytes in tensors of less than 4096 elements. The
     direction is float32, computed from moments that are not yet rounded to 8 bits in this step, and is not multiplied
-    by minus the learning rate. The update takes three more arguments: `scale`, a factor of the gradients; `finite`, a
-    bool: if it is false, the states stay as they are, and the direction must not be used; and `divided`, a bool for
-    each gradient, whether it is divided over devices (None: none is). Other arguments are ignored.
+    by minus the learning rate. The update takes three more keyword arguments: `scale`, a factor of the gradients (1 by
+    default); `finite`, a bool (True by default): if it is false, the states stay as they are, and the direction must
+    not be used; and `divided`, a bool for each gradient, whether it is divided over devices (None: none is), which the
+    kernel must know. Other arguments are ignored.
 
     Args:
       beta1, beta2: decay rates of the first and second moments.

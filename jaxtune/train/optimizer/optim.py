@@ -20,15 +20,16 @@ BF16_WEIGHTS_ABOVE = 2_000_000_000  # with more trained parameters than this, we
 
 
 def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, parameters: int) -> Literal["fp32", "bf16"]:
-    """The dtype in which trained weights are stored: `wanted`, or, if that is None, "bf16" (with stochastic rounding)
-    for a run in precision bf16 that trains more than 2 billion parameters, else "fp32".
+    """The dtype in which trained matrices are stored: `wanted`, or, if that is None, "bf16" (with stochastic rounding)
+    for a run that computes in bf16 and trains more than 2 billion parameters, else "fp32". With either, trained tensors
+    of one dimension are float32. The run and its planner call it.
 
-    Full fine-tuning of such a model (8B: 32 GB of float32 weights, and as much again for gradients) would not fit in
-    float32. Adapters never have that many parameters.
+    Full fine-tuning of a large model (8B: 32 GB of float32 weights, and as much again for gradients) would not fit one
+    GPU in float32. Adapters hardly ever have that many parameters.
 
     Args:
       wanted: the config key optim.weights; None if it is not set.
-      precision: the config's precision, "bf16", "fp16" or "fp32".
+      precision: the dtype of computation (TrainConfig.computes_in), "bf16", "fp16" or "fp32".
       parameters: number of trained parameters.
     """
     if wanted is not None:
@@ -45,7 +46,7 @@ class UpdateBound:
 
     direction: float
     """max_grad_norm / eps, which the optimizer's direction for an element never exceeds, times the embeddings' learning
-    rate over `rate` if that is above 1."""
+    rate over `rate` if that ratio is above 1."""
     decay: float
     """The factor of weight decay, times the same ratio if that is above 1."""
 
@@ -54,7 +55,7 @@ def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBoun
     """The bound on one update of the optimizer in `config` (that of the tensor with the highest learning rate), if
     gradients are clipped to the norm `max_grad_norm`; None if they are not clipped (None) and for optimizers other than
     adamw and adamw_8bit. It holds because the bias-corrected mean of the gradients is at most that norm, and Adam
-    divides it by at least eps."""
+    divides it by at least eps. A run gives it to its steps, unless an optimizer was given to the Trainer."""
     if max_grad_norm is None or config.name not in ("adamw", "adamw_8bit"):
         return None
     faster = max(1.0, _embedding_share(config))
@@ -62,23 +63,25 @@ def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBoun
 
 
 def _embedding_share(config: OptimConfig) -> float:
-    """The learning rate of embeddings as a multiple of that of all other tensors, by `config`; 1.0 if it sets none."""
+    """The learning rate of embeddings and output head as a multiple of that of all other tensors, by `config`; 1.0 if
+    it sets none. `update_bound` and `make_optimizer` use it."""
     rate = config.embedding_learning_rate
     return 1.0 if rate is None else rate / config.learning_rate
 
 
 def decayed_tensors(parameters) -> list[bool]:
     """[bool], in the order of jax.tree.leaves: whether weight decay applies to each tensor of `parameters`, an
-    nnx.State. It applies to matrices, and not to norms, biases (experts' biases have two dimensions) or DoRA
-    magnitudes."""
+    nnx.State. It applies to those with two or more dimensions (matrices, embeddings and adapters' too, and experts'
+    weights) whose name is not "bias", as experts' biases have two; so not to norms, biases or DoRA magnitudes. The
+    optimizer finds them so, and the train step where it updates tensors one by one."""
     found = jax.tree_util.tree_leaves_with_path(parameters)
     return [leaf.ndim >= 2 and "bias" not in (getattr(key, "key", None) for key in path) for path, leaf in found]
 
 
 def embedding_tensors(parameters) -> list[bool]:
     """[bool], in the order of jax.tree.leaves: whether each tensor of `parameters`, an nnx.State, is the matrix of the
-    input embeddings or of the output head; these may have a learning rate of their own. They are known by their names,
-    "embedding.weight" and "head.weight"."""
+    input embeddings or of the output head; these may have a learning rate of their own (optim.embedding_learning_rate).
+    They are known by their names, "embedding.weight" and "head.weight"; their adapters' matrices are not among them."""
     names = [
         [getattr(key, "key", None) for key in path[:2]] for path, _ in jax.tree_util.tree_leaves_with_path(parameters)
     ]
@@ -87,9 +90,9 @@ def embedding_tensors(parameters) -> list[bool]:
 
 def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
     """An optax transformation that multiplies the updates of embeddings and output head by `share`, so that they have a
-    learning rate of their own. Its update takes `embeddings`, one bool for each tensor, True for those to multiply;
-    None: they are found by name. It must be given if the parameters are a list, as when tensors are updated one by one,
-    because a list has no names."""
+    learning rate of their own. `make_optimizer` puts it last. Its update takes `embeddings`, one bool for each tensor,
+    True for those to multiply; None: they are found by name. It must be given if the parameters are a list, as when
+    tensors are updated one by one, because a list has no names and none would be found."""
 
     def update(updates, state, params=None, *, embeddings: list[bool] | None = None, **others):
         """(the updates, with those of embeddings and output head multiplied by `share`; `state`, which is empty).
@@ -130,8 +133,8 @@ def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
 
 
 class StepOptimizer(optax.GradientTransformationExtraArgs):
-    """An optimizer whose `update` takes three more arguments, so that what they ask for is done in the same pass over
-    memory in which states are read and written.
+    """An optimizer whose `update` takes three more keyword arguments from a train step, so that what they ask for is
+    done in the same pass over memory in which states are read and written.
 
     `scale` is a float32 number by which gradients of any float dtype are multiplied in float32. `finite` is a bool: if
     it is true, the update is an ordinary one; if it is false, the new states equal the old ones, and the returned
@@ -143,7 +146,7 @@ def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
     """Returns `optimizer` as a StepOptimizer, so that a train step can treat all optimizers alike: itself if it is one,
     else an optimizer whose update casts gradients to float32 and multiplies them by its argument `scale` before, and
     returns the old states instead of the new ones if its argument `finite` is false. It ignores `divided`; further
-    arguments are passed on."""
+    keyword arguments are passed on to `optimizer.update`, which must know them."""
     if isinstance(optimizer, StepOptimizer):
         return optimizer
 
@@ -169,18 +172,19 @@ def _where(finite, new, old):
 def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimizer:
     """Makes the optimizer that `config` names, "adamw", "adamw_8bit", "adafactor" or "sgd" (with config.momentum, if
     that is not 0), for float32 parameters. It does not clip: the factor `scale` of its update may clip gradients. Its
-    states are float32, except the stored moments of adamw_8bit, which have 8 bits. If tensors are updated one by one,
-    its update must also be given `decayed` and, with embedding_learning_rate, `embeddings`: lists of a bool for each
-    tensor, from decayed_tensors and embedding_tensors.
+    states are float32, except int32 counts, and moments of adamw_8bit in 8 bits (adam8.py). If tensors are updated one
+    by one, its update must also be given `decayed` and, with embedding_learning_rate, `embeddings`: lists of a bool for
+    each tensor, from decayed_tensors and embedding_tensors.
 
     Each optimizer's update is minus the learning rate times (a direction plus weight_decay times the parameter), so
-    that decay has the same meaning in all; norms, biases and DoRA magnitudes do not decay. Embeddings and the output
-    head use embedding_learning_rate as the peak of the schedule, if it is set. Adafactor (arXiv 1804.04235) has
-    factored second moments and update clipping, and does not scale the learning rate by the size of the parameters.
+    that decay has the same meaning in all; norms, biases and DoRA magnitudes do not decay. If embedding_learning_rate
+    is set, the updates of embeddings and output head, decay included, are then multiplied by embedding_learning_rate /
+    learning_rate. Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and does not scale the
+    learning rate by the size of the parameters.
 
     Args:
       config: the section `optim` of the run's config.
-      schedule: the learning rate by step.
+      schedule: the learning rate by the number of updates made.
     Raises:
       ValueError: the name is unknown.
     """

@@ -1,7 +1,7 @@
 """Optimizer states in pinned host memory (optim.offload): each tensor's states are copied to the device for its update,
 and back. `first_states` makes the states, `shardings` says where each array is, `hosted_bytes` how much is on the host,
 `is_hosted` which arrays, `states_of` and `joined` take the states of one tensor out of the whole and put them back, and
-`update_by_tensor` makes an update.
+`update_by_tensor` makes an update, also for full fine-tuning whose states stay on the device.
 
 Tensors are updated in groups (`_groups`), in stages (`_stages`). While a group is updated, the states of the next one
 are copied to the device and those of the previous one to the host; optimization barriers start both copies before the
@@ -43,7 +43,7 @@ def hosted_bytes(opt_state: Any) -> int:
 def shardings(opt_state: Any, device: Sharding) -> Any:
     """A tree of shardings, one for each array of the optimizer's state `opt_state`: arrays of 64 KiB or more get
     `device` with the memory kind pinned_host, and smaller ones get `device` itself. device: the sharding of arrays that
-    are in device memory."""
+    are in device memory. Runs with optim.offload place new states by it, and compile their steps for it."""
     host = device.with_memory_kind("pinned_host")
     return jax.tree.map(lambda leaf: host if is_hosted(leaf) else device, opt_state)
 
@@ -63,10 +63,11 @@ def states_of(opt_state: Any, structure: Any, index: int) -> Any:
 
 
 def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
-    """The inverse of states_of: the state of all parameters, from those of each one.
+    """The inverse of states_of, by which first_states and update_by_tensor make their results: the state of all
+    parameters, from those of each one.
 
     Args:
-      opt_state: a state whose structure the result has; its arrays are not used.
+      opt_state: a state whose structure the result has; its arrays are not used and may be abstract.
       structure: the parameters' tree structure.
       parts: the state of each parameter, in order, as states_of returns it. Of values that all parameters share, such
         as a count, the last one's is used.
@@ -104,9 +105,10 @@ class _Stage:
 
 
 def _stages(sizes: list[int]) -> list[_Stage]:
-    """The stages of update_by_tensor for groups of these sizes in bytes: each says which group is updated, and which
-    groups' states are copied to the device and to the host meanwhile. While a group of more than GROUP_BYTES is
-    updated, no other states are on the device, so its states are copied right before and right after its update."""
+    """The stages of update_by_tensor, in their order, for groups whose states in host memory have these sizes in bytes:
+    each says which group is updated, and which groups' states are copied to the device and to the host meanwhile. While
+    a group of more than GROUP_BYTES is updated, no other group's states are on the device: its own are copied right
+    before and right after its update."""
     stages, pending = [_Stage(None, 0, None)], None
     for group in range(len(sizes)):
         following = group + 1 if group + 1 < len(sizes) else None
@@ -122,8 +124,8 @@ def _stages(sizes: list[int]) -> list[_Stage]:
 def _groups(sizes: list[int]) -> list[list[int]]:
     """Divides the tensors, in their order, into groups: the indices of each group's tensors. update_by_tensor copies
     the states of a group between host and device at once, so that copies are large and the states on the device few. A
-    group's states have at most GROUP_BYTES, or the group is one larger tensor. sizes: the bytes of each tensor's states
-    that are in host memory."""
+    group's states have at most GROUP_BYTES (512 MiB), or the group is one larger tensor. sizes: the bytes of each
+    tensor's states that are in host memory."""
     groups: list[list[int]] = [[]]
     for tensor, size in enumerate(sizes):
         if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > GROUP_BYTES:
@@ -141,7 +143,7 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
         returns (the new parameter, the new states).
       parameters, opt_state, gradients: trees of all tensors.
       offload: True: arrays of 64 KiB or more in opt_state and in the returned states are in host memory, and are on the
-        device only around their tensor's update. False: everything is on the device.
+        device only around the update of their group of tensors. False: everything is on the device.
     """
     weights, structure = jax.tree.flatten(parameters)
     slopes = jax.tree.leaves(gradients)

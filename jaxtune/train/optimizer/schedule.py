@@ -1,7 +1,7 @@
 """The number of steps of a run (`total_steps`), and the learning rate at each step (`learning_rate_schedule`).
 
-A warm-up rises linearly. After it the rate falls linearly or by a cosine, with or without restarts, or stays
-constant."""
+A warm-up rises linearly. After it the rate falls linearly or by a cosine, with or without restarts (`_restarts`), or
+stays constant."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
 
 
 def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
-    """A function from the step (int, from 0) to the learning rate, by the section `schedule` of a config, with `peak`
-    as the highest rate, for a run of total_steps steps. Raises ValueError for an unknown config.name.
+    """A function from the number of updates made before (the step, int or int array, from 0; steps that were skipped
+    are not counted) to the learning rate, by the section `schedule` of a config, with `peak` as the highest rate, for a
+    run of total_steps steps. The optimizer, and the metrics of a step, take the rate from it. Raises ValueError for an
+    unknown config.name.
 
     The first update already has a rate: in a warm-up of n steps, step 0 has peak / n and step n - 1 the peak. With
-    config.zero_start step 0 has 0 and step n the peak. The warm-up has config.warmup_steps steps, or the share
-    config.warmup_ratio of all. Linear and cosine schedules end at peak * config.min_ratio after total_steps; a constant
-    one stays at the peak. cosine_with_restarts has config.cycles cosines, each from the peak, as in transformers.
-    """
+    config.zero_start step 0 has 0 and step n the peak. The warm-up has the share config.warmup_ratio of all steps,
+    rounded, or, if that is None, config.warmup_steps steps. Linear and cosine schedules end at peak * config.min_ratio
+    after total_steps; a constant one stays at the peak. cosine_with_restarts has config.cycles cosines, each from the
+    peak to peak * config.min_ratio, as in transformers."""
     warmup = config.warmup_steps
     if config.warmup_ratio is not None:
         warmup = round(config.warmup_ratio * total_steps)
@@ -66,8 +68,8 @@ def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int
 
 
 def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.Schedule:
-    """The schedule of `cycles` equal cosines over `steps` steps, each from `peak` to peak * min_ratio, where the rate
-    stays after the last one."""
+    """The schedule of `cycles` equal cosines over `steps` steps, each from `peak` to peak * min_ratio, at which the
+    rate stays after the last one. steps: those after the warm-up, from which the schedule counts."""
 
     def rate(step):
         """The learning rate at `step`, an int or int array, counted from the begin of the first cosine."""
