@@ -296,6 +296,17 @@ def test_a_generation_that_serves_several_steps_is_resumed():
     np.testing.assert_array_equal(batches[2].extra[OLD_LOGPS], batches[0].extra[OLD_LOGPS])
 
 
+def test_old_log_probabilities_are_those_of_the_model_that_sampled():
+    """For every step of a generation, as in TRL: each step before has changed the model."""
+    objective = GRPO.of(**settings(num_iterations=2, steps_per_generation=2))
+    source = source_of(objective, score=lambda model, batch: np.full(batch.tokens.shape, float(model.number)))
+    model = tiny_model()
+    for step in range(6):
+        model.number = step
+        found = source.batch_at(step, lambda: model).extra[OLD_LOGPS]
+        np.testing.assert_array_equal(found, 0.0 if step < 4 else 4.0)
+
+
 @pytest.mark.parametrize(
     "options, told",
     [

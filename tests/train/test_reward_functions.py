@@ -85,6 +85,29 @@ def test_a_missing_column_of_an_async_function_is_an_error_of_it():
     assert np.isnan(RewardFunctions.of([right], errors="skip")(some())).all()
 
 
+def test_a_function_that_ends_python_has_failed():
+    def leaves(completions, **columns):
+        raise SystemExit(3)
+
+    async def leaves_later(completions, **columns):
+        raise SystemExit(3)
+
+    for function in (leaves, leaves_later):
+        with pytest.raises(RewardError, match=f"{function.__name__} failed: .*SystemExit: 3"):
+            RewardFunctions.of([function])(some())
+
+
+def test_a_file_with_dataclasses(tmp_path):
+    """They look up their module by its name."""
+    (tmp_path / "own.py").write_text(
+        "from __future__ import annotations\nimport dataclasses, pickle\n\n"
+        "@dataclasses.dataclass\nclass Rule:\n    reward: float\n\n"
+        "def good(completions, **columns):\n"
+        "    return [pickle.loads(pickle.dumps(Rule(7.0))).reward] * len(completions)\n"
+    )
+    np.testing.assert_array_equal(RewardFunctions.named([f"{tmp_path / 'own.py'}:good"])(some()), [[7]] * 3)
+
+
 def test_a_function_that_takes_too_long_is_named():
     def slow(completions, **columns):
         time.sleep(30)

@@ -30,6 +30,7 @@ from jaxtune.train.objectives.rollout_function import RolloutFunction
 from jaxtune.train.objectives.rollouts import SampledAnswers
 from jaxtune.train.objectives.tool_formats import Call, ToolFormat
 from jaxtune.train.objectives.tools import Tools
+from jaxtune.train.objectives.user_functions import EventLoop
 from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
@@ -233,6 +234,30 @@ def test_tools_are_called_and_their_failures_are_answers():
     assert found.failures == 4
     assert [message["name"] for message in found.messages][:2] == ["later", "multiply"]
     assert [schema["function"]["name"] for schema in tools.schemas({})] == ["multiply", "later", "slow", "fails"]
+
+
+def test_a_tool_that_ends_python_is_a_failure_of_its_own():
+    """Such as one that runs what a model wrote, `sys.exit()` among it."""
+
+    def leave() -> str:
+        """Leaves."""
+        raise SystemExit(3)
+
+    async def leave_later() -> str:
+        """Leaves later."""
+        await asyncio.sleep(0)
+        raise SystemExit(4)
+
+    with EventLoop() as loop:
+        tools = Tools([leave, leave_later, multiply])
+        calls = Call("leave", {}), Call("leave_later", {}), Call("multiply", {"a": 6, "b": 7})
+        found = loop.run(tools.answer(calls, tools.of(None))).result(20)
+    assert [message["content"] for message in found.messages] == [
+        "{'error': 'SystemExit: 3'}",
+        "{'error': 'SystemExit: 4'}",
+        "42",
+    ]
+    assert found.failures == 2
 
 
 def test_environments_are_reset_for_each_answer_and_used_again():

@@ -80,8 +80,8 @@ class SampledAnswers(BatchSource):
       length: the number of tokens in a row.
       seed: of sampling and of the order of prompts.
       rows_multiple: the number of rows in a step is a multiple of it, so that devices can share them.
-      score: computes the log-probabilities of a batch's tokens under the model that it is given: the one before the
-        first step that trains on these answers. If it is not None, batches have them in `Batch.extra[OLD_LOGPS]`.
+      score: computes the log-probabilities of a batch's tokens under the model that it is given: the one that
+        sampled them. If it is not None, batches have them in `Batch.extra[OLD_LOGPS]`.
       reference: computes the log-probabilities of a batch's tokens under the frozen reference of the model that it is
         given. If it is not None, batches have them in `Batch.extra[REFERENCE_LOGPS]`, unless `penalises`.
       penalises: what `reference` is for. True: `advantages` gets the answers' divergences from the reference, and
@@ -191,7 +191,7 @@ class SampledAnswers(BatchSource):
         """Returns the batch of `step` (from 0). The first step of a generation (the steps that use the answers of one
         round of sampling) samples its answers and calls the reward functions; the other steps use answers that were
         sampled then. A second call for the latest step returns the same batch. model: returns the model as it is before
-        the step; it samples the answers, and computes OLD_LOGPS (when a part of the answers is first used) and
+        the step; it samples the answers, and computes OLD_LOGPS (of the whole generation, when it is sampled) and
         REFERENCE_LOGPS (packed_answers.py) if batches have them. None is enough if nothing must be sampled or computed.
         Raises RewardError if a reward function fails, and ConfigError if the answers do not fit into the rows, or as
         `answering` does."""
@@ -200,14 +200,14 @@ class SampledAnswers(BatchSource):
         number, within = divmod(step, self.settings.steps)
         if self._generation is None or self._generation[0] != number:
             assert model is not None, "sees_model is True, so the model is given"
-            self._generation, self._old = (number, self._sampled(number, step, model())), {}
-        answers = self._generation[1]
+            self._generation = number, self._sampled(number, step, model())
+            if self._score is not None:  # of all parts now, as each step changes the model
+                parts = range(self.settings.steps_per_generation)
+                self._old = {part: self._score(model(), self._part(part)) for part in parts}
         part = within % self.settings.steps_per_generation
-        own = answers[part * self.answers_per_step : (part + 1) * self.answers_per_step]
-        counted = sum(self.rows.counted(answer) for answer in answers)
-        batch = self.rows.packed(own, counted / self.settings.steps_per_generation)
+        batch = self._part(part)
         if self._score is not None:
-            if part not in self._old:
+            if part not in self._old:  # resumed from a checkpoint of an older jaxtune, which computed them here
                 assert model is not None
                 self._old[part] = self._score(model(), batch)
             batch.extra[OLD_LOGPS][:] = self._old[part]
@@ -219,6 +219,15 @@ class SampledAnswers(BatchSource):
         self._made = step, batch
         return batch
 
+    def _part(self, part: int) -> Batch:
+        """The rows of one part of the current generation's answers, that of its step number `part` (from 0) and of the
+        later steps that train on the same ones, without OLD_LOGPS and REFERENCE_LOGPS."""
+        assert self._generation is not None
+        answers = self._generation[1]
+        own = answers[part * self.answers_per_step : (part + 1) * self.answers_per_step]
+        counted = sum(self.rows.counted(answer) for answer in answers)
+        return self.rows.packed(own, counted / self.settings.steps_per_generation)
+
     def sources_at(self, step: int) -> list[str]:
         """Returns one text, "answers sampled for step N", for any step, because sampled answers have no file and line.
         The run's monitor prints it when the update of a step is skipped because its loss or gradient is not finite."""
@@ -228,7 +237,7 @@ class SampledAnswers(BatchSource):
         """The answers of the current generation (round of sampling) if `step` uses them too, with their
         log-probabilities, as JSON for a checkpoint, so that a resumed run need not sample them again: {"generation":
         its number, "answers": each as `Answer.to_json`, "old": {"0", "1", ...: the OLD_LOGPS of that part of the
-        answers, [rows, length]}, for the parts on which a step has trained}. None if `step` samples a new generation,
+        answers, [rows, length]}}. None if `step` samples a new generation,
         or nothing was sampled yet."""
         if step % self.settings.steps == 0 or self._generation is None:
             return None

@@ -38,7 +38,7 @@ from typing import Protocol
 from jaxtune.train.config import ConfigError
 from jaxtune.train.objectives.reward_functions import Message, RewardFunction, RewardFunctions, Turns, unique
 from jaxtune.train.objectives.tool_formats import Call, Schemas
-from jaxtune.train.objectives.user_functions import arguments, in_thread, is_async, load_from_file
+from jaxtune.train.objectives.user_functions import arguments, awaited, in_thread, is_async, load_from_file
 
 ENVIRONMENT = "environment"  # the column that selects a row's environment where there are several
 ENVIRONMENTS = "environments"  # the argument by which reward functions get the answers' environments
@@ -246,7 +246,10 @@ class Tools:
         try:
             if tool is None:
                 raise ValueError(f"Tool {call.name} not found.")
-            waiting = tool(**call.arguments) if is_async(tool) else asyncio.wrap_future(in_thread(tool, call.arguments))
+            if is_async(tool):
+                waiting = awaited(tool(**call.arguments))
+            else:
+                waiting = asyncio.wrap_future(in_thread(tool, call.arguments))
             return str(await asyncio.wait_for(waiting, self.timeout_seconds)), False
         except TimeoutError as error:
             limit = f"{call.name} took longer than {self.timeout_seconds} s"

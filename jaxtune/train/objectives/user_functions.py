@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from jaxtune.train.config import ConfigError
 
 def load_from_file(name: str, key: str) -> Callable:
     """The function or class that a recipe names as `file.py:name`, such as a reward function or a tool. Each call runs
-    the file anew, as a module that is not in sys.modules.
+    the file anew, as the module jaxtune_user_NAME, which dataclasses and pickle look up in sys.modules.
 
     Args:
       name: the name; a relative path is looked for in the current folder, as the recipe's other paths are.
@@ -36,9 +37,11 @@ def load_from_file(name: str, key: str) -> Callable:
     spec = importlib.util.spec_from_file_location(f"jaxtune_user_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[spec.name]
         raise ConfigError(f"{key}: {file} does not run: {in_words(error)}") from error
     found = getattr(module, wanted, None)
     if not callable(found):
@@ -103,9 +106,18 @@ class EventLoop:
 
         async def call() -> object:
             """Calls the async function in the event loop, so that an error of the call itself is the future's too."""
-            return await called(function)(**given)
+            return await awaited(called(function)(**given))
 
         return self.run(call()) if is_async(function) else in_thread(function, given)
+
+
+async def awaited(coroutine: Awaitable[object]) -> object:
+    """Awaits a coroutine of the user's code in the event loop, and returns its result. A SystemExit in it, which would
+    end the event loop's thread, is raised as a RuntimeError; `in_thread` does the same."""
+    try:
+        return await coroutine
+    except SystemExit as error:
+        raise RuntimeError(in_words(error)) from error
 
 
 def in_thread(function: Callable, given: Mapping[str, object]) -> Future:
@@ -120,6 +132,8 @@ def in_thread(function: Callable, given: Mapping[str, object]) -> Future:
         """Calls the user's function in the thread, and gives what it returns or raises to the future."""
         try:
             result.set_result(function(**given))
+        except SystemExit as error:  # of the function, and not of the run
+            result.set_exception(RuntimeError(in_words(error)))
         except BaseException as error:
             result.set_exception(error)
 
