@@ -9,6 +9,7 @@ import pytest
 
 from jaxtune.profile import ceilings, device
 from jaxtune.profile.device import Ceilings, cache_file, known_ceilings
+from jaxtune.profile.report import _kernels
 from jaxtune.profile.roofline import floor_ns, losses
 from jaxtune.profile.trace import KERNEL, TO_DEVICE, Event
 
@@ -91,6 +92,7 @@ def test_unknown_devices_have_no_ceilings(device):
 
 
 DEVICE = Ceilings("made up", gemm_bf16_tflops=500, gemm_fp8_tflops=1000, copy_tbps=4.0)
+NO_FP8 = Ceilings("made up", gemm_bf16_tflops=500, gemm_fp8_tflops=0, copy_tbps=4.0)  # as the sheet of an A100
 
 
 def test_least_time_of_a_product():
@@ -99,25 +101,42 @@ def test_least_time_of_a_product():
     for dtype in ("f32", "float", "float32"):  # by XLA and by torch
         assert floor_ns(5e9, 4e6, dtype, DEVICE) == (pytest.approx(20_000), "compute")
     assert floor_ns(5e9, 4e8, "bf16", DEVICE) == (pytest.approx(100_000), "memory")
+    assert floor_ns(5e9, 4e6, "s8", NO_FP8) == (pytest.approx(1_000), "")
+
+
+def event(
+    ms, category, *, flops=0.0, moved=0.0, phase="forward", scope="layer/mlp", kind=KERNEL, dtype="bf16"
+) -> Event:
+    return Event(
+        0.0,
+        ms * 1e6,
+        "k",
+        "s",
+        kind,
+        category,
+        scope,
+        phase,
+        dtype=dtype,
+        flops=flops,
+        moved_bytes=moved,
+        self_ns=ms * 1e6,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["f8e4m3fn", "s8", "c10::Float8_e4m3fn"])
+@pytest.mark.parametrize("category", ["GEMM", "attention", "MoE"])
+def test_a_kernel_whose_ceiling_is_unknown_loses_nothing(category, dtype):
+    unknown = event(1, category, flops=1e11, moved=1e3, dtype=dtype)
+    assert losses([unknown], 1, 0.0, NO_FP8) == []
+    assert losses([unknown, event(1, category)], 1, 0.0, NO_FP8) == []  # with a helper, which has no FLOPs
+    (found,) = losses([unknown, event(2, category, flops=5e11)], 1, 0.0, NO_FP8)
+    assert (found.what, found.won_ms) == (category, pytest.approx(1))  # that of bf16
+    assert "ceiling is 500 in bf16, unknown in FP8 (" in found.text
+    (row,) = _kernels([unknown], 1, NO_FP8)
+    assert (row.bound, row.of_ceiling) == ("", 0.0)
 
 
 def test_losses_are_ranked_and_count_each_moment_once():
-    def event(ms, category, *, flops=0.0, moved=0.0, phase="forward", scope="layer/mlp", kind=KERNEL):
-        return Event(
-            0.0,
-            ms * 1e6,
-            "k",
-            "s",
-            kind,
-            category,
-            scope,
-            phase,
-            dtype="bf16",
-            flops=flops,
-            moved_bytes=moved,
-            self_ns=ms * 1e6,
-        )
-
     events = [
         event(10, "GEMM", flops=4e12, moved=1e6),  # 8 ms at the ceiling
         event(3, "GEMM", flops=1e9, moved=8e9),  # bound by memory
