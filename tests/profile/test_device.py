@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax
 import pytest
 
 from jaxtune.profile import ceilings, device
+from jaxtune.profile.data_sheets import known_devices, refusal
 from jaxtune.profile.device import Ceilings, cache_file, known_ceilings
 from jaxtune.profile.report import _kernels
 from jaxtune.profile.roofline import floor_ns, losses
@@ -89,6 +91,30 @@ def test_data_sheets(device, bf16, copy):
 @pytest.mark.parametrize("device", ["NVIDIA L400", "RTX 4090DX", "cpu", "", "TPU v5e"])
 def test_unknown_devices_have_no_ceilings(device):
     assert known_ceilings(device) is None
+
+
+# Names that nvidia-smi or a user has for cards of compute capability 5.2 to 7.5.
+OLD = """Tesla M60, Tesla P4, Tesla P6, Tesla P40, Tesla P100-PCIE-16GB, Tesla V100-SXM2-32GB, Tesla V100S-PCIE-32GB,
+Tesla T4, NVIDIA T4G, NVIDIA T1000 8GB, NVIDIA GeForce GTX 980 Ti, NVIDIA GeForce GTX 1050, GTX 1070 Ti,
+NVIDIA GeForce GTX 1080, gtx 1080ti, NVIDIA GeForce GTX 1650 SUPER, NVIDIA GeForce GTX 1660 Ti with Max-Q Design,
+NVIDIA GeForce GTX TITAN X, NVIDIA TITAN X (Pascal), NVIDIA TITAN Xp, NVIDIA TITAN V, NVIDIA TITAN RTX,
+NVIDIA GeForce RTX 2060, NVIDIA GeForce RTX 2070 SUPER, NVIDIA GeForce RTX 2080 Ti, Quadro P6000, Quadro GP100,
+Quadro GV100, Quadro T2000, Quadro RTX 3000, Quadro RTX 4000, Quadro RTX 8000, V100, T4, P4"""
+
+
+@pytest.mark.parametrize("device", re.split(r",\s+", OLD))
+def test_cards_before_ampere_are_refused(device):
+    assert "is older than compute capability 8.0" in (refusal(device) or "")
+
+
+def test_the_card_is_named_as_far_as_it_matters():
+    assert refusal("NVIDIA GeForce RTX 2080 Ti").startswith("RTX 2080 Ti is older")
+    assert refusal("Tesla P100-PCIE-16GB").startswith("P100 is older")
+
+
+def test_cards_since_ampere_are_not_refused():
+    others = ("NVIDIA GeForce RTX 2050", "NVIDIA RTX 4000 SFF Ada Generation", "NVIDIA A2", "NVIDIA RTX A400", "cpu")
+    assert [name for name in (*known_devices(), *others, "NVIDIA Quadro RTX A6000") if refusal(name)] == []
 
 
 DEVICE = Ceilings("made up", gemm_bf16_tflops=500, gemm_fp8_tflops=1000, copy_tbps=4.0)
