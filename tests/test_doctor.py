@@ -50,6 +50,14 @@ def test_a_driver_that_fails_is_wrong(monkeypatch, tmp_path):
     assert finding.state == "wrong" and "Driver/library version mismatch" in finding.what
 
 
+@pytest.mark.parametrize("text", ["", " ", "\\n \\n"])
+@pytest.mark.parametrize("code", [0, 9])
+def test_an_nvidia_smi_that_says_nothing_is_wrong(monkeypatch, tmp_path, text, code):
+    tell_of(monkeypatch, tmp_path, text, code)
+    finding = doctor._driver(doctor._nvidia_smi())
+    assert finding.state == "wrong" and f"it says nothing and exits with {code}" in finding.what
+
+
 def test_a_gpu_that_jax_does_not_use_is_wrong(monkeypatch, tmp_path, capsys):
     tell_of(monkeypatch, tmp_path, "NVIDIA H200, 580.65.06, 143771, 500")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
