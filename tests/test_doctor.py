@@ -111,3 +111,25 @@ def test_a_wrong_kernel_is_found(monkeypatch):
     )
     finding = doctor._attention()
     assert finding.state == "wrong" and "jaxtune info --kernels" in finding.fix
+
+
+@pytest.mark.parametrize("of", [0, 1, 2], ids=["query", "key", "value"])
+def test_a_kernel_with_a_gradient_that_is_no_number_is_found(monkeypatch, of):
+    from jaxtune.pallas import attention as package
+
+    @jax.custom_vjp
+    def broken(array):
+        return array
+
+    broken.defvjp(lambda array: (array, None), lambda _, gradient: (gradient * float("nan"),))
+    whole = package.attention
+
+    def attention(*arrays, scale, implementation=None):
+        given = list(arrays)
+        if implementation is None:
+            given[of] = broken(given[of])
+        return whole(*given, scale=scale, implementation=implementation)
+
+    monkeypatch.setattr(package, "attention", attention)
+    finding = doctor._attention()
+    assert finding.state == "wrong" and "within nan of float32's" in finding.what
