@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -165,6 +166,25 @@ def test_help_of_the_commands(capsys):
             cli.main([name, "--help"])
         assert caught.value.code == 0
         assert capsys.readouterr().out.startswith(f"usage: jaxtune {name}")
+
+
+def test_abbreviated_options_are_refused(capsys, monkeypatch):
+    """By each command, and each command of a command: --hel is not --help."""
+    commands = [[name] for name in cli.COMMANDS]
+    add = argparse._SubParsersAction.add_parser
+
+    def noted(self, name, **options):
+        if [command[0], name] not in commands:
+            commands.append([command[0], name])
+        return add(self, name, **options)
+
+    monkeypatch.setattr(argparse._SubParsersAction, "add_parser", noted)
+    for command in commands:  # to which the loop adds
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*command, "--hel"])
+        assert caught.value.code == 2, command
+        assert "error:" in capsys.readouterr().err
+    assert ["profile", "ceilings"] in commands
 
 
 def test_info(capsys):

@@ -122,8 +122,11 @@ def test_a_kill_leaves_whole_lines(model):
         ('{"question": "w1"}\n', "prompts.jsonl:1: each line must be an object with either 'messages' or 'prompt'"),
         ('{"prompt": "w1", "answer": 3}\n', "prompts.jsonl:1 has a column 'answer'"),
         ("\n", "has no prompts"),
-        ('{"prompt": 3}\n', "prompts.jsonl:1: a prompt must be a text, or a list of messages"),
-        ('{"messages": [{"content": "w1"}]}\n', "prompts.jsonl:1: a prompt must be a text, or a list of messages"),
+        ('{"prompt": 3}\n', "prompts.jsonl:1: 'prompt' must be a text, or a list of messages with role and content"),
+        *(
+            (f'{{"messages": {messages}}}\n', "prompts.jsonl:1: 'messages' must be a list of messages with role and ")
+            for messages in ('[{"content": "w1"}]', '"w1"', "3", "null", "[]")
+        ),
         (json.dumps({"prompt": "w1 " * 60}), "62 tokens and --max-new-tokens 5 are more than the model's 64 positions"),
     ],
 )

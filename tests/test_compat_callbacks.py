@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from jaxtune.compat import EarlyStoppingCallback, SFTConfig, SFTTrainer, TrainerCallback
 from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState
@@ -259,6 +260,15 @@ def test_callbacks_are_managed_and_checked(folder, tmp_path):  # noqa: F811
         trainer.add_callback(Within())
     trainer.add_callback(EarlyStoppingCallback())
     with pytest.raises(ValueError, match="EarlyStoppingCallback: metric_for_best_model = None"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("strategy", ["no", IntervalStrategy.NO, SaveStrategy.NO])
+def test_early_stopping_without_evaluations_is_refused(folder, tmp_path, strategy):  # noqa: F811
+    """However transformers lets a script say that there are none."""
+    settings = dict(eval_strategy=strategy, metric_for_best_model="eval_loss")
+    trainer = trainer_of(folder, tmp_path, [EarlyStoppingCallback()], **settings)
+    with pytest.raises(ValueError, match="EarlyStoppingCallback: eval_strategy = 'no'"):
         trainer.train()
 
 

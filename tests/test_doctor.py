@@ -50,6 +50,14 @@ def test_a_driver_that_fails_is_wrong(monkeypatch, tmp_path):
     assert finding.state == "wrong" and "Driver/library version mismatch" in finding.what
 
 
+@pytest.mark.parametrize("text", ["", " ", "\\n \\n"])
+@pytest.mark.parametrize("code", [0, 9])
+def test_an_nvidia_smi_that_says_nothing_is_wrong(monkeypatch, tmp_path, text, code):
+    tell_of(monkeypatch, tmp_path, text, code)
+    finding = doctor._driver(doctor._nvidia_smi())
+    assert finding.state == "wrong" and f"it says nothing and exits with {code}" in finding.what
+
+
 def test_a_gpu_that_jax_does_not_use_is_wrong(monkeypatch, tmp_path, capsys):
     tell_of(monkeypatch, tmp_path, "NVIDIA H200, 580.65.06, 143771, 500")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -103,3 +111,25 @@ def test_a_wrong_kernel_is_found(monkeypatch):
     )
     finding = doctor._attention()
     assert finding.state == "wrong" and "jaxtune info --kernels" in finding.fix
+
+
+@pytest.mark.parametrize("of", [0, 1, 2], ids=["query", "key", "value"])
+def test_a_kernel_with_a_gradient_that_is_no_number_is_found(monkeypatch, of):
+    from jaxtune.pallas import attention as package
+
+    @jax.custom_vjp
+    def broken(array):
+        return array
+
+    broken.defvjp(lambda array: (array, None), lambda _, gradient: (gradient * float("nan"),))
+    whole = package.attention
+
+    def attention(*arrays, scale, implementation=None):
+        given = list(arrays)
+        if implementation is None:
+            given[of] = broken(given[of])
+        return whole(*given, scale=scale, implementation=implementation)
+
+    monkeypatch.setattr(package, "attention", attention)
+    finding = doctor._attention()
+    assert finding.state == "wrong" and "within nan of float32's" in finding.what

@@ -9,6 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxtune.system import terminal
 from jaxtune.system.terminal import PrintableFormatter, console, fitted, plain, printable, say
 
 ANY_TEXT = st.text(st.characters())  # surrogates too
@@ -71,3 +72,17 @@ def test_sentences_are_broken_at_spaces_on_a_terminal_only():
         "    /a/path/that/is/longer/than/the/line,",
         "    up",
     ]
+
+
+def test_a_silent_process_still_writes_into_files_that_it_is_given(capsys, monkeypatch):
+    """As those from which a text is made, in each process of a run."""
+    monkeypatch.setattr(terminal, "_silent", False)  # restored at the end
+    terminal.be_silent()
+    out = io.StringIO()
+    console(file=out).print("of a console")
+    say("of say", file=out)
+    assert out.getvalue() == "of a console\nof say\n"
+    console().print("shown")
+    console(stderr=True).print("shown")
+    say("shown")
+    assert capsys.readouterr() == ("", "")

@@ -180,8 +180,9 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
       ValueError: the row has none of these forms, its text gives no token, its conversation has no message (without a
         last one of the assistant), it has a conversation where no chat template is applied, or the template refuses it.
     """
-    asked = row.get("messages", row.get("prompt"))
-    if isinstance(asked, str):
+    column = "messages" if "messages" in row else "prompt"
+    asked = row[column]
+    if column == "prompt" and isinstance(asked, str):
         if raw or not tokenizer.chat_template:
             ids = tokenizer(asked)["input_ids"]
             if not ids:
@@ -192,7 +193,8 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
     if right and asked and asked[-1]["role"] == "assistant":
         asked = asked[:-1]
     if not right or not asked:
-        raise ValueError(f"{place}: a prompt must be a text, or a list of messages with role and content")
+        text = "a text, or " if column == "prompt" else ""
+        raise ValueError(f"{place}: {column!r} must be {text}a list of messages with role and content")
     if raw or not tokenizer.chat_template:
         why = "--raw takes texts only" if raw else "the tokenizer has no chat template"
         raise ValueError(f"{place}: it has messages, and {why}: give a text as 'prompt'")

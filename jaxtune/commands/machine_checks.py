@@ -211,10 +211,10 @@ def _rates() -> Iterator[Finding]:
 
 def _attention() -> Finding:
     """Compares the implementation of attention that is chosen on this device with plain attention in float32, forward
-    and backward, on small packed rows. The finding is "wrong" if a result is off by 2 % or more in norm, else "ok".
-    "ok" says that attention computes correctly here, but not that a hand-written kernel does: one that does not compile
-    or is wrong is refused at its first use (dispatch.first_use), and another implementation, perhaps plain attention in
-    16 bits, is then chosen and compared."""
+    and backward, on small packed rows. The finding is "wrong" if a result is off by 2 % or more in norm or has a NaN,
+    else "ok". "ok" says that attention computes correctly here, but not that a hand-written kernel does: one that does
+    not compile or is wrong is refused at its first use (dispatch.first_use), and another implementation, perhaps plain
+    attention in 16 bits, is then chosen and compared."""
     import jax
     import jax.numpy as jnp
 
@@ -239,11 +239,12 @@ def _attention() -> Finding:
     started = time.monotonic()
     wide = [array.astype(jnp.float32) for array in (query, key, value)]
     errors = [
-        float(jnp.linalg.norm(ours.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
+        jnp.linalg.norm(ours.astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
         for ours, expected in zip(run(None, query, key, value), run("reference", *wide), strict=True)
     ]
+    largest = float(jnp.stack(errors).max())  # NaN if one of them is, unlike Python's max
     took = time.monotonic() - started
-    what = f"attention: forward and backward within {max(errors):.1e} of float32's (0.02 is allowed), in {took:.1f} s"
-    if not max(errors) < 0.02:
+    what = f"attention: forward and backward within {largest:.1e} of float32's (0.02 is allowed), in {took:.1f} s"
+    if not largest < 0.02:
         return Finding("wrong", what, f"please report it with the output of: {spelled('info --kernels')}")
     return Finding("ok", what)

@@ -37,7 +37,8 @@ def run(arguments: Sequence[str]) -> int | None:
     for command in (shown, compared):
         command.add_argument("--json", metavar="FILE", help="also write the tables as JSON")
         command.add_argument("--html", metavar="FILE", help="also write one self-contained page")
-    measured = commands.add_parser("ceilings", help="GEMM, copy, host link and launch rates, measured once and cached")
+    measured_help = "GEMM, copy, host link and launch rates, measured once and cached"
+    measured = commands.add_parser("ceilings", help=measured_help, allow_abbrev=False)
     measured.add_argument("--remeasure", action="store_true", help="measure again")
     options = parser.parse_args(arguments)
 

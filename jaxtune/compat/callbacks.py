@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.compat.model import CompatModel
+from jaxtune.compat.settings import plain_value
 from jaxtune.models.decoder import Decoder
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Between, Callback
@@ -169,7 +170,7 @@ class EarlyStoppingCallback(TrainerCallback):
             raise ValueError(
                 "EarlyStoppingCallback: metric_for_best_model = None: name what is watched, such as 'eval_loss'"
             )
-        if str(args.eval_strategy) == "no":
+        if plain_value(args.eval_strategy) == "no":
             raise ValueError("EarlyStoppingCallback: eval_strategy = 'no': set it to 'steps' or 'epoch'")
         self.early_stopping_patience_counter = 0
 
@@ -225,8 +226,7 @@ def is_better(args: Any, value: float, best: float | None) -> bool:
     return not np.isnan(value) and (best is None or (value > best if greater else value < best))
 
 
-# Events within the compiled step, where no callback can be called.
-_WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
+_WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")  # events that cannot be called
 
 
 def checked(callback: Any) -> Any:

@@ -46,23 +46,13 @@ def _data_sheets() -> dict[str, DataSheet]:
 
 DATA_SHEETS = _data_sheets()
 
-# Devices of compute capability 6.x and 7.x, which are refused; the list is not complete.
-_TOO_OLD = (
-    "T4",
-    "V100",
-    "V100S",
-    "T4G",
-    "TITAN V",
-    "TITAN RTX",
-    "RTX 2060",
-    "RTX 2070",
-    "RTX 2080",
-    "RTX 2080 Ti",
-    "Quadro RTX 5000",
-    "Quadro RTX 6000",
-    "Quadro RTX 8000",
-    "P100",
-    "P40",
+# Names of devices of compute capability below 8.0, which are refused. Every GTX and TITAN is one, and no RTX 2050 is.
+_TOO_OLD = re.compile(
+    r"""(?<![A-Z0-9])(?:
+        GTX\ \d+M?(?:\ ?(?:Ti|SUPER))? | TITAN(?:\ (?:Xp|X|V|RTX))? | RTX\ 20[678]0(?:\ (?:Ti|SUPER))?
+        | Quadro\ (?:RTX\ [34568]000|[A-Z]{1,2}\d+) | [KM][1-8]0 | P4 | P6 | P40 | P100 | V100S? | T4G? | T[1-6]\d?00
+    )(?![A-Z0-9])""",
+    re.IGNORECASE | re.VERBOSE,
 )
 
 
@@ -80,11 +70,11 @@ def data_sheet(device: str) -> DataSheet | None:
 
 def refusal(device: str) -> str | None:
     """The reason, a sentence for users, why jaxtune does not run on a device of this name, if the name contains that of
-    a card in _TOO_OLD, such as V100, T4 or RTX 2080, whose compute capability is below 8.0. None for every other name,
-    also for an older card that is not in that list. `jaxtune doctor` and the planner ask it."""
-    if (name := _name_in(device, _TOO_OLD)) is not None:
+    an NVIDIA card before Ampere, such as V100, T4, GTX 1080 or RTX 2080, whose compute capability is below 8.0
+    (_TOO_OLD). None for every other name. `jaxtune doctor` and the planner ask it."""
+    if (found := _TOO_OLD.search(device)) is not None:
         return (
-            f"{name} is older than compute capability 8.0 (Ampere): it has no bfloat16 products, and none of the "
+            f"{found[0]} is older than compute capability 8.0 (Ampere): it has no bfloat16 products, and none of the "
             "kernels runs there"
         )
     return None

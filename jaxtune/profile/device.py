@@ -272,5 +272,6 @@ def nvidia_smi(*fields: str, units: bool = True) -> dict[str, str] | None:
     lines = done.stdout.strip().splitlines()
     values = [value.strip() for value in lines[0].split(",")] if lines else []
     if done.returncode != 0 or len(values) != len(fields):
-        return {"error": (done.stderr or done.stdout).strip().splitlines()[0] if done.stderr or done.stdout else "?"}
+        said = done.stderr.strip() or done.stdout.strip() or f"it says nothing and exits with {done.returncode}"
+        return {"error": said.splitlines()[0]}
     return dict(zip(fields, values, strict=True))

@@ -310,8 +310,8 @@ def _shape(proto: Any) -> Shape:
 
 def flops(instruction: Instruction) -> int:
     """FLOPs of the products in an instruction, two for each multiply-add, for the report's TFLOP/s; 0 where shapes do
-    not tell. Products are dots, library calls with "matmul" in the target, and those inside a fusion. A cuDNN attention
-    call counts 2 products of length x length a head in the forward, 5 in the backward, half if its mask is causal;
+    not tell. Products are those of is_gemm, and those inside a fusion. A cuDNN attention call counts 2 products of
+    length x length a head in the forward, 5 in the backward, half if its mask is causal;
     packed rows count as one document each, which is too much. Of Pallas kernels only Mosaic's `grouped_matmul` and
     `fp8_matmul` count (x [., K] is the first operand, [rows, N] the result, rows that fill up tiles included); others,
     attention among them, are 0."""
@@ -322,7 +322,7 @@ def flops(instruction: Instruction) -> int:
         return 2 * math.prod(out[-2:]) * operands[0].dims[-1] if named and operands else 0
     if instruction.opcode == "dot":
         return _dot_flops(instruction.shape, operands, instruction.contracting)
-    if "matmul" in instruction.target:
+    if instruction.is_gemm:
         contracting = _cublas_contracting(instruction)
         return _dot_flops(_first(instruction.shape), operands, contracting)
     if instruction.target.startswith("__cudnn$fmha"):
@@ -331,7 +331,7 @@ def flops(instruction: Instruction) -> int:
         module = instruction.computation and instruction.computation.module
         if module is not None:
             inner = (i for id in instruction.called for i in module.computation(id).instructions)
-            return sum(flops(i) for i in inner if i.opcode in ("dot", "fusion") or "matmul" in i.target)
+            return sum(flops(i) for i in inner if i.is_gemm or i.opcode == "fusion")
     return 0
 
 
@@ -386,8 +386,8 @@ def moved_bytes(instruction: Instruction) -> int:
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0
-    if instruction.shape.parts and "matmul" in instruction.target:
-        workspace = instruction.shape.parts[-1].num_bytes  # cuBLASLt's scratch, declared as an s8 output
+    if instruction.shape.parts and instruction.is_gemm:
+        workspace = instruction.shape.parts[-1].num_bytes  # cuBLAS's scratch, declared as an s8 output
     total = max(instruction.shape.num_bytes - workspace, 0)
     shapes = instruction.operand_shapes
     module = instruction.computation and instruction.computation.module

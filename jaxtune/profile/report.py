@@ -173,7 +173,8 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
     """Makes a KernelRow for the calls of each kernel, by its shortened name (`readable`), with the same category,
     scope, phase and shape; those with the most ms come first. Rates and `of_ceiling` are over the time that is booked
     on the calls (self_ns). `bound` and `of_ceiling` stay "" and 0 if that time is 0, if neither FLOPs nor bytes are
-    known, and for transfers; of the rates, these have `tbps` only, over their whole duration.
+    known, if the device's rate for these FLOPs is unknown, and for transfers; of the rates, these have `tbps` only,
+    over their whole duration.
 
     Args:
       events: the Events of all `num_steps` steps.
@@ -199,7 +200,7 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
             row.tflops, row.tbps = flops / total_ns / 1e3, moved / total_ns / 1e3
             if ceilings is not None and (flops or moved):
                 least, row.bound = floor_ns(flops, moved, members[0].dtype, ceilings)
-                row.of_ceiling = least / total_ns
+                row.of_ceiling = least / total_ns if row.bound else 0.0
         rows.append(row)
     return sorted(rows, key=lambda row: -row.ms)
 

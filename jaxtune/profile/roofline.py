@@ -58,11 +58,14 @@ def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -
         all others, unknown ones included: bf16).
       ceilings: the device's rates; one that is 0 (unknown) limits nothing.
     Returns:
-      (the time in ns, "compute" if its FLOPs take longer, as is also said if both times are equal, else "memory")
+      (the time in ns, "compute" if its FLOPs take longer, as is also said if both times are equal, else "memory"; "" if
+        it has FLOPs and their rate is unknown, and then the time is that of its bytes)
     """
     _, peak = product_ceiling(dtype, ceilings)
-    compute = flops / (peak * 1e3) if peak else 0.0
     memory = moved_bytes / (ceilings.copy_tbps * 1e3) if ceilings.copy_tbps else 0.0
+    if flops and not peak:
+        return memory, ""
+    compute = flops / (peak * 1e3) if flops else 0.0
     return max(compute, memory), "compute" if compute >= memory else "memory"
 
 
@@ -73,8 +76,8 @@ def losses(
     counts in one loss only. Large matrix products, attention and experts lose the time beyond the ceiling's, copies
     over the host link and collectives the time that the step waits for them, and all others their whole time: whatever
     is recomputed, thin products (limited by memory), passes over memory, and idle time. Matrix products, attention and
-    experts are no losses if all rates of the device are unknown (0). Nor is one of these three kinds if none of its
-    kernels has known FLOPs, as with Pallas attention.
+    experts lose nothing where the device's rate for their operands is unknown (0), such as that of FP8 on an A100. Nor
+    does one of these three kinds if none of its kernels has known FLOPs, as with Pallas attention.
 
     Args:
       events: those of the captured steps, with `self_ns` set.
@@ -144,9 +147,9 @@ def _kind(event: Event, ceilings: Ceilings) -> str:
 
 def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
     """The Loss of matrix products, attention or experts, with its sentence: the ms per step that would be saved if
-    these kernels ran at the device's ceiling. If the rate of bfloat16 is unknown (0) or no kernel of `events` has
-    FLOPs, that is 0, and the sentence says that it is unknown. If some have FLOPs, a kernel without, such as a helper,
-    counts whole; so does one whose own ceiling, such as that of FP8, is unknown.
+    these kernels ran at the device's ceiling. If no kernel of `events` has FLOPs and a known ceiling, that is 0, and
+    the sentence says that it is unknown. If some have, a kernel without FLOPs, such as a helper, counts whole, and one
+    whose own ceiling is unknown (0), such as that of FP8, not at all.
 
     Args:
       kind: "GEMM", "attention" or "MoE".
@@ -157,17 +160,20 @@ def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: floa
     """
     flops = sum(e.flops for e in events)
     rate = flops / sum(e.self_ns for e in events) / 1e3
-    # A kernel can be faster than a ceiling measured on another shape; then it loses nothing.
-    least = sum(min(e.self_ns, floor_ns(e.flops, 0.0, e.dtype, ceilings)[0]) for e in events)
-    won = ms - least * per_step
+    least = 0.0
     spent: dict[tuple[str, float], float] = collections.defaultdict(float)  # nanoseconds by ceiling
     for event in events:
+        floor, bound = floor_ns(event.flops, 0.0, event.dtype, ceilings)
+        # A kernel can be faster than a ceiling measured on another shape; then it loses nothing.
+        least += min(event.self_ns, floor) if bound else event.self_ns
         if event.flops:
             spent[product_ceiling(event.dtype, ceilings)] += event.self_ns
-    peaks = ", ".join(f"{peak:.0f} in {name}" for name, peak in sorted(spent, key=lambda ceiling: -spent[ceiling]))
+    won = ms - least * per_step
+    by_time = sorted(spent, key=lambda ceiling: -spent[ceiling])
+    peaks = ", ".join(f"{f'{peak:.0f}' if peak else 'unknown'} in {name}" for name, peak in by_time)
     text = f"{_PRODUCTS[kind]} {ms:.1f} ms at {rate:.0f} TFLOP/s, where the device's ceiling is "
     text += f"{peaks} ({ceilings.source}): {won:.1f} ms are won at that speed."
-    if not flops or not ceilings.gemm_bf16_tflops:
+    if not any(peak for _, peak in spent):
         won, text = 0.0, f"{_PRODUCTS[kind]} {ms:.1f} ms; what could be won is unknown."
     return Loss(kind, won, text)
 

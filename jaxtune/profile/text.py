@@ -21,8 +21,8 @@ _WIDE = 110  # a terminal with at least this many columns shows the kernels' sha
 
 
 def _console(width: int) -> Console:
-    """A rich Console of `width` columns that writes into a string, which `_text` returns. In a process that
-    terminal.be_silent has silenced it writes nothing."""
+    """A rich Console of `width` columns that writes into a string, which `_text` returns, also in a silent process
+    (terminal.be_silent)."""
     return terminal.console(file=io.StringIO(), width=width, soft_wrap=False)
 
 

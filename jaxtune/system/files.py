@@ -2,11 +2,11 @@
 (`atomic_write`), and removal of what a killed process left. A lock (`hold`) tells that from what a living process
 writes.
 
-`temporary_path` makes such names, and `remove_temporary` (`remove_left` for one path) removes what was left. There are
-also flushing to the disk (`sync`), errors of writing that name the file (`writing`), checksums of files
-(`fingerprints`), reading of regular files alone, where others may have put a pipe or a device in their place
-(`read_plain`), and the check that a run can write its folder (`require_makeable`). The module imports nothing of
-jaxtune, so every package may use it.
+`temporary_path` makes such names, `create_temporary` a locked file of such a name, and `remove_temporary`
+(`remove_left` for one path) removes what was left. There are also flushing to the disk (`sync`), errors of writing that
+name the file (`writing`), checksums of files (`fingerprints`), reading of regular files alone, where others may have
+put a pipe or a device in their place (`read_plain`), and the check that a run can write its folder
+(`require_makeable`). The module imports nothing of jaxtune, so every package may use it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,16 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
     """
     path = Path(path)
     data = data.encode() if isinstance(data, str) else data
-    temporary = temporary_path(path)
+    temporary, descriptor = create_temporary(path, mode)
     try:
-        with writing(path, len(data)):
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-            with open(descriptor, "wb") as file:
-                hold(descriptor)
-                file.write(data)
-                file.flush()
-                if durable:
-                    os.fsync(descriptor)
-                os.replace(
-                    temporary, path
-                )  # while it is locked, so that no process takes it for the leftover of a dead one
+        with writing(path, len(data)), open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(descriptor)
+            os.replace(
+                temporary, path
+            )  # while it is locked, so that no process takes it for the leftover of a dead one
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -68,9 +65,30 @@ def temporary_path(path: str | os.PathLike) -> Path:
     """Returns a new hidden path in the folder of `path`, for a file or folder that is renamed to `path` when it is
     complete. Nothing is created or locked. If the process is killed, what it wrote there stays; `remove_temporary`
     recognises it by the form of the name, .NAME.PROCESS-RANDOM.tmp. Where another process may clean the folder so, the
-    caller locks (`hold`) what it creates."""
+    caller locks (`hold`) what it creates; for a file, `create_temporary` does both."""
     path = Path(path)
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+def create_temporary(path: str | os.PathLike, mode: int = 0o666) -> tuple[Path, int]:
+    """Creates an empty file under a temporary name beside `path` (`temporary_path`) and locks it (`hold`), so that no
+    other process removes it as a leftover. The caller writes it, renames it to `path`, and then closes the descriptor,
+    which ends the lock.
+
+    Args:
+      path: what the file will be renamed to. The folder must exist.
+      mode: permissions of the file, less the process's umask.
+    Returns:
+      (the temporary path, a file descriptor for reading and writing)
+    Raises:
+      OSError: the file cannot be created.
+    """
+    while True:
+        temporary = temporary_path(path)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        if hold(descriptor) and os.fstat(descriptor).st_nlink:
+            return temporary, descriptor
+        os.close(descriptor)  # another process removes it, as a leftover, which it found before it was locked
 
 
 @contextlib.contextmanager

@@ -146,9 +146,9 @@ _silent = False
 
 
 def be_silent() -> None:
-    """From now on `say` without a `file`, progress bars, and consoles that are made later show nothing in this process.
-    `say` with a `file`, such as stderr, still prints. In a run of several processes all but the first call it when they
-    join, because the first prints for all."""
+    """From now on `say` and consoles that are made later, both without a `file`, and progress bars show nothing in this
+    process. `say` with a `file`, such as stderr, and consoles with one still print. In a run of several processes all
+    but the first call it when they join, because the first prints for all."""
     global _silent
     _silent = True
 
@@ -187,8 +187,10 @@ def console(**options: Any) -> Console:
     """Returns a rich Console for text from outside. In strings, [markup] and :emoji: are printed as they are, and
     numbers are not coloured; control characters in all that is drawn, such as tables' cells, become escapes
     (`printable`). If the process is silent (`be_silent`) when it is made, the console prints nothing, not even on
-    stderr. options: arguments of rich's Console, such as stderr=True, which win over these settings."""
-    as_text: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "quiet": _silent}
+    stderr, unless it has a `file`, such as one from which a text is made. options: arguments of rich's Console, such as
+    stderr=True or `file`, which win over these settings."""
+    quiet = _silent and options.get("file") is None
+    as_text: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "quiet": quiet}
     return _console_class()(**as_text | options)
 
 

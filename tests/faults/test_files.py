@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import resource
+import threading
 
 import pytest
 
@@ -50,6 +52,26 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
         (tmp_path / name).write_text("kept")
     remove_temporary(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_a_file_that_is_being_written_is_no_leftover(tmp_path):
+    """Not even in the moment between its creation and its lock: other processes clean the folder all the time."""
+    stopped = threading.Event()
+
+    def clean():
+        while not stopped.is_set():
+            remove_temporary(tmp_path)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        cleaning = [pool.submit(clean) for _ in range(3)]
+        try:
+            for number in range(1000):
+                atomic_write(tmp_path / "state", f"{number}", durable=False)
+                assert (tmp_path / "state").read_text() == f"{number}"
+        finally:
+            stopped.set()
+        assert [one.result() for one in cleaning] == [None] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_fingerprints(tmp_path):

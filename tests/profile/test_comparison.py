@@ -9,6 +9,7 @@ from programs import torch_trace
 
 from jaxtune.profile import compare, show
 from jaxtune.profile.comparison import region
+from jaxtune.system import terminal
 
 
 @pytest.fixture
@@ -95,6 +96,15 @@ def test_what_is_said_of_a_profile_is_said_of_it_in_a_comparison(base):
     notes = ["B: no shapes in it", "B has no tokens_per_step: steps are compared as they are"]
     assert compare(a, b).notes == notes
     assert all(f"note: {note}" in compare(a, b).to_text() for note in notes)
+
+
+def test_texts_are_made_in_silent_processes_too(base, monkeypatch):
+    """Those of a run of several are silent, but for the first."""
+    made = [show(base), compare(base, base)]
+    texts = [(one.to_text(), str(one)) for one in made]
+    monkeypatch.setattr(terminal, "_silent", False)  # restored at the end
+    terminal.be_silent()
+    assert [(one.to_text(), str(one)) for one in made] == texts
 
 
 def test_other_scopes_meet_in_regions(tmp_path, base):

@@ -228,8 +228,33 @@ ENTRY %main (a: bf16[64,32], b: bf16[32,16], c: bf16[4,64,16], d: s32[]) -> bf16
 """
 
 
-def test_a_vendor_product_inside_a_fusion_is_found():
-    module = parsed(_hlo.hlo_module_from_text(IN_PLACE).as_serialized_hlo_module_proto())
+# Beside cublasLt, XLA calls cuBLAS, oneDNN on a CPU, and cublasLt for FP8.
+VENDORS = ("__cublas$lt$matmul", "__cublas$gemm", "__onednn$matmul", "__cublas$lt$matmul$f8")
+
+
+@pytest.mark.parametrize("target", VENDORS)
+def test_a_vendor_product_counts_without_its_workspace(target):
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (a: bf16[64,32], b: bf16[32,16]) -> (bf16[64,16], s8[4096]) {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %b = bf16[32,16]{1,0} parameter(1)
+  ROOT %product = (bf16[64,16]{1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="TARGET",
+    backend_config={"gemm_backend_config":{"dot_dimension_numbers":
+      {"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+""".replace("TARGET", target)
+    module = parsed(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    (product,) = module.launches()
+    assert product.is_gemm
+    assert flops(product) == 2 * 64 * 32 * 16
+    assert moved_bytes(product) == 2 * (64 * 32 + 32 * 16 + 64 * 16)
+
+
+@pytest.mark.parametrize("target", VENDORS)
+def test_a_vendor_product_inside_a_fusion_is_found(target):
+    text = IN_PLACE.replace("__cublas$lt$matmul", target)
+    module = parsed(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
     (fusion,) = module.launches()
     assert flops(fusion) == 2 * 64 * 32 * 16
     launches = [Launch("nvjet_sm90_tst_192x176_64x4_1x2_h_bz_coopB_NNT", "command_buffer_1", False)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import re
@@ -111,6 +112,24 @@ def test_an_interrupted_run_continues_to_the_same_bits_from_the_stored_file(run,
     assert again.stored.phases(again.engine)
     shown = "".join(capsys.readouterr())
     assert f"{files[0]} is damaged" in shown.replace("\n", "") and shown.count("one pass over") == 1
+
+
+def test_other_runs_do_not_take_a_file_that_is_being_written_for_a_leftover(tmp_path):
+    """Runs that share a token cache clean it as they begin, at any moment of another's."""
+
+    def one_run(number: int) -> list[int]:
+        found = []
+        for round in range(20):
+            values = TeacherValues(dataset(TRAIN).documents, LENGTH, 2)
+            path = tmp_path / f"teacher_{number}_{round}.npy"
+            with stored_teachers._stored(path, values) as array:
+                array["ids"] = number
+            found.append(np.unique(stored_teachers._read(path, values, print)["ids"]).tolist())
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert list(pool.map(one_run, range(4))) == [[[number]] * 20 for number in range(4)]
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_two_devices_lead_where_one_leads(run, tmp_path):

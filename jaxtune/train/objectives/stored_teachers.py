@@ -29,7 +29,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.placement import partition
 from jaxtune.system import processes, shared_folders
-from jaxtune.system.files import fingerprints, hold, remove_left, temporary_path
+from jaxtune.system.files import create_temporary, fingerprints, remove_left
 from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError, TrainConfig
 from jaxtune.train.data.batches import Batch, BatchSource
@@ -396,22 +396,16 @@ def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
     size is reserved on the disk. On leaving, the temporary file gets its checksum and is renamed to `path`; after an
     error it is removed. Temporary files of runs that ended are removed first. values: says how many entries the array
     has, and of which dtype. Raises ConfigError on entering if the file cannot be written."""
-    temporary = temporary_path(path)
-    try:
-        with _writable(path.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for left in path.parent.glob(".teacher_*.tmp"):
-                remove_left(left)
-            shape, entry = (values.total,), TeacherValues.entry(values.k)
-            array = np.lib.format.open_memmap(temporary, mode="w+", dtype=entry, shape=shape)
-            descriptor = os.open(temporary, os.O_RDWR)
-    except ConfigError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with _writable(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(".teacher_*.tmp"):
+            remove_left(left)
+        temporary, descriptor = create_temporary(path)
     try:
         with _writable(path.parent):  # a full disk is an error here
+            shape, entry = (values.total,), TeacherValues.entry(values.k)
+            array = np.lib.format.open_memmap(temporary, mode="w+", dtype=entry, shape=shape)
             os.posix_fallocate(descriptor, 0, os.path.getsize(temporary))
-        hold(descriptor)  # another run does not remove it as one that was left
         yield array
         array.flush()
         del array
