@@ -185,6 +185,7 @@ def test_the_first_pattern_that_matches_decides():
             {"down_proj": "nf4", "layers.0.mlp.down_proj": "bf16"},
             r"'layers.0.mlp.down_proj' = 'bf16': patterns before it",
         ),
+        ({"": "fp32"}, r"'' = 'fp32': matches no module of this model; a pattern is a name"),
         ({"up_proj": "bf61"}, r"'up_proj': 'bf61': is no precision; a module can have bf16, fp32, fp16, nf4"),
     ],
 )
