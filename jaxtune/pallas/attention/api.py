@@ -23,7 +23,7 @@ def implementations(
     query,
     layout: PackedLayout,
     *,
-    kv_heads: int | None = None,
+    kv_heads: int,
     window=None,
     soft_cap=None,
     sinks=None,
@@ -38,7 +38,7 @@ def implementations(
     Args:
       query: [B, T, heads, D]; only shape and dtype are used.
       layout: the bounds of the documents; its static guarantees decide the order of the names and what cuDNN can run.
-      kv_heads: number of key and value heads; None: as many as query heads.
+      kv_heads: number of key and value heads.
       window: a query sees itself and the window - 1 keys before it; None: all keys before it.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap.
       sinks: float[heads], an extra logit for each head that has no value; None: none.
