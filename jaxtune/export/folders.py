@@ -28,7 +28,7 @@ from jaxtune.models.files.folders import require_space
 from jaxtune.models.files.model_folder import read_config, weight_entries
 from jaxtune.models.files.quant import stored_in
 from jaxtune.models.files.weights import Weights, not_whole, tensors_of
-from jaxtune.models.lora import experts
+from jaxtune.models.lora import experts, matrices, name_matches
 from jaxtune.models.registry import config_from_hf, text_config
 from jaxtune.pallas.formats import FORMATS, Format, Stored
 from jaxtune.pallas.formats.layout import Config
@@ -60,12 +60,13 @@ def write_stored(
     says: Callable[[Config], Config] | None = None,
     input_scales: Mapping[str, float] = types.MappingProxyType({}),
 ) -> list[str]:
-    """Writes a Hugging Face folder with the linears and experts in a quantised format. Returns notes for the user: a
-    sentence on how many matrices stay in the model's dtype because their rows are not whole blocks of the format; [] if
-    there are none. api.py calls it for most formats; `write_nvfp4_activations` and `write_mxfp4` call it too.
+    """Writes a Hugging Face folder with the linears and experts in a quantised format. Returns notes for the user: on
+    how many matrices stay in the model's dtype because their rows are not whole blocks of the format, and on how many
+    because the model has them so; [] if there are none. api.py calls it for most formats; `write_nvfp4_activations` and
+    `write_mxfp4` call it too.
 
     A model that is stored in the format already, and has no `qat`, is not quantised further: linears that it has in 16
-    bits stay so, without a note. If a file's header contains values of a weight (double-quantised NF4: a mean of each
+    bits stay so. If a file's header contains values of a weight (double-quantised NF4: a mean of each
     matrix, as text), weights that are not yet in the format are quantised twice: first for the header, then for the
     data.
 
@@ -92,14 +93,23 @@ def write_stored(
     changed = changed.changed(
         {name: functools.partial(to.kinds[0].with_input_scale, scale=scale) for name, scale in input_scales.items()}
     )
+    own = [
+        name
+        for name, matrix in matrices(changed.model)
+        if matrix.quantizable and not isinstance(matrix.stored_weight, Stored) and name not in left
+    ]
+    own = [name for name in own if not any(name_matches(name, each) for each in to.export.keeps)]
     changed = changed.dequantized(to.export.keeps) if to.export.keeps else changed
     if left and stored_in(changed.model) is None:
         raise ValueError(f"{to.export.name}: no linear has rows of whole blocks of {to.kinds[0].row_block}; take fp8")
     config = hf.hf_config_of(changed.model, tokenizer) if says is not None else {}
     extra = {"quantization_config": says(config["quantization_config"])} if says is not None else None
     write_planned(changed, folder, tokenizer, max_shard_bytes, extra=extra)
-    blocks = f"their rows are not whole blocks of {to.kinds[0].row_block}"
-    return [f"{len(left)} matrices are kept in {weights.model.dtype}: {blocks}"] if left else []
+    reasons = (
+        (left, f"their rows are not whole blocks of {to.kinds[0].row_block}"),
+        (own, f"the model has them so beside its weights in {to.name} (the first is {own[0] if own else ''})"),
+    )
+    return [f"{len(kept)} matrices are kept in {weights.model.dtype}: {why}" for kept, why in reasons if kept]
 
 
 def write_nvfp4_activations(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
