@@ -3,7 +3,7 @@
 `write_merged` decodes quantised weights and writes the model in its own dtype; `write_stored` writes linears and
 experts in a quantised format such as NF4 or FP8, to which it quantises a model that is not stored in it;
 `write_nvfp4_activations` does so in NVFP4 with scales of activations, and `write_mxfp4` in MXFP4, with gpt-oss as it is
-published (`_in_mxfp4` encodes its experts by `_encoded_transposed`). All end in `write_planned`, as w4a16.write does,
+published (`_encoded_transposed` encodes its experts). All end in `write_planned`, as w4a16.write does,
 which writes the files and calls `verify`: it reads the folder back and compares every byte by checksum. Their caller
 (api.py) passes Weights (models/files/weights.py), which makes one tensor at a time and merges the model's adapter, if
 it has one, on the way. All pass on the ArithmeticError of a merge that is wrong.
@@ -28,9 +28,9 @@ from jaxtune.models.files.folders import require_space
 from jaxtune.models.files.model_folder import read_config, weight_entries
 from jaxtune.models.files.quant import stored_in
 from jaxtune.models.files.weights import Weights, not_whole, tensors_of
-from jaxtune.models.lora import experts
+from jaxtune.models.lora import experts, matrices, name_matches
 from jaxtune.models.registry import config_from_hf, text_config
-from jaxtune.pallas.formats import FORMATS, Format, Stored, dense
+from jaxtune.pallas.formats import FORMATS, Format, Stored
 from jaxtune.pallas.formats.layout import Config
 from jaxtune.system import terminal
 
@@ -60,12 +60,13 @@ def write_stored(
     says: Callable[[Config], Config] | None = None,
     input_scales: Mapping[str, float] = types.MappingProxyType({}),
 ) -> list[str]:
-    """Writes a Hugging Face folder with the linears and experts in a quantised format. Returns notes for the user: a
-    sentence on how many matrices stay in the model's dtype because their rows are not whole blocks of the format; [] if
-    there are none. api.py calls it for most formats; `write_nvfp4_activations` and `write_mxfp4` call it too.
+    """Writes a Hugging Face folder with the linears and experts in a quantised format. Returns notes for the user: on
+    how many matrices stay in the model's dtype because their rows are not whole blocks of the format, and on how many
+    because the model has them so; [] if there are none. api.py calls it for most formats; `write_nvfp4_activations` and
+    `write_mxfp4` call it too.
 
     A model that is stored in the format already, and has no `qat`, is not quantised further: linears that it has in 16
-    bits stay so, without a note. If a file's header contains values of a weight (double-quantised NF4: a mean of each
+    bits stay so. If a file's header contains values of a weight (double-quantised NF4: a mean of each
     matrix, as text), weights that are not yet in the format are quantised twice: first for the header, then for the
     data.
 
@@ -92,14 +93,23 @@ def write_stored(
     changed = changed.changed(
         {name: functools.partial(to.kinds[0].with_input_scale, scale=scale) for name, scale in input_scales.items()}
     )
+    own = [
+        name
+        for name, matrix in matrices(changed.model)
+        if matrix.quantizable and not isinstance(matrix.stored_weight, Stored) and name not in left
+    ]
+    own = [name for name in own if not any(name_matches(name, each) for each in to.export.keeps)]
     changed = changed.dequantized(to.export.keeps) if to.export.keeps else changed
     if left and stored_in(changed.model) is None:
         raise ValueError(f"{to.export.name}: no linear has rows of whole blocks of {to.kinds[0].row_block}; take fp8")
     config = hf.hf_config_of(changed.model, tokenizer) if says is not None else {}
     extra = {"quantization_config": says(config["quantization_config"])} if says is not None else None
     write_planned(changed, folder, tokenizer, max_shard_bytes, extra=extra)
-    blocks = f"their rows are not whole blocks of {to.kinds[0].row_block}"
-    return [f"{len(left)} matrices are kept in {weights.model.dtype}: {blocks}"] if left else []
+    reasons = (
+        (left, f"their rows are not whole blocks of {to.kinds[0].row_block}"),
+        (own, f"the model has them so beside its weights in {to.name} (the first is {own[0] if own else ''})"),
+    )
+    return [f"{len(kept)} matrices are kept in {weights.model.dtype}: {why}" for kept, why in reasons if kept]
 
 
 def write_nvfp4_activations(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
@@ -136,15 +146,15 @@ def write_mxfp4(
     does: how many matrices stay unquantised because of their rows; of gpt-oss [].
 
     Args:
-      weights: the model's weights, which write_stored encodes. The experts of gpt-oss are encoded here, without a check
-        that numbers which QAT rounded to MXFP4 are unchanged.
+      weights: the model's weights, in any format or none, which write_stored encodes. The experts of gpt-oss are
+        encoded here, and its other weights decoded.
       folder: an empty folder.
       tokenizer: written too; None: none is written.
       max_shard_bytes: weights above this size are divided into several files.
       activations: True: config.json says that servers round activations to MXFP4 too; False: they do not.
     Raises:
-      ValueError: gpt-oss with `activations`, which its layout cannot say, or quantised in another format; the errors of
-        write_stored, or, of gpt-oss, of write_planned.
+      ValueError: gpt-oss with `activations`, which its layout cannot say, or with experts that the model says QAT
+        rounded to MXFP4 and that were changed since; the errors of write_stored, or, of gpt-oss, of write_planned.
       ArithmeticError: what was read back differs from what was written.
     """
     model, layouts = weights.model, FORMATS["mxfp4"].layouts
@@ -155,28 +165,34 @@ def write_mxfp4(
         return write_stored(FORMATS["mxfp4"], weights, folder, tokenizer, max_shard_bytes, says)
     if activations:
         raise ValueError("mxfp4-mxfp4: gpt-oss as it is published says nothing of activations; take mxfp4")
-    planned, variables = hf.checkpoint_tensors(weights), tensors_of(model)
-    for name, matrix in experts(model):
-        make = functools.partial(_in_mxfp4, weights.maker(name, variables[name]), model.dtype)
+    plain = weights.dequantized()
+    plain.model.qat = None  # the format itself says what the experts' numbers are
+    planned, variables = hf.checkpoint_tensors(plain), tensors_of(plain.model)
+    for name, matrix in experts(plain.model):
+        encode = functools.partial(_encoded_transposed, name, model.qat is not None)
         count, out_size, in_size = matrix.sizes
-        shapes = jax.eval_shape(_encoded_transposed, jax.ShapeDtypeStruct((count, in_size, out_size), model.dtype))
+        shapes = jax.eval_shape(encode, jax.ShapeDtypeStruct((count, in_size, out_size), model.dtype))
         tensors = {name + key: tensor for key, tensor in layout.tensors(shapes, None).items()}
-        planned[name] = Group(make, (Piece(tensors),))
+        planned[name] = Group(functools.partial(_made, plain.maker(name, variables[name]), encode), (Piece(tensors),))
     says = {"quantization_config": layout.config((), [], model.dtype)}
-    return write_planned(weights, folder, tokenizer, max_shard_bytes, planned, says)
+    return write_planned(plain, folder, tokenizer, max_shard_bytes, planned, says)
 
 
-def _in_mxfp4(make: Callable[[], Any], dtype: str) -> Stored:
-    """Makes a matrix of all experts of a layer of gpt-oss and encodes it in MXFP4, as its published files store it: [E,
-    out, in]. It is called when the matrix is written, so that one matrix is in memory at a time. make: returns the
-    matrix [E, in, out], which is decoded first if it is quantised. dtype: the model's, to which it is decoded."""
-    return _encoded_transposed(dense(make(), dtype))
+def _made(make: Callable[[], jax.Array], encode: Callable[[jax.Array], Stored]) -> Stored:
+    """A matrix of all experts of a layer of gpt-oss in MXFP4: what `encode` makes of the matrix that `make` returns. It
+    is called when the matrix is written, so that one matrix is in memory at a time."""
+    return encode(make())
 
 
-def _encoded_transposed(array: jax.Array) -> Stored:
+def _encoded_transposed(name: str, trained: bool, array: jax.Array) -> Stored:
     """Encodes weights of gpt-oss's E experts, [E, in, out] as its models have them, in MXFP4 as its published files
-    store them, [E, out, in]. `in` must be a multiple of 32. write_mxfp4 also traces it for the shapes of the file."""
-    return FORMATS["mxfp4"].encode(array.swapaxes(1, 2))
+    store them, [E, out, in]. write_mxfp4 also traces it for the shapes of the file.
+
+    name: the matrix's name. trained: whether the model says that QAT rounded it to MXFP4; a matrix that is not on that
+    grid then raises ValueError. array: the weights, of which `in` must be a multiple of 32.
+    """
+    weight = array.swapaxes(1, 2)
+    return grids.exactly(name, "mxfp4", weight) if trained else FORMATS["mxfp4"].encode(weight)
 
 
 def write_planned(

@@ -1,7 +1,7 @@
 """Keeps exports from losing quantisation-aware training (QAT), which rounded the model's weights to a grid.
 `grid_of_export` finds the grid to which QAT rounded the weights that an export of the model writes.
 `require_representable` refuses a format that would round them again, and `quantized` stores them exactly in a format
-that has this grid (`_exactly` encodes one weight, with scales that `_fitting` finds between the bounds of `_between`).
+that has this grid (`exactly` encodes one weight, with scales that `_fitting` finds between the bounds of `_between`).
 `notes_on_adapter` warns that other programs do not round a merged adapter as training did (`_served` and `_storing`
 name the formats to take instead)."""
 
@@ -114,7 +114,7 @@ def quantized(weights: Weights, format: str) -> Weights:
     plain, left = weights.dequantized(), not_whole(weights, format)
     found = plain.changed(
         {
-            name: functools.partial(_exactly, name, format)
+            name: functools.partial(exactly, name, format)
             for name, matrix in matrices(plain.model)
             if matrix.quantizable and name not in left
         }
@@ -123,7 +123,7 @@ def quantized(weights: Weights, format: str) -> Weights:
     return found
 
 
-def _exactly(name: str, format: str, weight: jax.Array) -> Stored:
+def exactly(name: str, format: str, weight: jax.Array) -> Stored:
     """Encodes a weight [..., out, in] that was rounded to a format, so that it decodes to the same numbers in its own
     dtype.
 
@@ -167,9 +167,9 @@ def _fitting(stored: Stored, middle: np.ndarray, wanted: np.ndarray) -> np.ndarr
     rounded to the middle between two numbers of 16 bits; then only very few scales give all its numbers.
 
     stored: the weight. middle: float64, in the shape of its scales (1 along `scale_axes`), in which the factors are
-    returned too: those in the middle of the interval that the numbers of each scale allow (`_exactly` computes it).
+    returned too: those in the middle of the interval that the numbers of each scale allow (`exactly` computes it).
     wanted: the weight's numbers [..., out, in], in the dtype of the training, 16 or 32 bits. Numbers that stay wrong
-    are found by `_exactly`, which raises."""
+    are found by `exactly`, which raises."""
 
     def wrong(factors: np.ndarray) -> np.ndarray:
         decoded = partition.on_host(stored.rescaled(factors).decode(wanted.dtype))
@@ -187,7 +187,7 @@ def _fitting(stored: Stored, middle: np.ndarray, wanted: np.ndarray) -> np.ndarr
 def _between(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The bounds (least, most), float64 in the shape of `numbers`, between which magnitudes are rounded to those of
     `numbers`: the middles between each magnitude and its neighbours in the dtype. numbers: of a dtype of 16 or 32
-    bits. _exactly finds by them the scales that give a weight's numbers."""
+    bits. exactly finds by them the scales that give a weight's numbers."""
     bits = {2: np.int16, 4: np.int32}[numbers.dtype.itemsize]
     size = np.abs(numbers)
     codes = size.view(bits)

@@ -107,7 +107,7 @@ def follow(model: Decoder, words: Mapping[str, str]) -> None:
 def of_tensors(model: Decoder, words: Mapping[str, str], paths: Mapping[str, tuple]) -> dict[str, str]:
     """Says how the tensors are stored that a precision map concerns: {tensor's name: dtype or format}. The loader
     stores tensors by it. Those that are not in it are stored in the model's dtype, or quantised as in the checkpoint;
-    of a checkpoint that has quantised weights the loader quantises no others, and ignores the formats.
+    of a checkpoint that has quantised weights the loader quantises no others, and refuses a map's formats.
 
     Args:
       model: its arrays may be abstract.

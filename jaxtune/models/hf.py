@@ -72,12 +72,11 @@ class Pretrained:
       dtype: of weights and compute: "bfloat16", "float16" or "float32".
       load_in: the format, such as "nf4", to which linears and experts of the layers are quantised on loading; None:
         only those are for which `precision` says so. A checkpoint of which weights stay quantised (`packed`) is refused
-        if they are in another format; none of its other weights is quantised, whatever load_in and `precision` say.
+        if they are in another format; none of its other weights is quantised, and a format in `precision` is refused.
       max_length: tokens of the longest row that will be used, which must not exceed the model's positions; None: not
         checked.
       precision: a precision map (models/precision.py), {pattern of module names: dtype or format}, of modules that are
-        stored and computed in another way than `dtype` and `load_in` say. It cannot name weights that the checkpoint
-        itself stores quantised.
+        stored and computed in another way than `dtype` and `load_in` say; it cannot name weights that are `packed`.
 
     Attributes:
       config: the DecoderConfig. folder: the local folder.
@@ -115,7 +114,7 @@ class Pretrained:
             )
         model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), self._dtype))
         norms = family(config.family).norms
-        words = resolved(model, precision, load_in)
+        words = resolved(model, precision)
         set_compute(model, words)
         self._graph, state = nnx.split(model)
         flat = list(nnx.to_flat_state(state))
@@ -144,15 +143,17 @@ class Pretrained:
         stored = {entry.format_name for name in packed if isinstance(entry := entries[name], StoredEntry)}
         self.stored_in = min(stored, default=None)
         quant.check_stored(folder, hf, stored, load_in, passthrough.stored_in(beside))
+        # The 16-bit weights of a checkpoint that has quantised ones were left so on purpose.
+        words = words if packed else resolved(model, precision, load_in)
         named = of_tensors(model, words, {name: where for name, (where, _) in self._variables.items()})
-        if precision and (both := packed & named.keys()):
+        self._encoded = {name: word for name, word in named.items() if word in FORMATS}
+        if packed and (wrong := packed & named.keys() or self._encoded.keys()):
+            which = "which" if wrong <= packed else "in a format, beside weights that"
             raise ValueError(
-                f"{folder}: precision names {listed(both)}, which the checkpoint itself stores quantised: leave it out "
-                "of the map, or take the 16-bit original"
+                f"{folder}: precision names {listed(wrong)}, {which} the checkpoint itself stores quantised: leave it "
+                "out of the map, or take the 16-bit original"
             )
         self._dtypes = {name: DTYPES[word] for name, word in named.items() if word in DTYPES}
-        # The 16-bit weights of a checkpoint that has quantised ones were left so on purpose.
-        self._encoded = {} if packed else {name: word for name, word in named.items() if word in FORMATS}
         # Weights that are quantised on loading are no longer on the grid to which QAT rounded them.
         self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", whole)
 

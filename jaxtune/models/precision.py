@@ -39,7 +39,7 @@ class Component:
         """Whether `pattern`, a key of a precision map, selects this module: it is the module's kind; or, with *, ? and
         [...] as in names of files, its whole name or what follows a dot in it ("layers.0.*", "*.down_proj",
         "down_proj"). An alias counts as a name."""
-        if pattern == self.kind:
+        if self.kind and pattern == self.kind:
             return True
         parts = (name.split(".") for name in (self.name, *self.aliases))
         ends = [".".join(each[start:]) for each in parts for start in range(len(each))]

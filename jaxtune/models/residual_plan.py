@@ -24,9 +24,9 @@ class LayerPlan(Mapping[str, Placement]):
     (dropped and computed again) or "fp8" (kept, rounded to e4m3).
 
     Residuals that are not named have the placement `rest`. If that is recompute, residuals that cannot be recomputed
-    are kept; if it is fp8, residuals that may not be rounded are kept. As a mapping {name: placement} it contains only
-    the residuals that are named with another placement than `rest`; `of` gives the placement of any residual. It is
-    immutable and hashable, because programs are compiled for it.
+    are kept; if it is fp8, residuals that may not be rounded are kept. As a mapping {name: placement} it contains the
+    residuals that are named; `of` gives the placement of any residual. It is immutable and hashable, because programs
+    are compiled for it.
 
     Raises:
       ValueError: a placement that does not exist. Names are not checked: run_stack refuses those that no layer has.
@@ -39,20 +39,18 @@ class LayerPlan(Mapping[str, Placement]):
             if placement not in PLACEMENTS:
                 raise ValueError(f"residual {name}: placement {placement!r} is not one of {', '.join(PLACEMENTS)}")
         self.rest: Placement = rest
-        self._named: dict[str, Placement] = {
-            name: placement for name, placement in placements.items() if placement != rest
-        }
+        self._named: dict[str, Placement] = placements
 
     def __getitem__(self, name: str) -> Placement:
-        """The placement of the residual `name`; raises KeyError if it has the placement `rest`."""
+        """The placement of the residual `name`; raises KeyError if the plan does not name it."""
         return self._named[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterates over the names of the residuals whose placement differs from `rest`."""
+        """Iterates over the names of the residuals that the plan names."""
         return iter(self._named)
 
     def __len__(self) -> int:
-        """The number of residuals whose placement differs from `rest`."""
+        """The number of residuals that the plan names."""
         return len(self._named)
 
     def __eq__(self, other: object) -> bool:
@@ -73,7 +71,7 @@ class LayerPlan(Mapping[str, Placement]):
         residual cannot have the placement `rest`.
 
         Raises:
-          ValueError: the plan names the residual, other than by `rest`, as recompute or fp8, which it cannot be.
+          ValueError: the plan names the residual as recompute or fp8, which it cannot be.
         """
         placement = self._named.get(residual.name, self.rest)
         cannot = None

@@ -32,8 +32,9 @@ def number(key: str, value: Any, above: float | None = None, least: float | None
     which the error mentions the value, such as a config key."""
     fits = isinstance(value, Real) and not isinstance(value, bool) and _finite(value)
     if not fits or (above is not None and value <= above) or (least is not None and value < least):
-        bounds = "" if above is None else f" above {above:g}"
-        bounds = bounds if least is None else f" of at least {least:g}"
+        both = "" if above is None or least is None else " and"
+        bounds = "" if above is None else f" above {above:g}{both}"
+        bounds += "" if least is None else f" of at least {least:g}"
         raise ValueError(f"{key} = {_shown(value)}: must be a finite number{bounds}")
 
 

@@ -17,8 +17,8 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxtune.models.generation.requests import Decodes
-from jaxtune.models.generation.sampler import Piece, Sampler
+from jaxtune.models.generation.requests import Decodes, Piece
+from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.errors import ApiError
 from jaxtune.system.terminal import say
 

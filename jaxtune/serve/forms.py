@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 import time
 
-from jaxtune.models.generation.sampler import Piece
+from jaxtune.models.generation.requests import Piece
 from jaxtune.serve.bodies import Asked
 from jaxtune.serve.served import Tokenizer
 from jaxtune.serve.texts import Text

@@ -58,6 +58,20 @@ def test_bnb_holds_the_bytes_of_quantize(tmp_path):
     assert config["quant_method"] == "bitsandbytes" and config["bnb_4bit_use_double_quant"]
 
 
+def test_what_a_quantised_model_has_in_16_bits_stays_so_and_is_noted(tmp_path):
+    hf.save_pretrained(made("llama", "bfloat16"), tmp_path / "base")
+    model, _ = from_pretrained(tmp_path / "base", load_in="nf4", precision={"q_proj": "bf16"})
+    kept = [name for name, linear in linears(model) if name.endswith("q_proj")]
+    done = api.export_model(model, tmp_path / "out", "bnb-4bit")
+    loaded, _ = from_pretrained(done.folder)
+    assert [name for name, linear in linears(loaded) if not isinstance(linear.stored_weight, FourBit)] == kept
+    assert done.notes == (
+        f"{len(kept)} matrices are kept in bfloat16: the model has them so beside its weights in nf4 "
+        f"(the first is {kept[0]})",
+    )
+    assert api.export_model(model, tmp_path / "fp8", "fp8").notes == ()
+
+
 def test_fp8_holds_the_bytes_of_quantize_whatever_the_model_was_in(tmp_path):
     model = made("qwen2", "bfloat16")
     wanted = quantize(dequantize(quantize(model)), "fp8")

@@ -16,7 +16,7 @@ import jaxtune
 from jaxtune import cli
 from jaxtune.export import grids
 from jaxtune.models.files.headers import read_header
-from jaxtune.models.files.quant import convert_qat, prepare_qat
+from jaxtune.models.files.quant import convert_qat, dequantize, prepare_qat, quantize
 from jaxtune.models.files.shards import read_tensor
 from jaxtune.models.lora import linears, matrices
 from jaxtune.models.observed_inputs import observed_scales
@@ -219,7 +219,7 @@ def test_a_scale_of_which_float32_rounds_a_product_to_a_middle_is_found():
     model = convert_qat(prepare_qat(made("qwen2", "bfloat16", **shape), "nvfp4"))
     for name, linear in linears(model):
         weight = linear.weight[...]
-        np.testing.assert_array_equal(grids._exactly(name, "nvfp4", weight).decode("bfloat16"), weight, err_msg=name)
+        np.testing.assert_array_equal(grids.exactly(name, "nvfp4", weight).decode("bfloat16"), weight, err_msg=name)
 
 
 def test_nvfp4_with_activations_needs_their_ranges(tmp_path):
@@ -268,6 +268,37 @@ def test_what_mxfp4_cannot_hold_stays_in_16_bits_or_is_refused(tmp_path):
         jaxtune.export_model(odd, tmp_path / "odd", "mxfp4")
     with pytest.raises(ValueError, match="gpt-oss as it is published says nothing of activations; take mxfp4"):
         jaxtune.export_model(made("gpt_oss"), tmp_path / "odd", "mxfp4-mxfp4")
+
+
+def gpt_oss():
+    return made("gpt_oss", "bfloat16", hidden_size=64, intermediate_size=64)
+
+
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_gpt_oss_holds_the_numbers_that_training_saw(tmp_path, how):
+    """As it is published: its experts in MXFP4, and all other weights as they are."""
+    prepared = prepare_qat(gpt_oss() if how == "full" else adapted_model(gpt_oss(), r=2), "mxfp4")
+    whole = convert_qat(prepared) if how == "full" else jaxtune.merge_adapter(prepared)
+    done = jaxtune.export_model(whole if how == "full" else prepared, tmp_path / "out", "mxfp4")
+    says = json.loads((done.folder / "config.json").read_text())
+    assert says["quantization_config"]["quant_method"] == "mxfp4" and "qat" not in says
+    assert whole.qat is not None
+    for (name, ours), (_, theirs) in zip(
+        matrices(whole), matrices(jaxtune.from_pretrained(done.folder)[0]), strict=True
+    ):
+        np.testing.assert_array_equal(theirs.weight[...], ours.weight[...], err_msg=name)
+    experts = whole.layers[0].mlp.experts.down_proj
+    experts.weight = experts.weight.replace(experts.weight[...].at[0, 0].multiply(1.03))
+    with pytest.raises(ValueError, match="experts.down_proj are not on the grid of mxfp4 to which the model says"):
+        jaxtune.export_model(whole, tmp_path / "changed", "mxfp4")
+
+
+def test_gpt_oss_in_another_format_is_decoded_first(tmp_path):
+    packed = quantize(gpt_oss(), "nf4")
+    done = jaxtune.export_model(packed, tmp_path / "out", "mxfp4")
+    wanted = jaxtune.export_model(dequantize(packed), tmp_path / "wanted", "mxfp4")
+    for name in ("model.safetensors", "config.json"):
+        assert (done.folder / name).read_bytes() == (wanted.folder / name).read_bytes()
 
 
 def test_weights_of_another_grid_are_refused(tmp_path):

@@ -15,7 +15,7 @@ from random_weights import write_checkpoint
 from tiny import CONFIGS
 from tiny_models import adapted_model, tiny_model
 
-from jaxtune.models import expressions
+from jaxtune.models import expressions, values
 from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.hf import from_pretrained
@@ -50,6 +50,19 @@ def adapter(trained, tmp_path) -> Path:
 
 def change_json(file: Path, **changes) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+# ---- values
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [({}, ""), (dict(above=0), " above 0"), (dict(least=1), " of at least 1")]
+    + [(dict(above=0, least=-2), " above 0 and of at least -2")],
+)
+def test_an_error_of_a_number_names_every_bound(bounds, words):
+    with pytest.raises(ValueError, match=f"factor = nan: must be a finite number{words}$"):
+        values.number("factor", NAN, **bounds)
 
 
 # ---- weights

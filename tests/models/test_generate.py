@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune import from_pretrained, generate, merge_adapter
 from jaxtune.models.config import PRE_AND_POST_NORM, LayerSpec, RopeConfig, Source
 from jaxtune.models.generation import slots
+from jaxtune.models.generation.generate import _token_logprobs
 from jaxtune.models.generation.sampling import Sampling, filtered
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -341,6 +343,16 @@ def test_log_probabilities_are_the_forwards():
         forward = jax.nn.log_softmax(model(jnp.array([prompt + answer]))[0])
         expected = forward[len(prompt) - 1 : -1][np.arange(len(answer)), np.array(answer)]
         np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_log_probabilities_have_the_same_bits_in_every_process(tmp_path):
+    """XLA is told not to time algorithms on a GPU, as for the other programs of a deterministic sampler."""
+    graph, state = nnx.split(tiny_model())
+    program = _token_logprobs.lower(graph, state, np.zeros((1, 32), np.int32), np.ones(1, np.int32))
+    program.compile(compiler_options={"xla_dump_to": str(tmp_path)})
+    (options,) = tmp_path.glob("*.debug_options")
+    said = options.read_text().splitlines()
+    assert {"xla_gpu_autotune_level: 0", "xla_gpu_deterministic_ops: true"} <= set(said)
 
 
 def test_log_probabilities_beside_a_head_that_is_filled_up():

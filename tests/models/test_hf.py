@@ -138,6 +138,12 @@ def test_tied_file_with_another_head_is_refused(tied):
         from_pretrained(tied)
 
 
+def test_tied_file_with_a_head_in_a_dtype_that_is_not_read_is_refused(tied):
+    rewrite(tied, lambda t: t.update(dict.fromkeys((EMBEDDING, HEAD), t[EMBEDDING].astype(np.complex64))))
+    with pytest.raises(ValueError, match="model.embed_tokens.weight is stored as C64; supported: BF16, F16, F32"):
+        from_pretrained(tied)
+
+
 def test_tied_model_is_saved_without_a_head(tied, tmp_path):
     save_pretrained(from_pretrained(tied, dtype="float32")[0], tmp_path / "out")
     assert HEAD not in safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")

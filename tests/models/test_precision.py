@@ -155,6 +155,20 @@ def test_a_checkpoint_has_one_format(tmp_path, base):
         jaxtune.from_pretrained(tmp_path / "packed", precision={"up_proj": "fp32"})
 
 
+def test_a_map_over_a_checkpoint_that_is_stored_quantised(tmp_path, base):
+    """It can name what is not quantised, whether the format is asked for or not, and quantises nothing more."""
+    packed, _ = jaxtune.from_pretrained(base, load_in="nf4", precision={"layers.0.*": "bf16"})
+    jaxtune.save_pretrained(packed, tmp_path / "packed")
+    for load_in in (None, "nf4"):
+        model, _ = jaxtune.from_pretrained(tmp_path / "packed", load_in=load_in, precision={"lm_head": "fp32"})
+        assert stored(model) == stored(packed) | {"lm_head": ("float32", "float32")}
+        with pytest.raises(ValueError, match=r"names .*layers.0.*weight, in a format, beside weights that the ch"):
+            jaxtune.from_pretrained(tmp_path / "packed", load_in=load_in, precision={"layers.0.*": "nf4"})
+    jaxtune.save_adapter(adapted_model(model, r=2), tmp_path / "adapter")
+    again, _ = jaxtune.from_pretrained(tmp_path / "adapter")
+    assert stored(again) == stored(model)
+
+
 NAMES = [
     Component("model.embed_tokens"),
     *(Component(f"model.layers.{i}.mlp.{part}_proj", quantizable=True) for i in (0, 1, 10) for part in ("up", "down")),
@@ -185,6 +199,7 @@ def test_the_first_pattern_that_matches_decides():
             {"down_proj": "nf4", "layers.0.mlp.down_proj": "bf16"},
             r"'layers.0.mlp.down_proj' = 'bf16': patterns before it",
         ),
+        ({"": "fp32"}, r"'' = 'fp32': matches no module of this model; a pattern is a name"),
         ({"up_proj": "bf61"}, r"'up_proj': 'bf61': is no precision; a module can have bf16, fp32, fp16, nf4"),
     ],
 )

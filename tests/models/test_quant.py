@@ -379,14 +379,18 @@ def test_other_methods_are_refused_by_name(folder, changes, message):
         from_pretrained(folder)
 
 
-def test_an_embedding_in_four_bits_is_refused(folder):
+@pytest.mark.parametrize("quantised", [["model.embed_tokens.weight"], ["model.embed_tokens.weight", "lm_head.weight"]])
+def test_an_embedding_in_four_bits_is_refused(folder, quantised):
+    """Also where it is the head too, and the file has that once more."""
+
     def rename(arrays):
-        for name in [name for name in arrays if name.startswith(UP)]:
-            arrays["model.embed_tokens.weight" + name.removeprefix(UP)] = arrays[name].copy()
         state = json.loads(arrays[STATE].tobytes()) | {"shape": [64, 64]}
-        arrays[STATE.replace(UP, "model.embed_tokens.weight")] = np.frombuffer(json.dumps(state).encode(), np.uint8)
-        arrays["model.embed_tokens.weight"] = arrays[UP][:2048]
-        arrays["model.embed_tokens.weight.absmax"] = arrays[f"{UP}.absmax"][:64]
+        for target in quantised:
+            for name in [name for name in arrays if name.startswith(UP)]:
+                arrays[target + name.removeprefix(UP)] = arrays[name].copy()
+            arrays[STATE.replace(UP, target)] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+            arrays[target] = arrays[UP][:2048]
+            arrays[f"{target}.absmax"] = arrays[f"{UP}.absmax"][:64]
 
     rewrite(folder, rename)
     with pytest.raises(ValueError, match="model.embed_tokens.weight is quantised; only linears of layers can be"):

@@ -308,6 +308,25 @@ def test_a_run_that_is_left_cancels_what_it_asked_for(model):
     assert [row.ids for row in sampler.run(prompts, 20)] == generate(model, prompts, 20)
 
 
+def test_a_run_leaves_the_pieces_of_other_requests_to_step(model):
+    """Requests that were cancelled before the run, and what is submitted as its last row comes."""
+    sampler, prompts = Sampler(model, slots=2, length=64), prompts_of(48)
+    expected = generate(model, prompts, 20)
+    cancelled = sampler.submit(prompts[0], 20)
+    sampler.cancel(cancelled)
+    rows, later = sampler.run(prompts, 20), None
+    for row in rows:
+        assert row.ids == expected[row.index]
+        if row.index == len(prompts) - 1:
+            later = sampler.submit(prompts[0], 20)
+            break
+        with pytest.raises(ValueError, match="submit while `run` has rows to yield: take all of them first, or close"):
+            sampler.submit(prompts[0], 20)
+    assert list(rows) == []
+    found = finished(sampler)
+    assert found == {cancelled: ([], [], "cancelled"), later: (expected[0], found[later][1], "length")}
+
+
 def test_other_weights_of_the_same_structure(model):
     adapted = adapted_model(tiny_model(initializer_range=0.5), r=4)
     prompts = prompts_of(48)

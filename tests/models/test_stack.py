@@ -300,7 +300,9 @@ def test_offloaded_residuals_are_on_the_host_and_come_back():
             lambda: run_plan(gat="offload"),
             "no layer has a residual 'gat' \\(nearest: gate\\); there are: layer_input, query",
         ),
+        (lambda: run_plan(typo="keep"), "no layer has a residual 'typo'"),
         (lambda: run_plan(layer_input="recompute"), "residual layer_input: it can be kept or offloaded"),
+        (lambda: run_plan("recompute", layer_input="recompute"), "residual layer_input: it can be kept or offloaded"),
     ],
 )
 def test_layer_plan_errors(make, message):
@@ -314,8 +316,8 @@ def test_residuals_may_be_given_by_an_iterator():
     assert plan.resolved(iter(residuals)) == plan.resolved(residuals)
 
 
-def run_plan(**placements):
-    plan = ResidualPlan.uniform(LayerPlan(**placements), LAYERS)
+def run_plan(*rest, **placements):
+    plan = ResidualPlan.uniform(LayerPlan(*rest, **placements), LAYERS)
     return make_model().hidden_states(jnp.zeros((1, 4), jnp.int32), plan=plan)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 import transformers
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tiny import CONFIGS
 from tiny_models import adapted_model, tiny_model
@@ -16,6 +17,7 @@ from tiny_models import adapted_model, tiny_model
 from jaxtune.models.adapters.adapter_files import save_adapter
 from jaxtune.models.config import RopeConfig
 from jaxtune.models.files.quant import stored_in
+from jaxtune.models.generation.generate import generate
 from jaxtune.models.generation.harness import JaxtuneLM
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.reward import reward_model
@@ -98,6 +100,16 @@ def test_scores_and_texts_are_those_of_its_hugging_face_model(base, tasks):
             np.testing.assert_allclose(*flat, rtol=1e-4, err_msg=task)
     assert ours["results"]["choosing"]["acc,none"] == wanted["results"]["choosing"]["acc,none"]
     assert any(text for sample in ours["samples"]["continuing"] for text in sample["resps"][0])
+
+
+def test_texts_without_any_end_token_end_at_their_length(base):
+    """Neither the model nor its tokenizer names one."""
+    _, tokenizer = from_pretrained(base)
+    tokenizer.eos_token = None
+    lm = JaxtuneLM(tiny_model(vocab_size=len(tokenizer), max_position_embeddings=96), tokenizer)
+    (text,) = lm.generate_until([Instance("generate_until", {}, ("Two and two", {"until": [], "max_gen_toks": 8}), 0)])
+    ids = generate(lm.model, [tokenizer.encode("Two and two")], 8, eos_token_ids=())[0]
+    assert text == tokenizer.decode(ids, skip_special_tokens=True) and len(ids) == 8
 
 
 def test_what_it_refuses(base):

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from jaxtune.models.files.model_folder import load_tokenizer
-from jaxtune.models.generation.sampler import Piece
+from jaxtune.models.generation.requests import Piece
 from jaxtune.serve.bodies import read_chat
 from jaxtune.serve.errors import encoded
 from jaxtune.serve.forms import Answer

@@ -15,7 +15,7 @@ from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.generation.sampler import Piece
+from jaxtune.models.generation.requests import Piece
 from jaxtune.models.lora import get_peft_model
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig

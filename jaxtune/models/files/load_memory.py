@@ -30,7 +30,7 @@ def load_bytes(
     dtypes: Mapping[str, str] = types.MappingProxyType({}),
 ) -> int:
     """Bytes of device memory that the tensors in `shapes` take on a device that has all of each; nothing is read.
-    Pretrained.device_bytes, which plans and the check of free memory ask, calls it.
+    Pretrained.device_bytes calls it, by which `load` checks that the model fits into the free memory.
 
     Args:
       shapes: {name: shape} of the model's tensors, without those that stay in host memory.

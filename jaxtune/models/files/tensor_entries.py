@@ -59,6 +59,14 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
+def _check_plain(entry: headers.TensorEntry) -> None:
+    """Raises ValueError unless `entry`, a tied embedding's or head's in files, can be read as a tensor that is not
+    quantised: `match` compares the two by their bytes."""
+    if isinstance(entry, StoredEntry):
+        raise ValueError(f"{entry.file}: {entry.name} is quantised; only linears of layers can be")
+    headers.check_entry(entry)
+
+
 def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bool:
     """Whether the tensors of two entries of files, `first` and `second`, neither of them quantised, have the same
     shape, dtype and bytes. Both are read whole unless shape or dtype differ; ValueError if a file ends early. `match`
@@ -82,13 +90,15 @@ def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fold
       folder: the checkpoint's folder, for errors.
     Raises:
       ValueError: tensors that are missing, unexpected or of another shape, all in one list; a separate head that
-        differs from the embedding, in dtype too, although the two are tied; or a tensor that is neither quantised nor
-        of 16- or 32-bit floats, or whose size does not fit its shape.
+        differs from the embedding, in dtype too, or is quantised, although the two are tied; or a tensor that is
+        neither quantised nor of 16- or 32-bit floats, or whose size does not fit its shape.
     """
     entries = dict(entries)
     if tied and "lm_head.weight" in entries:
         head = entries.pop("lm_head.weight")
         embedding = entries.setdefault("model.embed_tokens.weight", head)
+        for entry in (embedding, head):
+            _check_plain(entry)
         if embedding is not head and not _same_content(embedding, head):
             raise ValueError(
                 f"{folder}: config.json says tie_word_embeddings, but lm_head.weight differs from "

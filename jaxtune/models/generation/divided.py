@@ -12,7 +12,8 @@ import jax
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.sampler import Piece, Sampler
+from jaxtune.models.generation.requests import Piece
+from jaxtune.models.generation.sampler import Sampler
 
 type Device = Any  # a jax.Device
 

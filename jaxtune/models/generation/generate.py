@@ -19,6 +19,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.requests import StopStrings, checked_length, checked_prompt, seeds_of
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.sampling import Sampling
+from jaxtune.models.generation.slots import SAME_CHOICES
 from jaxtune.models.placement import partition
 from jaxtune.pallas.linear_cross_entropy import linear_token_losses
 
@@ -154,8 +155,8 @@ def training_logprobs(
     """The log-probabilities of answers to prompts under `model` as training computes them, for each answer a list with
     one number, in nats, for each of its tokens.
 
-    Attention runs in the kernel of a run with `deterministic: true`, but matrix products in the algorithms that are
-    fastest when timed. `generate` with `deterministic` and `output_logprobs` returns them. rows: the prompts' token
+    Attention runs in the kernel of a run with `deterministic: true`, and matrix products in the vendor's first
+    algorithm, as there. `generate` with `deterministic` and `output_logprobs` returns them. rows: the prompts' token
     ids; answers: their new tokens, at most max_new_tokens each. Texts are padded to lengths that few programs serve,
     which follow from the longest prompt and max_new_tokens.
     """
@@ -169,7 +170,7 @@ def training_logprobs(
     return [found[i, len(row) : lengths[i]].tolist() for i, row in enumerate(rows)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=SAME_CHOICES)
 def _token_logprobs(graph, state, tokens, lengths) -> jax.Array:
     """float32[B, T]: the log-probability of each token given those before it, as training computes it, for
     training_logprobs.

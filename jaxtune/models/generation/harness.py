@@ -198,8 +198,8 @@ class JaxtuneLM(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Returns the model's answer to each request, cut off before the first of its stop strings, and gives them to
-        lm-eval's cache. Answers also end at the model's end tokens, or at EOS if it names none. A prompt that leaves no
-        room in max_length for the new tokens loses its first tokens.
+        lm-eval's cache. Answers also end at the model's end tokens, or at the tokenizer's EOS, if there is one, where
+        the model names none. A prompt that leaves no room in max_length for the new tokens loses its first tokens.
 
         requests: lm-eval's Instances, whose arguments are the prompt and a dict of generation settings. disable_tqdm,
         for a progress bar, is not used.
@@ -207,6 +207,8 @@ class JaxtuneLM(TemplateLM):
         Raises:
           ValueError: a setting that `generate` does not have, or no room for a prompt.
         """
+        eos = self.tokenizer.eos_token_id
+        ends = end_token_ids(self.model) or ([] if eos is None else [eos])
         texts: list[str] = [""] * len(requests)
         groups: dict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -235,7 +237,7 @@ class JaxtuneLM(TemplateLM):
                 stop_strings=until,
                 tokenizer=self.tokenizer,
                 **options,
-                eos_token_ids=end_token_ids(self.model) or [self.eot_token_id],
+                eos_token_ids=ends,
             )
             for row in rows:
                 index = indices[row.index]

@@ -1,6 +1,6 @@
-"""What is requested of the sampler (sampler.py): the state of one row that it continues (`Request`), stop strings, at
-which a text ends (`StopStrings`, by a tokenizer that `Decodes`), checks of prompts and lengths (`checked_prompt`,
-`checked_length`), and the seeds of rows (`seeds_of`)."""
+"""What is requested of the sampler (sampler.py), and what it returns (`Row`, `Piece`): the state of one row that it
+continues (`Request`), stop strings, at which a text ends (`StopStrings`, by a tokenizer that `Decodes`), checks of
+prompts and lengths (`checked_prompt`, `checked_length`), and the seeds of rows (`seeds_of`)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,34 @@ class Decodes(Protocol):
 
 # Why a row ended: an end token or a stop string; max_new_tokens; Sampler.cancel.
 FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row that has ended: one of the answers that Sampler.run yields."""
+
+    index: int  # of its prompt in the prompts given to `run`
+    ids: list[int]  # the new tokens, up to and including the one that ended it
+    # log-probability of each new token under the model: log softmax of its logits, without penalty or filters, and
+    # without temperature unless scaled_logprobs was set
+    logprobs: list[float]
+    # "stop": an end token or a stop string; "length": max_new_tokens, or no more room; "cancelled": `cancel` was called
+    finish_reason: FinishReason
+    # for each new token the most likely tokens in its place and their log-probabilities, in descending order: as many
+    # as top_logprobs says; empty without it
+    top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The new tokens of one request that one step returns."""
+
+    request: int  # the request's number, from `submit`
+    ids: list[int]  # new tokens since the last piece; may be empty in the last piece
+    logprobs: list[float]  # the log-probabilities of these tokens, as Row.logprobs
+    finish_reason: FinishReason | None  # why the request ended; None: it has not
+    # the most likely tokens at the position of each of these, as in Row.top_logprobs; empty unless asked for
+    top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
 
 
 class StopStrings:

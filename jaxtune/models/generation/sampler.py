@@ -32,7 +32,9 @@ from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.requests import (
     Decodes,
     FinishReason,
+    Piece,
     Request,
+    Row,
     StopStrings,
     checked_length,
     checked_prompt,
@@ -52,34 +54,6 @@ from jaxtune.models.generation.structure import flattened
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A row that has ended: one of the answers that Sampler.run yields."""
-
-    index: int  # of its prompt in the prompts given to `run`
-    ids: list[int]  # the new tokens, up to and including the one that ended it
-    # log-probability of each new token under the model: log softmax of its logits, without penalty or filters, and
-    # without temperature unless scaled_logprobs was set
-    logprobs: list[float]
-    # "stop": an end token or a stop string; "length": max_new_tokens, or no more room; "cancelled": `cancel` was called
-    finish_reason: FinishReason
-    # for each new token the most likely tokens in its place and their log-probabilities, in descending order: as many
-    # as top_logprobs says; empty without it
-    top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """The new tokens of one request that one step returns."""
-
-    request: int  # the request's number, from `submit`
-    ids: list[int]  # new tokens since the last piece; may be empty in the last piece
-    logprobs: list[float]  # the log-probabilities of these tokens, as Row.logprobs
-    finish_reason: FinishReason | None  # why the request ended; None: it has not
-    # the most likely tokens at the position of each of these, as in Row.top_logprobs; empty unless asked for
-    top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -168,6 +142,7 @@ class Sampler:
         self._slots: list[Request | None] = [None] * count
         self._rounds: collections.deque[_Round] = collections.deque()
         self._pieces: list[Piece] = []  # the next step returns these
+        self._runs = False  # whether `run` has rows to yield
         self._kind = Kind(False, False, False)
         self._number, self._capacity, self._states, self._seen = 0, 0, None, None
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
@@ -212,8 +187,11 @@ class Sampler:
           the request's number, which pieces contain and `cancel` takes.
         Raises:
           ValueError: a prompt that is empty, has ids outside the vocabulary, or is too long with max_new_tokens; a
-            setting out of its range; filters with temperature 0; stop_strings without a tokenizer, or an empty one.
+            setting out of its range; filters with temperature 0; stop_strings without a tokenizer, or an empty one; a
+            `run` that has rows to yield.
         """
+        if self._runs:
+            raise ValueError("Sampler: submit while `run` has rows to yield: take all of them first, or close it")
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
         whose = "the model has" if self.plan.length == self.config.context_length else "a row of this sampler has"
         limit = checked_length(tokens, max_new_tokens, self.plan.length, "Sampler: the prompt", whose)
@@ -271,7 +249,8 @@ class Sampler:
         **settings: Any,
     ) -> Iterator[Row]:
         """Continues all prompts and yields each row that has ended. Nothing is checked or submitted before the first
-        row is asked for; nothing else may be submitted before the last. Closing it, or an error, cancels what is left.
+        row is asked for; nothing else can be submitted before the last. Closing it, or an error, cancels what is left.
+        Last pieces of requests that were cancelled before are returned by the next step after it.
 
         Args:
           prompts: token ids; for several answers to a prompt, repeat it in consecutive places.
@@ -289,15 +268,18 @@ class Sampler:
         if len(limits) != len(prompts):
             raise ValueError(f"Sampler: {len(limits)} numbers of max_new_tokens for {len(prompts)} prompts")
         rows: dict[int, Row] = {}
+        earlier, self._pieces = self._pieces, []
         try:
             for index, (prompt, limit, (own, place)) in enumerate(zip(prompts, limits, seeds, strict=True)):
                 number = self.submit(prompt, limit, temperature, own, index=place, **settings)
                 rows[number] = Row(index, [], [], "length")
+            self._runs = True
             yield from self._ended(rows, in_order)
         finally:
+            self._runs = False
             for number in rows:
                 self.cancel(number)
-            self._pieces = []
+            self._pieces = [*earlier, *(piece for piece in self._pieces if piece.request not in rows)]
 
     def _ended(self, rows: dict[int, Row], in_order: bool) -> Iterator[Row]:
         """Steps until all rows have ended, and yields each as it ends, or, if in_order, in the order of their indices.
@@ -305,7 +287,7 @@ class Sampler:
         rows: {request's number: its row, still without tokens}; its lists are filled."""
         ended: dict[int, Row] = {}
         following = 0
-        while self._requests or self._pieces:
+        while following < len(rows) and (self._requests or self._pieces):
             for piece in self.step():
                 row = rows[piece.request]
                 row.ids.extend(piece.ids)
@@ -314,8 +296,10 @@ class Sampler:
                 if piece.finish_reason is not None:
                     ended[row.index] = dataclasses.replace(row, finish_reason=piece.finish_reason)
             while ended and (not in_order or following in ended):
-                yield ended.pop(following if in_order else next(iter(ended)))
+                row = ended.pop(following if in_order else next(iter(ended)))
                 following += 1
+                self._runs = following < len(rows)
+                yield row
 
     def update(self, model: Decoder) -> None:
         """Sets the weights to those of a model with the same structure, for a user's own training loop. Only what must

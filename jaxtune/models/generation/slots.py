@@ -53,6 +53,8 @@ type Array = jax.Array | np.ndarray
 type States = Any  # a pytree for each layer
 
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
+# XLA's options with which every process computes the same bits on a GPU
+SAME_CHOICES: dict[str, bool | int] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
 
 
 class Live(NamedTuple):
@@ -145,7 +147,7 @@ def programs(same_choices: bool, many_rows: bool) -> Programs:
     """
     options: dict[str, bool | int] = {}
     if same_choices:
-        options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+        options |= SAME_CHOICES
     if many_rows:
         options |= {"xla_gpu_dot_merger_threshold_mb": 0}
     jit = functools.partial(jax.jit, compiler_options=options)

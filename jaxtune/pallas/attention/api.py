@@ -23,7 +23,7 @@ def implementations(
     query,
     layout: PackedLayout,
     *,
-    kv_heads: int | None = None,
+    kv_heads: int,
     window=None,
     soft_cap=None,
     sinks=None,
@@ -40,7 +40,6 @@ def implementations(
       layout: the bounds of the documents; only its static guarantee max_documents is used: it decides the order of the
         names, what cuDNN and Triton can run, and which blocks the Mosaic kernels use.
       kv_heads: number of key and value heads, which decides the case on which a kernel is compared with the reference.
-        None: not known; the case has as many as query heads for cuDNN, and half as many for the other kernels.
       window: a query sees itself and the window - 1 keys before it; None: all keys before it.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap.
       sinks: float[heads], an extra logit for each head that has no value; None: none.

@@ -31,7 +31,7 @@ _WHOLE_LENGTH = 1024  # a row that is one document is checked with at most this 
 _DOCUMENT_LENGTHS = (90, 1, 160, 7, 110)
 
 
-def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
+def refusal(name: str, module, query, kv_heads: int, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
     """Returns the reason why this GPU must not run the kernels of `module` for calls like this one, or None. It
     compares the forward and the gradients of a small packed case with the reference, once for each kind of call: dtype,
     head dim, whether an even number of query heads shares a key head, soft cap or not, blocks (the case has a window of
@@ -43,14 +43,14 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Ma
       name: the implementation's name, such as "mosaic".
       module: the implementation's module, which has the functions `forward` and `backward`.
       query: of the call, [B, T, heads, D]; only shape and dtype are used.
-      kv_heads: of the call; None: not known, and the case has two query heads for each key head.
+      kv_heads: of the call.
       soft_cap: of the call; None: no cap.
       blocks: how the kernels divide their work in the call, {name in tuning.py, such as "attention forward": the fields
         of its Blocks}; empty for an implementation that is not tuned. Other blocks are another kernel, and checked
         again.
     """
     dim, dtype = query.shape[-1], jnp.dtype(query.dtype)
-    group = 2 if kv_heads is None or query.shape[2] // kv_heads % 2 == 0 else 1
+    group = 2 if query.shape[2] // kv_heads % 2 == 0 else 1
     call = f"{dtype.name}, head dim {dim}, {'grouped' if group == 2 else 'single'} heads"
     if soft_cap is not None:
         call += ", soft cap"
@@ -88,7 +88,7 @@ def _arrays(shape: tuple[int, int], heads: int, kv_heads: int, dim: int, dtype) 
     return [jax.random.normal(key, (*shape, count, dim)).astype(dtype) for key, count in zip(keys, counts, strict=True)]
 
 
-def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int | None) -> str | None:
+def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None) -> str | None:
     """Returns the reason why this GPU must not run cuDNN for calls like this one, or None. It compares the forward and
     the gradients with the reference, on packed rows of the call's own sizes, by which cuDNN chooses its kernels, or for
     rows of one document each on a single row of at most 1,024 tokens; once for each kind of call: dtype, the case's
@@ -98,12 +98,12 @@ def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int
 
     Args:
       query: of the call, [B, T, heads, D]; only shape and dtype are used.
-      kv_heads: of the call; None: as many as query heads.
+      kv_heads: of the call.
       layout: of the call; its guarantee `max_documents` must not be None.
       window: the sliding window of the call; None: none. The case's is no larger than 100 keys.
     """
     rows, length, heads, dim = query.shape
-    kv_heads, dtype, documents = kv_heads or heads, jnp.dtype(query.dtype), layout.max_documents
+    dtype, documents = jnp.dtype(query.dtype), layout.max_documents
     assert documents is not None  # cuDNN refuses calls without it
     if documents == 1:
         rows, length = 1, min(length, _WHOLE_LENGTH)

@@ -268,8 +268,8 @@ def placed_refusal(keys) -> str | None:
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
     """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
     into the caches, by one kernel that changes the caches in place; each program computes one head of one sequence.
-    Returns a list: query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values. XLA copies a cache
-    that is read again.
+    Returns (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). XLA copies a cache that
+    is read again.
 
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side.
@@ -290,7 +290,7 @@ def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32
     heads = width // dim - 2 * kv_heads
     weights = (parts, parts) if norms is None else norms
     cos, sin = (parts, parts) if table is None else table
-    return compat.triton_graph_call(
+    query, keys, values = compat.triton_graph_call(
         triton_kernels.placed_kernel,
         (parts, *weights, cos, sin, positions, keys, values),
         [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
@@ -311,3 +311,4 @@ def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32
         OFFSET=float(offset),
         FLOAT32=int(float32),
     )
+    return query, keys, values

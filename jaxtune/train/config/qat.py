@@ -37,12 +37,13 @@ class QatConfig:
             "q4_0",
             "q8_0",
         ],
-        "What weights are rounded to; int8-int4, fp8, nvfp4-nvfp4 and mxfp4-mxfp4 round activations too. q4_0 and q8_0 "
-        "are GGUF's.",
+        "What weights are rounded to; int8-int4, int8-int4-asymmetric, fp8, nvfp4-nvfp4 and mxfp4-mxfp4 round "
+        "activations too. q4_0 and q8_0 are GGUF's.",
     ] = "int4"
     group_size: Annotated[
         int | None,
-        "Weights of a row that share a scale: 32, 64 or 128 for int4 (128), 32 or null for int8, 32 for q4_0 and q8_0.",
+        "Weights of a row that share a scale: 32, 64 or 128 (default) for int4, int8-int4 and int8-int4-asymmetric, "
+        "32 or null for int8, 32 for q4_0 and q8_0.",
     ] = None
     start: Annotated[int, "Steps to train without rounding first."] = 0
     gradients: Annotated[

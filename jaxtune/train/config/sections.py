@@ -89,7 +89,7 @@ class DataConfig:
     buffer_size: Annotated[int, "Rows of a stream that are read, shuffled and packed at a time."] = 10_000
     max_rows: Annotated[int | None, "Read no more than this many rows."] = None
     cache_dir: Annotated[str | None, "Folder of the token cache; default: in the user's cache folder."] = None
-    num_workers: Annotated[int | None, "Processes that tokenise; default: one for each CPU core."] = None
+    num_workers: Annotated[int | None, "Processes that tokenise; default: up to one for each CPU, at most 16."] = None
 
     def __post_init__(self) -> None:
         require(self.length >= 2, "data.length", self.length, "must be 2 or more")
@@ -306,7 +306,8 @@ class MeshConfig:
     ] = "fp32"
     gradient_rounding: Annotated[
         Literal["error_feedback", "stochastic"],
-        "How gradient_sync rounds: error_feedback adds to a step what the one before lost; stochastic keeps nothing.",
+        "How gradient_sync rounds: error_feedback adds to a step what the one before lost; stochastic keeps nothing. "
+        "Sums over fsdp of weights that it divides are stochastic with either.",
     ] = "error_feedback"
 
     def __post_init__(self) -> None:
@@ -325,8 +326,7 @@ class MeshConfig:
 
     @property
     def axes(self) -> dict[str, int]:
-        """{name: number of devices} of the axes of the mesh, in the order of AXES in models/placement/partition.py; -1
-        means as many as the other axis leaves of all devices."""
+        """{axis: number of devices}, in the order of AXES (models/placement/partition.py); -1: what others leave."""
         return {"data": self.data, "fsdp": self.fsdp}
 
     @property

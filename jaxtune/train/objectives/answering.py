@@ -13,7 +13,8 @@ from typing import Protocol
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.divided import DividedSampler, devices_of
-from jaxtune.models.generation.sampler import Piece, Sampler
+from jaxtune.models.generation.requests import Piece
+from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.train.config import ConfigError
 from jaxtune.train.objectives.packed_answers import Prompt, Settings

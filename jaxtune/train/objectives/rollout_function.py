@@ -26,7 +26,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.sampler import Row, Sampler
+from jaxtune.models.generation.requests import Row
+from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import ConfigError
 from jaxtune.train.objectives.answering import Given, Sampling
 from jaxtune.train.objectives.packed_answers import Prompt
