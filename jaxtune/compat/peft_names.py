@@ -129,8 +129,8 @@ class AutoPeftModelForCausalLM:
         **others: object,
     ) -> CompatModel:
         """Returns the model of an adapter's folder: its base model with the adapter on it. The base is loaded in the
-        dtype that is given, else in the one that the folder records, else in bfloat16. It is quantised only if
-        quantization_config says so, also if the adapter was trained over a quantised base.
+        dtype that is given, else in the one that the folder records, else in bfloat16. It is quantised on
+        loading only if `others` say so, even if the adapter was trained over a quantised base.
 
         Args:
           pretrained_model_name_or_path: the adapter's local folder. For any other model the result has no adapter, and

@@ -56,7 +56,8 @@ class ORPOConfig(PreferenceConfig):
 
     table = ORPO  # the arguments that are not fields: without effect here, or refused
 
-    beta: float = 0.1  # the factor of the odds-ratio term, which is added to the cross-entropy of the chosen answer
+    # the factor of the odds-ratio term, which is added to the cross-entropy of the prompt and the chosen answer
+    beta: float = 0.1
 
 
 @dataclasses.dataclass(init=False)
@@ -226,9 +227,9 @@ class DPOTrainer(ReferencedTrainer):
 
 
 class ORPOTrainer(PreferenceTrainer):
-    """TRL's ORPOTrainer, on rows with chosen and rejected (and prompt): cross-entropy of the chosen answer, and a term
-    that compares the odds of both answers. It needs no reference model. The arguments are those of SFTTrainer, with an
-    ORPOConfig as `args`; formatting_func and packing=True raise ValueError."""
+    """TRL's ORPOTrainer, on rows with chosen and rejected (and prompt): the loss is the cross-entropy of the prompt and
+    the chosen answer, plus a term that compares the odds of both answers. It needs no reference model. The arguments
+    are those of SFTTrainer, with an ORPOConfig as `args`; formatting_func and packing=True raise ValueError."""
 
     config_type = ORPOConfig
 

@@ -69,12 +69,12 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
     Returns:
       (rows as jaxtune reads them, the name of their format: "text", "messages", "prompt_completion" or "sharegpt"). For
         a path the first is the path, and the second is the format of the file's first usable row, which may also be
-        another one; "auto" if it has none. With a formatting_func, or if the column of texts
-        is not named "text", the first has one column, "text"; it is [] for a list without rows.
+        another one; "auto" if it has none. With a formatting_func the rows are {"text": its text} ([] if there are
+        none), and the format is "text". A column of texts of another name is renamed to "text".
     Raises:
-      ValueError: none of the rules fits the columns; a list or a stream that does not name its columns has no rows,
-        unless it is a list and formatting_func is given; or formatting_func returns something else than a text for each
-        row, which of a stream is only noticed when the row is read.
+      ValueError: none of the rules fits the columns; a list (without a formatting_func) or a stream that does not name
+        its columns has no rows; or formatting_func returns something else than a text for each row, which of a stream
+        is noticed only when the row is read.
     """
     if is_stream(dataset):
         return _streamed(dataset, text_field, formatting_func)

@@ -107,7 +107,7 @@ def load_plain(
     given: Mapping[str, object],
 ) -> CompatModel:
     """Loads a model as transformers' from_pretrained does: in the dtype that is given, else in bfloat16 (the base of an
-    adapter: in the dtype that its folder records). It is quantised only if quantization_config says so, whatever format
+    adapter: in the dtype that its folder records). It is quantised on loading only if `given` says so, whatever format
     an adapter's folder records. It is for AutoModelForCausalLM, AutoPeftModelForCausalLM, and the models and teachers
     that trainers are given by name.
 
@@ -119,7 +119,7 @@ def load_plain(
       random_state: the seed of sampling, of the head that num_labels adds, and of an adapter from PEFT's
         get_peft_model.
       full: True: all weights train, unless quantization_config quantises them. False: only an adapter trains.
-      given: {name: value} of the script's arguments of from_pretrained, such as quantization_config and dtype, which
+      given: {name: value} of the script's arguments of from_pretrained, such as quantization_config, and dtype, which
         precedes bnb_4bit_compute_dtype; num_labels, load_in_fp8 and load_in_8bit are those of
         FastLanguageModel.from_pretrained.
     Raises:
