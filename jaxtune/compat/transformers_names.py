@@ -18,14 +18,16 @@ from jaxtune.models.files.model_folder import load_tokenizer, resolve_folder
 
 class BitsAndBytesConfig:
     """transformers' description of how a model's weights are quantised, to eight or four bits, which from_pretrained
-    takes as quantization_config. bitsandbytes is not needed, and transformers' own class is accepted too.
+    takes as quantization_config (`quantised` reads it). bitsandbytes is not needed, and transformers' own class is
+    accepted too.
 
     Args:
-      load_in_8bit, load_in_4bit: which of the two formats; both False: the weights stay in 16 bits. Four bits are
+      load_in_8bit, load_in_4bit: which of the two formats; both False: the weights are not quantised. Four bits are
         always NF4 with double quantisation here.
-      bnb_4bit_compute_dtype: the dtype in which a model in four bits computes; None: bfloat16.
-      bnb_4bit_quant_type: "nf4" or None. None, which means FP4 in transformers, is NF4 here too, and a printed line
-        says so.
+      bnb_4bit_compute_dtype: the dtype in which a model in four bits computes, unless from_pretrained gets a dtype too.
+        None: bfloat16, or for an adapter's folder the dtype that it records.
+      bnb_4bit_quant_type: "nf4" or None. None, which means FP4 in transformers, is NF4 here too, and with four bits a
+        printed line says so.
       bnb_4bit_use_double_quant: has no effect. If it is not True, with four bits, a printed line says that there is
         double quantisation.
       others: transformers' other arguments. A printed line reports each one that has no effect here.
@@ -68,12 +70,14 @@ class BitsAndBytesConfig:
 def quantised(config: object) -> dict[str, Any]:
     """For load_plain, translates what transformers calls quantization_config to arguments of
     FastLanguageModel.from_pretrained: returns {"load_in_4bit": True, "dtype": the compute dtype or None} for four bits,
-    {"load_in_4bit": False, "load_in_8bit": True} for eight, and {"load_in_4bit": False} for 16. config: a
-    BitsAndBytesConfig, this module's or transformers', a dict of its arguments, or None, which means 16 bits. Of the
-    second and the third only the named arguments of this module's class are read.
+    {"load_in_4bit": False, "load_in_8bit": True} for eight, and {"load_in_4bit": False} for neither.
 
+    Args:
+      config: this module's BitsAndBytesConfig; transformers' own, or a dict of its arguments, of which only those are
+        read that this module's class names; or None, with which weights are not quantised.
     Raises:
-      ValueError: `config` is another object, or has a setting that is not supported.
+      ValueError: `config` is another object, or has a setting that is not supported. One is bnb_4bit_quant_type="fp4",
+        the default of transformers' class, which is refused with eight bits too.
     """
     if config is None:
         return {"load_in_4bit": False}
@@ -103,20 +107,24 @@ def load_plain(
     given: Mapping[str, object],
 ) -> CompatModel:
     """Loads a model as transformers' from_pretrained does: in the dtype that is given, else in bfloat16 (the base of an
-    adapter: in the dtype that its folder records), or quantised as quantization_config says. It is for
-    AutoModelForCausalLM, AutoPeftModelForCausalLM, and the models and teachers that trainers are given by name.
+    adapter: in the dtype that its folder records). It is quantised on loading only if `given` says so, whatever format
+    an adapter's folder records. It is for AutoModelForCausalLM, AutoPeftModelForCausalLM, and the models and teachers
+    that trainers are given by name.
 
     Args:
       where: the called function, for messages.
       name: a model's folder or hub name, or the local folder of an adapter, which is loaded over its base.
       max_length: the most tokens of a row; None: the trainer's max_length decides. The model must have a position for
         each.
-      random_state: the seed of sampling and of a new adapter.
-      full: True: all weights train, unless they are quantised; False: only an adapter trains.
-      given: {name: value} of the script's arguments of from_pretrained, such as quantization_config and dtype;
-        num_labels, load_in_fp8 and load_in_8bit are those of FastLanguageModel.from_pretrained.
+      random_state: the seed of sampling, of the head that num_labels adds, and of an adapter from PEFT's
+        get_peft_model.
+      full: True: all weights train, unless quantization_config quantises them. False: only an adapter trains.
+      given: {name: value} of the script's arguments of from_pretrained, such as quantization_config, and dtype, which
+        precedes bnb_4bit_compute_dtype; num_labels, load_in_fp8 and load_in_8bit are those of
+        FastLanguageModel.from_pretrained.
     Raises:
-      ValueError: an argument that would change the result, or that is unknown.
+      ValueError: an argument that would change the result, or that is unknown; or full is True, without a
+        quantization_config that quantises, for an adapter's folder or with load_in_fp8 or load_in_8bit.
     """
     given = dict(given)
     asked = quantised(given.pop("quantization_config", None))
@@ -150,7 +158,8 @@ class AutoModelForCausalLM:
             "auto" is as if none were given), or num_labels=1 for a head that scores texts. A printed line reports each
             one that has no effect here.
         Raises:
-          ValueError: one of `arguments` would change the result, or is unknown.
+          ValueError: one of `arguments` would change the result, or is unknown; or it is load_in_8bit or load_in_fp8,
+            and the name is not an adapter's folder (quantization_config is taken instead).
         """
         where = "AutoModelForCausalLM.from_pretrained"
         path = os.fspath(pretrained_model_name_or_path)
