@@ -26,15 +26,15 @@ class BitsAndBytesConfig:
         always NF4 with double quantisation here.
       bnb_4bit_compute_dtype: the dtype in which a model in four bits computes, unless from_pretrained gets a dtype too.
         None: bfloat16, or for an adapter's folder the dtype that it records.
-      bnb_4bit_quant_type: "nf4" or None. None, which means FP4 in transformers, is NF4 here too, and with four bits a
-        printed line says so.
+      bnb_4bit_quant_type: with four bits "nf4" or None. None, which means FP4 in transformers, is NF4 here too, and a
+        printed line says so. Without four bits it is not used.
       bnb_4bit_use_double_quant: has no effect. If it is not True, with four bits, a printed line says that there is
         double quantisation.
       others: transformers' other arguments. A printed line reports each one that has no effect here.
 
     Raises:
-      ValueError: both formats are asked for, bnb_4bit_quant_type is another one, such as "fp4", or an argument is
-        unknown or not supported.
+      ValueError: both formats are asked for, four bits are asked for in another bnb_4bit_quant_type, such as "fp4", or
+        an argument is unknown or not supported.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class BitsAndBytesConfig:
         settle(where, others, BITS_AND_BYTES, BitsAndBytesConfig.__init__)
         if load_in_8bit and load_in_4bit:
             raise ValueError(f"{where}: load_in_8bit = True and load_in_4bit = True contradict each other: drop one")
-        if bnb_4bit_quant_type not in (None, "nf4"):
+        if load_in_4bit and bnb_4bit_quant_type not in (None, "nf4"):
             raise ValueError(
                 f"{where}: bnb_4bit_quant_type = {bnb_4bit_quant_type!r} is not supported. Instead: 'nf4', which is "
                 "closer to the 16-bit weights"
@@ -76,8 +76,8 @@ def quantised(config: object) -> dict[str, Any]:
       config: this module's BitsAndBytesConfig; transformers' own, or a dict of its arguments, of which only those are
         read that this module's class names; or None, with which weights are not quantised.
     Raises:
-      ValueError: `config` is another object, or has a setting that is not supported. One is bnb_4bit_quant_type="fp4",
-        the default of transformers' class, which is refused with eight bits too.
+      ValueError: `config` is another object, or has a setting that is not supported. One is bnb_4bit_quant_type="fp4"
+        with four bits, the default of transformers' class.
     """
     if config is None:
         return {"load_in_4bit": False}
