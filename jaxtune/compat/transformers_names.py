@@ -1,6 +1,6 @@
 """AutoModelForCausalLM, AutoTokenizer and BitsAndBytesConfig of transformers, for scripts that import them; and
 `load_plain`, which loads a model as transformers' from_pretrained does, also for trainers that get a name, with
-`quantised`, which reads its quantization_config."""
+`plain_arguments`, which translates its arguments, and `quantised`, which reads its quantization_config."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from jaxtune.compat.model import CompatModel, FastLanguageModel
 from jaxtune.compat.tables import AUTO, BITS_AND_BYTES
 from jaxtune.compat.texts import without_torch
 from jaxtune.models.files.model_folder import load_tokenizer, resolve_folder
+
+# The arguments of transformers' BitsAndBytesConfig that are followed here.
+_FOLLOWED = ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+_FOLLOWED += ("bnb_4bit_compute_dtype",)
 
 
 class BitsAndBytesConfig:
@@ -68,7 +72,7 @@ class BitsAndBytesConfig:
 
 
 def quantised(config: object) -> dict[str, Any]:
-    """For load_plain, translates what transformers calls quantization_config to arguments of
+    """For plain_arguments, translates what transformers calls quantization_config to arguments of
     FastLanguageModel.from_pretrained: returns {"load_in_4bit": True, "dtype": the compute dtype or None} for four bits,
     {"load_in_4bit": False, "load_in_8bit": True} for eight, and {"load_in_4bit": False} for neither.
 
@@ -88,14 +92,52 @@ def quantised(config: object) -> dict[str, Any]:
                     f"quantization_config is a {type(config).__name__}; only BitsAndBytesConfig is supported"
                 )
             config = {name.lstrip("_"): value for name, value in vars(config).items()}
-        known = ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
-        given = {name: config[name] for name in (*known, "bnb_4bit_compute_dtype") if name in config}
-        config = BitsAndBytesConfig(**given)
+        config = BitsAndBytesConfig(**{name: config[name] for name in _FOLLOWED if name in config})
     if config.load_in_8bit:
         return {"load_in_4bit": False, "load_in_8bit": True}
     if not config.load_in_4bit:
         return {"load_in_4bit": False}
     return {"load_in_4bit": True, "dtype": config.bnb_4bit_compute_dtype}
+
+
+def plain_arguments(
+    where: str,
+    quantization_config: object = None,
+    dtype: object = None,
+    torch_dtype: object = None,
+    num_labels: int | None = None,
+    load_in_8bit: bool = False,
+    load_in_4bit: bool = False,
+    load_in_fp8: bool | str = False,
+    **others: Any,
+) -> dict[str, Any]:
+    """Translates arguments of transformers' from_pretrained to those of FastLanguageModel.from_pretrained, which it
+    returns, {name: value}; load_plain calls it.
+
+    Args:
+      where: the called function, for messages.
+      quantization_config: as in `quantised`.
+      dtype: precedes the compute dtype of quantization_config; None or "auto": that one is taken.
+      torch_dtype: the older name of dtype.
+      num_labels, load_in_fp8: those of FastLanguageModel.from_pretrained.
+      load_in_8bit, load_in_4bit: the format, without quantization_config, as in transformers 4; the other arguments of
+        BitsAndBytesConfig may then be among `others`.
+      others: transformers' other arguments. A printed line reports each one that has no effect here.
+    Raises:
+      ValueError: an argument would change the result, or is unknown; or there are both load_in_8bit or load_in_4bit and
+        a quantization_config.
+    """
+    if load_in_8bit or load_in_4bit:
+        flag = "load_in_8bit" if load_in_8bit else "load_in_4bit"
+        if quantization_config is not None:
+            raise ValueError(f"{where}: {flag} = True and quantization_config are both given: drop {flag}")
+        quantization_config = {"load_in_8bit": load_in_8bit, "load_in_4bit": load_in_4bit}
+        quantization_config |= {name: others.pop(name) for name in _FOLLOWED if name in others}
+    settle(where, others, AUTO, plain_arguments)
+    asked = quantised(quantization_config)
+    dtype = torch_dtype if dtype is None else dtype
+    asked["dtype"] = asked.get("dtype") if dtype in (None, "auto") else dtype
+    return asked | {"num_labels": num_labels, "load_in_fp8": load_in_fp8}
 
 
 def load_plain(
@@ -104,7 +146,7 @@ def load_plain(
     max_length: int | None,
     random_state: int,
     full: bool,
-    given: Mapping[str, object],
+    given: Mapping[str, Any],
 ) -> CompatModel:
     """Loads a model as transformers' from_pretrained does: in the dtype that is given, else in bfloat16 (the base of an
     adapter: in the dtype that its folder records). It is quantised on loading only if `given` says so, whatever format
@@ -118,23 +160,16 @@ def load_plain(
         each.
       random_state: the seed of sampling, of the head that num_labels adds, and of an adapter from PEFT's
         get_peft_model.
-      full: True: all weights train, unless quantization_config quantises them. False: only an adapter trains.
-      given: {name: value} of the script's arguments of from_pretrained, such as quantization_config, and dtype, which
-        precedes bnb_4bit_compute_dtype; num_labels, load_in_fp8 and load_in_8bit are those of
-        FastLanguageModel.from_pretrained.
+      full: True: all weights train, unless `given` quantises them. False: only an adapter trains.
+      given: {name: value} of the script's arguments of from_pretrained; see plain_arguments.
     Raises:
-      ValueError: an argument that would change the result, or that is unknown; or full is True, without a
-        quantization_config that quantises, for an adapter's folder or with load_in_fp8 or load_in_8bit.
+      ValueError: an argument that would change the result, or that is unknown; or full is True for an adapter's folder,
+        and nothing in `given` quantises its base.
     """
-    given = dict(given)
-    asked = quantised(given.pop("quantization_config", None))
-    dtype = given.pop("dtype", given.pop("torch_dtype", None))
-    asked["dtype"] = asked.get("dtype") if dtype in (None, "auto") else dtype
-    own: dict[str, Any] = {one: given.pop(one) for one in ("num_labels", "load_in_fp8", "load_in_8bit") if one in given}
-    settle(where, given, AUTO, FastLanguageModel.from_pretrained)
-    full = full and not asked["load_in_4bit"] and "load_in_8bit" not in asked
+    asked = plain_arguments(where, **given)
+    full = full and not any(asked.get(flag) for flag in ("load_in_4bit", "load_in_8bit", "load_in_fp8"))
     model, _ = FastLanguageModel.from_pretrained(
-        os.fspath(name), max_length, full_finetuning=full, random_state=random_state, **asked, **own
+        os.fspath(name), max_length, full_finetuning=full, random_state=random_state, **asked
     )
     return model
 
@@ -155,11 +190,10 @@ class AutoModelForCausalLM:
         Args:
           pretrained_model_name_or_path: the folder or the hub name.
           arguments: transformers' other arguments, such as quantization_config and dtype (bfloat16, float16 or float32;
-            "auto" is as if none were given), or num_labels=1 for a head that scores texts. A printed line reports each
-            one that has no effect here.
+            "auto" is as if none were given), or num_labels=1 for a head that scores texts; load_in_8bit and
+            load_in_4bit are taken too, as in transformers 4. A printed line reports each one that has no effect here.
         Raises:
-          ValueError: one of `arguments` would change the result, or is unknown; or it is load_in_8bit or load_in_fp8,
-            and the name is not an adapter's folder (quantization_config is taken instead).
+          ValueError: one of `arguments` would change the result, or is unknown.
         """
         where = "AutoModelForCausalLM.from_pretrained"
         path = os.fspath(pretrained_model_name_or_path)
