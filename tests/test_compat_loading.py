@@ -8,9 +8,13 @@ from jaxtune.compat import (
     AutoModelForCausalLM,
     AutoPeftModelForCausalLM,
     BitsAndBytesConfig,
+    GKDTrainer,
+    GRPOTrainer,
     LoraConfig,
+    RewardTrainer,
     SFTConfig,
     SFTTrainer,
+    get_peft_model,
 )
 from jaxtune.models.files.quant import stored_in
 from tests.test_compat import folder  # noqa: F401
@@ -75,3 +79,23 @@ def test_four_bits_are_described_by_more_arguments_as_in_transformers_4(folder):
 def test_an_argument_that_is_not_there_is_not_proposed(folder, settings, told):  # noqa: F811
     with pytest.raises(ValueError, match=told):
         AutoModelForCausalLM.from_pretrained(folder, **settings)
+
+
+@pytest.mark.parametrize("kind", [SFTTrainer, RewardTrainer, GRPOTrainer, GKDTrainer])
+@pytest.mark.parametrize("others", [{}, {"peft_config": LoraConfig(r=2)}], ids=["plain", "peft_config"])
+def test_a_trainer_loads_no_adapter_by_its_name(folder, tmp_path, kind, others):  # noqa: F811
+    """TRL does not either ("Unrecognized model"); the error says how the adapter is trained further."""
+    adapter = str(tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(folder, load_in_4bit=True)
+    get_peft_model(model, LoraConfig(r=2)).save_pretrained(adapter)
+    rows = [{"prompt": "Say it.", "completion": "It.", "chosen": "It.", "rejected": "No."}]
+    for settings in ({}, {"load_in_4bit": True}):
+        args = kind.config_type(output_dir=str(tmp_path / "run"), max_length=64, model_init_kwargs=settings)
+        given: dict[str, Any] = dict(others, args=args, train_dataset=rows)
+        if kind is GRPOTrainer:
+            given["reward_funcs"] = len
+        with pytest.raises(ValueError, match="is an adapter's folder.*AutoPeftModelForCausalLM.from_pretrained"):
+            kind(adapter, **given)
+    args = SFTConfig(output_dir=str(tmp_path / "run"), max_length=64, max_steps=1, save_strategy="no")
+    model = AutoPeftModelForCausalLM.from_pretrained(adapter)
+    assert SFTTrainer(model, args, train_dataset=rows).train().global_step == 1

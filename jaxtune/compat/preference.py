@@ -16,7 +16,8 @@ from jaxtune.compat.model import CompatModel
 from jaxtune.compat.rows import columns_of
 from jaxtune.compat.settings import SFTConfig, given_arguments
 from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAINER
-from jaxtune.compat.trainer import SFTTrainer, loaded
+from jaxtune.compat.trainer import SFTTrainer
+from jaxtune.compat.transformers_names import loaded
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import matrices
 from jaxtune.models.reward import reward_model

@@ -22,7 +22,7 @@ from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer
 from jaxtune.compat.settings import given_arguments, plain_value
 from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
-from jaxtune.compat.trainer import loaded
+from jaxtune.compat.transformers_names import loaded
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import matrices
 from jaxtune.system.terminal import say

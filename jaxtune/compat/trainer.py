@@ -1,5 +1,5 @@
-"""SFTTrainer, the base class of all other trainers, and train_on_responses_only on top of jaxtune.train. `loaded` loads
-a trainer's model by its name, and `_with_adapter` adds the adapter of peft_config to it."""
+"""SFTTrainer, the base class of all other trainers, and train_on_responses_only on top of jaxtune.train.
+`_with_adapter` adds the adapter of peft_config to a trainer's model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from jaxtune.compat.peft_names import with_adapter
 from jaxtune.compat.reports import TrainOutput, rows_report
 from jaxtune.compat.rows import Tokenised, rows_and_format
 from jaxtune.compat.settings import (
-    DEFAULT_LENGTH,
     SFTConfig,
     TrainingArguments,
     given_arguments,
@@ -40,7 +39,7 @@ from jaxtune.compat.settings import (
     trained_tokens,
 )
 from jaxtune.compat.tables import OPTIMIZERS, PADDING_COLLATORS, RESIDUALS, RESPONSES, TRAINER
-from jaxtune.compat.transformers_names import load_plain
+from jaxtune.compat.transformers_names import loaded
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
 from jaxtune.system.terminal import say
@@ -445,17 +444,6 @@ class SFTTrainer(Evaluations):
         folder = self._output if output_dir is None else Path(output_dir).expanduser()
         beside = folder.exists() and folder.resolve() == self._output.resolve()
         (folders.save_beside if beside else folders.save)(self.model.module, folder, self.tokenizer)
-
-
-def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
-    """Loads a model that a trainer is given by its name; the trainers' constructors call it. Its rows have at most
-    max_length tokens of `args` (else max_seq_length, else 1,024). It is in bfloat16, or as dtype and
-    quantization_config in args.model_init_kwargs say, and args.seed is its random_state. name: a hub name or a folder.
-    full: True trains all weights, unless quantised; False freezes them, for an adapter. Raises ValueError for an
-    argument in model_init_kwargs that is unknown, or would change the result and is not supported, and for an adapter's
-    folder if full is True and the base is not quantised by model_init_kwargs."""
-    length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
-    return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
 
 
 def _with_adapter(model: CompatModel, peft_config: object, seed: int) -> CompatModel:

@@ -1,6 +1,6 @@
 """AutoModelForCausalLM, AutoTokenizer and BitsAndBytesConfig of transformers, for scripts that import them; and
-`load_plain`, which loads a model as transformers' from_pretrained does, also for trainers that get a name, with
-`plain_arguments`, which translates its arguments, and `quantised`, which reads its quantization_config."""
+`load_plain`, which loads a model as transformers' from_pretrained does, with `plain_arguments`, which translates its
+arguments, and `quantised`, which reads its quantization_config. `loaded` loads a trainer's model by its name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 
 from jaxtune.compat.arguments import settle, tell
 from jaxtune.compat.model import CompatModel, FastLanguageModel
+from jaxtune.compat.settings import DEFAULT_LENGTH, SFTConfig
 from jaxtune.compat.tables import AUTO, BITS_AND_BYTES
 from jaxtune.compat.texts import without_torch
+from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.files.model_folder import load_tokenizer, resolve_folder
 
 # The arguments of transformers' BitsAndBytesConfig that are followed here.
@@ -150,8 +152,8 @@ def load_plain(
 ) -> CompatModel:
     """Loads a model as transformers' from_pretrained does: in the dtype that is given, else in bfloat16 (the base of an
     adapter: in the dtype that its folder records). It is quantised on loading only if `given` says so, whatever format
-    an adapter's folder records. It is for AutoModelForCausalLM, AutoPeftModelForCausalLM, and the models and teachers
-    that trainers are given by name.
+    an adapter's folder records. It is for AutoModelForCausalLM, AutoPeftModelForCausalLM, and the models (by `loaded`)
+    and teachers that trainers are given by name.
 
     Args:
       where: the called function, for messages.
@@ -172,6 +174,22 @@ def load_plain(
         os.fspath(name), max_length, full_finetuning=full, random_state=random_state, **asked
     )
     return model
+
+
+def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
+    """Loads a model that a trainer is given by its name; the trainers' constructors call it. Its rows have at most
+    max_length tokens of `args` (else max_seq_length, else 1,024). It is in bfloat16, or as dtype and
+    quantization_config in args.model_init_kwargs say, and args.seed is its random_state. name: a hub name or a folder.
+    full: True trains all weights, unless quantised; False freezes them, for an adapter. Raises ValueError for an
+    argument in model_init_kwargs that is unknown, or would change the result and is not supported, and for an adapter's
+    folder, which TRL does not take either."""
+    if base_of(name) is not None:
+        raise ValueError(
+            f"model = {name!r} is an adapter's folder, and a trainer loads no adapter by its name. Instead: "
+            f"model=AutoPeftModelForCausalLM.from_pretrained({name!r}), without peft_config, which trains it further"
+        )
+    length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
+    return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
 
 
 class AutoModelForCausalLM:
