@@ -98,6 +98,14 @@ def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
     return module
 
 
+def trained_before(module: Decoder) -> bool:
+    """Whether an adapter of `module` has been trained: whether any of its B matrices, which are zero in a new adapter,
+    is not; False without adapters. By it the trainers decide, when they are made, whether the reference of their loss
+    can be the model with its adapter off."""
+    loras = [matrix.lora for _, matrix in matrices(module) if matrix.lora is not None]
+    return any(bool(lora.b[...].any()) for lora in loras)
+
+
 class PreferenceTrainer(SFTTrainer):
     """The base class of all trainers but SFTTrainer, also of those that sample answers. It checks the columns of rows,
     trains on responses, and turns the adapter's dropout off unless disable_dropout is False. If the adapter has dropout
@@ -193,7 +201,7 @@ class ReferencedTrainer(PreferenceTrainer):
 
     def __init__(self, *args: Any, **arguments: Any):
         super().__init__(*args, **arguments)
-        if any(matrix.lora.b[...].any() for _, matrix in matrices(self.model.module) if matrix.lora is not None):
+        if trained_before(self.model.module):
             raise ValueError(
                 f"{type(self).__name__}: the adapter has been trained before, and TRL takes the model with it as the "
                 "reference; here that is the model with its adapter off. Merge it first (save_pretrained_merged), "

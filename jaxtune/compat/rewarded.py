@@ -19,12 +19,11 @@ from flax import nnx
 from jaxtune.compat.arguments import choose, tell
 from jaxtune.compat.callbacks import best_name
 from jaxtune.compat.model import CompatModel
-from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer
+from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
 from jaxtune.compat.settings import given_arguments, plain_value
 from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
 from jaxtune.compat.transformers_names import loaded
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import matrices
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
@@ -224,8 +223,12 @@ class RewardedTrainer(PreferenceTrainer):
         self._weights = getattr(found, "reward_weights", None)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
         self._require_best()
+        self._kept: nnx.State | None = None  # the trained weights of the reference, unless it is the adapter off
         if self.args.beta:
-            which = "a copy of the adapter that was trained before" if self._trained_before else "its adapter off"
+            which = "its adapter off"
+            if trained_before(self.model.module):
+                which = "a copy of the adapter that was trained before"
+                self._kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
             say(f"{name}: the reference of beta = {self.args.beta} is the model with {which}")
 
     # ---- the arguments
@@ -361,18 +364,11 @@ class RewardedTrainer(PreferenceTrainer):
 
     # ---- the run
 
-    @property
-    def _trained_before(self) -> bool:
-        """Whether the adapter has been trained before, also by an earlier train() of this trainer: whether any of its B
-        matrices, which are zero in a new adapter, is not; False without adapters. If it is True, the reference of the
-        KL term is a copy of that adapter and not the model without it."""
-        loras = [matrix.lora for _, matrix in matrices(self.model.module) if matrix.lora is not None]
-        return any(bool(lora.b[...].any()) for lora in loras)
-
     def _reference(self, objective: Policy) -> Score | None:
-        """The function that scores answers under the reference of the KL term, for an adapter that was trained before:
-        as in TRL, the reference is a copy of that adapter, made here. None if there is no KL term (beta = 0) or the
-        reference is the model with its adapter off, which needs no copy.
+        """The function that scores answers under the reference of the KL term, for an adapter that was trained before
+        the trainer was made: as in TRL, the reference is the copy of that adapter that the constructor made, in every
+        call of train(). None if there is no KL term (beta = 0) or the reference is the model with its adapter off,
+        which needs no copy.
 
         Args:
           objective: the run's objective, whose temperature divides the logits.
@@ -381,10 +377,9 @@ class RewardedTrainer(PreferenceTrainer):
             under the reference, float32[rows, length]. It uses the model with the copied weights in place of the
             trained ones.
         """
-        if not objective.losses.beta or not self._trained_before:
+        kept, temperature = self._kept, objective.settings.temperature
+        if kept is None:
             return None
-        kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
-        temperature = objective.settings.temperature
 
         def score(model: Decoder, batch: Batch) -> np.ndarray:
             graph, _, others = nnx.split(model, nnx.Param, ...)

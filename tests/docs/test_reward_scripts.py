@@ -262,6 +262,19 @@ def test_the_reference_is_the_base_or_a_copy_of_a_trained_adapter(workplace, cap
     assert np.abs((later.extra[REFERENCE_LOGPS] - later.extra[SAMPLED_LOGPS]) * later.weights).max() > 1e-2
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_another_call_of_train_has_the_same_reference(workplace, trained):
+    """The one that the constructor found, and not what the first call trained."""
+    rates: dict[str, Any] = dict(learning_rate=1e-2, lr_scheduler_type="constant", warmup_steps=0)
+    trainer = trainer_of(beta=0.1, model=adapted(trained), save_strategy="no", **rates)
+    divergences = []
+    for _ in range(2):
+        trainer.train()
+        divergences += [line["kl"] for line in trainer.state.log_history if "kl" in line]
+    first, second = divergences
+    assert abs(first) < 1e-6 and second > 1e-4
+
+
 def test_rloo_takes_the_divergence_from_the_reward(workplace, capsys):
     trainer = trainer_of(compat.RLOOTrainer, model=adapted(trained=True), beta=0.5, max_steps=2)
     before = capsys.readouterr().out
