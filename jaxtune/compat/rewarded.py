@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.compat.arguments import choose, tell
+from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.callbacks import best_name
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
@@ -165,7 +165,7 @@ class RewardedTrainer(PreferenceTrainer):
         returns a dict of lists, as in TRL. None: the trainer samples them.
       environment_factory: a function without arguments that returns an environment, an object whose methods are tools;
         or {name: such a function}.
-      others: further arguments of SFTTrainer.
+      others: further arguments of SFTTrainer, but compute_metrics and preprocess_logits_for_metrics.
     Attributes:
       rollout_model: what generate_rollout_completions samples with during a call of rollout_func; None otherwise.
     Raises:
@@ -191,6 +191,8 @@ class RewardedTrainer(PreferenceTrainer):
         **others: object,
     ):
         name = type(self).__name__
+        logits = ("compute_metrics", "preprocess_logits_for_metrics")  # of SFTTrainer's parameters
+        settle(name, {one: others.pop(one) for one in logits if one in others}, self.table)
         self._tools = Tools(tools or (), environment_factory) if tools or environment_factory else None
         self._rollout_func, self.rollout_model = rollout_func, None
         if rollout_func is not None and self._tools is not None:

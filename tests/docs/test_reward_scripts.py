@@ -181,6 +181,17 @@ def test_what_has_no_counterpart_is_refused(workplace, settings, told):
         trainer_of(**settings)
 
 
+@pytest.mark.parametrize("kind", [compat.GRPOTrainer, compat.RLOOTrainer])
+@pytest.mark.parametrize("name", ["compute_metrics", "preprocess_logits_for_metrics"])
+def test_metrics_of_logits_are_refused(workplace, kind, name):
+    """TRL's trainers do not have them either: an evaluation samples answers, and has no logits of held-out rows."""
+    args = kind.config_type(per_device_train_batch_size=4, num_generations=2, eval_strategy="steps", eval_steps=1)
+    given: dict[str, Any] = dict(args=args, train_dataset=ROWS, eval_dataset=ROWS[:2])
+    with pytest.raises(ValueError, match=f"{kind.__name__}: {name} = .* is not supported.* Instead: a reward function"):
+        kind(adapted(), [length], **given, **{name: lambda *_: {}})
+    kind(adapted(), [length], **given, **{name: None})
+
+
 TOOLS = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
