@@ -73,14 +73,20 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
         none), and the format is "text". A column of texts of another name is renamed to "text".
     Raises:
       ValueError: none of the rules fits the columns; a list (without a formatting_func) or a stream that does not name
-        its columns has no rows; or formatting_func returns something else than a text for each row, which of a stream
-        is noticed only when the row is read.
+        its columns has no rows; there is a formatting_func for a path; or formatting_func returns something else than a
+        text for each row, which of a stream is noticed only when the row is read.
     """
     if is_stream(dataset):
         return _streamed(dataset, text_field, formatting_func)
+    is_path = isinstance(dataset, str | os.PathLike)
     if formatting_func is not None:
+        if is_path:
+            raise ValueError(
+                f"SFTTrainer: {os.fspath(dataset)!r} is a path, which does not go with a formatting_func: give the "
+                "rows, which datasets.load_dataset reads"
+            )
         return [{"text": text} for text in _formatted(formatting_func, list(dataset))], "text"
-    if isinstance(dataset, str | os.PathLike):  # the first row's columns decide, also which tokens are trained on
+    if is_path:  # the first row's columns decide, also which tokens are trained on
         known = (row.format for row in read_rows(open_sources(dataset)) if row.value is not None)
         return dataset, next(known, "auto")
     if not hasattr(dataset, "column_names"):

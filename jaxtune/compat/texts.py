@@ -194,7 +194,8 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
     the column `conversations`. Messages that have a role keep it; other columns stay.
 
     Args:
-      dataset: a datasets.Dataset or a list of dicts, with a column conversations.
+      dataset: a datasets.Dataset or IterableDataset, a dict of splits of either, or a list of dicts, with a column
+        conversations. Rows of an IterableDataset are changed as they are read.
       others: Unsloth's other arguments, which have no effect here.
     Raises:
       ValueError: an unknown argument or role.
@@ -208,7 +209,7 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
         return {"conversations": [_message(message) for message in row["conversations"]]}
 
     if hasattr(dataset, "map"):
-        return dataset.map(standard, desc="standard roles")
+        return dataset.map(standard)
     return [dict(row) | standard(row) for row in dataset]
 
 
