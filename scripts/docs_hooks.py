@@ -35,6 +35,7 @@ def compat_tables() -> str:
 
     from jaxtune import compat
     from jaxtune.compat import tables
+    from jaxtune.compat.transformers_names import plain_arguments
     from jaxtune.pallas.formats import FORMATS
 
     def parameters(function: Any) -> list[str]:
@@ -54,7 +55,7 @@ def compat_tables() -> str:
     callables = {
         "FastLanguageModel.from_pretrained": (load, tables.LOAD),
         "FastLanguageModel.get_peft_model": (parameters(model.get_peft_model), tables.PEFT),
-        "AutoModelForCausalLM.from_pretrained": (["quantization_config", "dtype", "torch_dtype"], tables.AUTO),
+        "AutoModelForCausalLM.from_pretrained": (parameters(plain_arguments)[1:], tables.AUTO),  # all but `where`
         "BitsAndBytesConfig": (parameters(compat.BitsAndBytesConfig.__init__), tables.BITS_AND_BYTES),
         "get_peft_model, PeftModel.from_pretrained": (parameters(compat.get_peft_model), tables.PEFT_MODEL),
         "SFTConfig": (fields(compat.SFTConfig), tables.SFT),

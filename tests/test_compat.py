@@ -544,6 +544,22 @@ def test_preference_trainers(folder, tmp_path, monkeypatch, trainer, config, opt
     assert history[-1]["eval_rewards/margins"] > 0 and "rewards/margins" in history[0] and "logps/chosen" in history[0]
 
 
+@pytest.mark.parametrize(("trainer", "rows"), [(KTOTrainer, LABELLED), (DPOTrainer, PREFERENCES)])
+def test_rows_are_evaluated_alike_however_they_are_given(folder, tmp_path, trainer, rows):
+    """KTO's mismatched answers come from the rows of one batch, and its kl depends on them."""
+    args = trainer.config_type(output_dir=str(tmp_path / "run"), per_device_train_batch_size=2)
+    made = trainer(load(folder)[0], args=args, train_dataset=rows, eval_dataset=rows[:7])
+    for _, matrix in linears(made.model.module):
+        if matrix.lora is not None:
+            matrix.lora.b.set_value(matrix.lora.b[...] + 0.1)
+    known = made.evaluate()
+    assert made.evaluate(eval_dataset=rows[:7]) == known
+    found = made.predict(rows[:7]).metrics
+    assert {name.replace("test_", "eval_"): value for name, value in found.items()} == known
+    if trainer is KTOTrainer:
+        assert known["eval_kl"] > 0
+
+
 def test_rows_of_preference_trainers_may_be_a_path(folder, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PREFERENCES))
     args = DPOConfig(output_dir=str(tmp_path / "run"))

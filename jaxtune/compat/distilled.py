@@ -19,8 +19,8 @@ from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer
 from jaxtune.compat.rows import columns_of
 from jaxtune.compat.settings import SFTConfig, given_arguments
 from jaxtune.compat.tables import DISTILLATION, DISTILLATION_TRAINER, GKD
-from jaxtune.compat.trainer import SFTTrainer, loaded
-from jaxtune.compat.transformers_names import load_plain
+from jaxtune.compat.trainer import SFTTrainer
+from jaxtune.compat.transformers_names import load_plain, loaded
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig

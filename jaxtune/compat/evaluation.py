@@ -114,15 +114,21 @@ class Evaluations(Reports):
     def _on(self, dataset: object) -> Trainer:
         """Makes a jaxtune Trainer that evaluates the current model on the rows of `dataset`, a data set in any form
         that the trainer accepts as train_dataset, and trains nothing; evaluate and predict use it for rows that the
-        script passes to them. Its eval_data has these rows, tokenised. Raises ValueError if the rows have another
-        format than the trained ones."""
+        script passes to them. Its eval_data has these rows, tokenised and in the form that `_rows_for` gives them.
+        Raises ValueError if the rows have another format than the trained ones."""
         rows, form = self._read(dataset, self._formatting)
         if form != self._format:
             raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")
         config = self.config(prepared=False)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval="eval_dataset"))
         train = self._prepared.train_data or self._rows["train"]
-        return Trainer(self._to_train(), self.tokenizer, config, train, rows, trains=False)
+        trainer = Trainer(self._to_train(), self.tokenizer, config, train, rows, trains=False)
+        read = trainer.eval_data
+        assert read is not None  # config and rows ask for them
+        held_out = self._rows_for(read)
+        if held_out is read:
+            return trainer
+        return Trainer(self._to_train(), self.tokenizer, config, train, held_out, trains=False)
 
     def _measure(self) -> dict[str, float]:
         """Returns the numbers that compute_metrics returns for the current model on eval_dataset; {} if there is no

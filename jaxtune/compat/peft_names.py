@@ -1,6 +1,7 @@
 """PEFT's functions and classes that scripts import beside LoraConfig, for a CompatModel in place of a torch model:
 `get_peft_model` adds an adapter, PeftModel and AutoPeftModelForCausalLM load a saved one, and
-prepare_model_for_kbit_training and TaskType have almost nothing to do. `with_adapter` is for the trainers, too."""
+prepare_model_for_kbit_training and TaskType have almost nothing to do. `with_adapter` makes the CompatModel of a module
+that got an adapter, here and for the trainers' peft_config."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class TaskType(enum.StrEnum):
 
 def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) -> CompatModel:
     """Returns a new CompatModel of `module`, with the tokenizer and the settings of `model`, of which only the adapter
-    trains.
+    trains. get_peft_model and PeftModel.from_pretrained call it, and the trainers for their peft_config.
 
     Args:
       model: the script's model without the adapter; it is not changed.
@@ -52,7 +53,8 @@ def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) ->
 def get_peft_model(
     model: CompatModel, peft_config: object, adapter_name: str = "default", **others: object
 ) -> CompatModel:
-    """PEFT's function: returns a new model, `model` with a new adapter.
+    """PEFT's function: returns a new model, `model` with a new adapter, which alone trains. The model's random_state
+    seeds the adapter.
 
     Args:
       model: the script's model; it is not changed, and shares its weights with the result.
@@ -60,8 +62,8 @@ def get_peft_model(
       adapter_name: must be "default", because an adapter has no name here.
       others: PEFT's other arguments. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: another adapter_name; peft_config is no LoraConfig, or has a setting that is not supported; or one of
-        `others` would change the result or is unknown.
+      ValueError: another adapter_name; peft_config is no LoraConfig, or has a setting that is not supported; the model
+        has an adapter already; or one of `others` would change the result or is unknown.
     """
     settle("get_peft_model", {"adapter_name": adapter_name, **others}, PEFT_MODEL, get_peft_model)
     settings = lora_settings(peft_config)
@@ -76,8 +78,8 @@ def prepare_model_for_kbit_training(
 
     Args:
       model: the script's model.
-      use_gradient_checkpointing: True changes nothing; False keeps every residual of the backward pass on the device,
-        unless SFTConfig's gradient_checkpointing is set.
+      use_gradient_checkpointing: True changes nothing. False sets the model, in place, to keep every residual of the
+        backward pass on the device; SFTConfig's gradient_checkpointing takes precedence unless it is None.
       gradient_checkpointing_kwargs: has no effect.
     """
     del gradient_checkpointing_kwargs
@@ -106,7 +108,8 @@ class PeftModel:
           is_trainable: has no effect: the adapter can always be trained further.
           others: PEFT's other arguments. A printed line reports each one that has no effect here.
         Raises:
-          ValueError: another adapter_name, or one of `others` would change the result or is unknown.
+          ValueError: another adapter_name; one of `others` would change the result or is unknown; the folder has no
+            adapter that fits the model; or the model has an adapter already.
         """
         del is_trainable
         settle("PeftModel.from_pretrained", {"adapter_name": adapter_name, **others}, PEFT_MODEL)
@@ -126,15 +129,16 @@ class AutoPeftModelForCausalLM:
         **others: object,
     ) -> CompatModel:
         """Returns the model of an adapter's folder: its base model with the adapter on it. The base is loaded in the
-        dtype that is given, else in the one that the folder records, else in bfloat16, or quantised as
-        quantization_config says.
+        dtype that is given, else in the one that the folder records, else in bfloat16. It is quantised on
+        loading only if `others` say so, even if the adapter was trained over a quantised base.
 
         Args:
-          pretrained_model_name_or_path: the adapter's local folder.
+          pretrained_model_name_or_path: the adapter's local folder. For any other model the result has no adapter, and
+            trainers refuse it.
           adapter_name: must be "default", because an adapter has no name here.
           is_trainable: has no effect: the adapter can always be trained further.
-          others: PEFT's and transformers' other arguments, such as quantization_config and dtype. A printed line
-            reports each one that has no effect here.
+          others: PEFT's and transformers' other arguments, such as quantization_config and dtype (see load_plain). A
+            printed line reports each one that has no effect here.
         Raises:
           ValueError: another adapter_name, or one of `others` would change the result or is unknown.
         """

@@ -16,7 +16,8 @@ from jaxtune.compat.model import CompatModel
 from jaxtune.compat.rows import columns_of
 from jaxtune.compat.settings import SFTConfig, given_arguments
 from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAINER
-from jaxtune.compat.trainer import SFTTrainer, loaded
+from jaxtune.compat.trainer import SFTTrainer
+from jaxtune.compat.transformers_names import loaded
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import matrices
 from jaxtune.models.reward import reward_model
@@ -30,9 +31,9 @@ from jaxtune.train.objectives.kto import mismatched_in_groups
 
 @dataclasses.dataclass(init=False)
 class PreferenceConfig(SFTConfig):
-    """The base class of the configs of all other trainers (DPOConfig, GRPOConfig, ...): SFTConfig with one more
-    argument. An argument that is not a field is accepted if it has no effect here, or has a value that changes nothing;
-    any other raises ValueError."""
+    """The base class of the configs of all trainers but SFTTrainer (DPOConfig, GRPOConfig, ...): SFTConfig with one
+    more argument, whose default some of them change. An argument that is not a field is accepted if it has no effect
+    here, or has a value that changes nothing; any other raises ValueError."""
 
     disable_dropout: bool = True  # True: the adapter's dropout is turned off; False: it is used
 
@@ -43,7 +44,8 @@ class DPOConfig(PreferenceConfig):
 
     table = DPO  # the arguments that are not fields: without effect here, or refused
 
-    beta: float = 0.1  # the factor of the log-ratios to the reference model
+    # the factor of the log-ratios to the reference model; with "ipo" their difference is to be 1 / (2 beta)
+    beta: float = 0.1
     loss_type: str | Sequence[str] = "sigmoid"  # "sigmoid", "hinge" or "ipo", or a list with one of them
     # True: the reference's log-probabilities are computed once before the run; False: in every step
     precompute_ref_log_probs: bool = False
@@ -55,14 +57,15 @@ class ORPOConfig(PreferenceConfig):
 
     table = ORPO  # the arguments that are not fields: without effect here, or refused
 
-    beta: float = 0.1  # the factor of the odds-ratio term, which is added to the cross-entropy of the chosen answer
+    # the factor of the odds-ratio term, which is added to the cross-entropy of the prompt and the chosen answer
+    beta: float = 0.1
 
 
 @dataclasses.dataclass(init=False)
 class KTOConfig(PreferenceConfig):
-    """The arguments of a KTOTrainer: TRL's KTOConfig. Rows are trained on in the given order, and
-    train_sampling_strategy must be "sequential", because each row also gets the answer of another row of its
-    micro-batch."""
+    """The arguments of a KTOTrainer: TRL's KTOConfig, where the fields of SFTConfig have Unsloth's defaults. Rows are
+    trained on in the given order, and train_sampling_strategy must be "sequential", because each row also gets the
+    answer of another row of its micro-batch."""
 
     table = KTO  # the arguments that are not fields: without effect here, or refused
     orders = {"sequential": "given"}  # {value of train_sampling_strategy: TokenDataset's name for that order}
@@ -95,12 +98,20 @@ def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
     return module
 
 
+def trained_before(module: Decoder) -> bool:
+    """Whether an adapter of `module` has been trained: whether any of its B matrices, which are zero in a new adapter,
+    is not; False without adapters. By it the trainers decide, when they are made, whether the reference of their loss
+    can be the model with its adapter off."""
+    loras = [matrix.lora for _, matrix in matrices(module) if matrix.lora is not None]
+    return any(bool(lora.b[...].any()) for lora in loras)
+
+
 class PreferenceTrainer(SFTTrainer):
-    """The base class of the trainers whose rows have other columns than SFTTrainer's, such as pairs of answers. It
-    checks the columns, trains on responses without packing, and turns the adapter's dropout off unless disable_dropout
-    is False. If the adapter has dropout that is turned off, a line says so. Its arguments are those of SFTTrainer, but
-    a formatting_func and packing=True raise ValueError. A subclass sets `config_type`, the class of its config, and the
-    attributes below where they differ, and defines `_objective`."""
+    """The base class of all trainers but SFTTrainer, also of those that sample answers. It checks the columns of rows,
+    trains on responses, and turns the adapter's dropout off unless disable_dropout is False. If the adapter has dropout
+    that is turned off, a line says so. Its arguments are those of SFTTrainer, but a formatting_func and packing=True
+    raise ValueError. A subclass sets `config_type`, the class of its config, and the attributes below where they
+    differ, and defines `_objective`."""
 
     table = TRAINER | REFERENCE_MODEL  # the arguments that are not parameters: without effect here, or refused
     # the config's arguments that older versions of TRL accepted as arguments of the trainer
@@ -124,8 +135,9 @@ class PreferenceTrainer(SFTTrainer):
             )
 
     def _rates(self) -> dict[str, float]:
-        """Returns {name of a matrix that has an adapter: the adapter's dropout rate} of the script's model, by which
-        the rates are restored after a run without dropout; {} without adapters."""
+        """Returns {name of a matrix that has an adapter: the adapter's dropout rate} of the script's model; {} without
+        adapters. The constructor sees by it whether there is dropout, `_to_train` sets these rates to 0, and
+        `_handing_back` restores them."""
         return {name: matrix.lora.rate for name, matrix in matrices(self.model.module) if matrix.lora is not None}
 
     def _to_train(self) -> Decoder:
@@ -136,13 +148,14 @@ class PreferenceTrainer(SFTTrainer):
         return _with_rates(nnx.merge(*nnx.split(self.model.module)), dict.fromkeys(self._rates(), 0.0))
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """Returns a function that changes a module of the run, in place, before the script sees it: its adapters get
-        the dropout rates of the script's model, because the run may train without dropout."""
+        """Returns a function that changes a module of the run, in place, before the script sees it, and returns that
+        module: its adapters get the dropout rates of the script's model, because the run may train without dropout."""
         rates = self._rates()
         return lambda module: _with_rates(module, rates)
 
     def _packing(self) -> bool:
-        """Returns False: rows are not packed into longer ones. Raises ValueError if the script asks for packing."""
+        """Returns False: an update counts examples and not packed rows, also if the model was loaded with packing=True.
+        Raises ValueError if the config has packing=True."""
         if self.args.packing:
             name = type(self.args).__name__
             raise ValueError(f"{name}: packing = True is not supported. Instead: jaxtune train with objective=...")
@@ -180,7 +193,7 @@ class PreferenceTrainer(SFTTrainer):
 class ReferencedTrainer(PreferenceTrainer):
     """The base class of DPOTrainer and KTOTrainer, whose loss compares the model with a reference model. The reference
     here is the model with its adapter off. The arguments are those of PreferenceTrainer. A model without an adapter has
-    no such reference, and train() raises ValueError.
+    no such reference, and train() and evaluate() raise ValueError.
 
     Raises:
       ValueError: the adapter has been trained before; TRL's reference would then be the model with that adapter.
@@ -188,7 +201,7 @@ class ReferencedTrainer(PreferenceTrainer):
 
     def __init__(self, *args: Any, **arguments: Any):
         super().__init__(*args, **arguments)
-        if any(matrix.lora.b[...].any() for _, matrix in matrices(self.model.module) if matrix.lora is not None):
+        if trained_before(self.model.module):
             raise ValueError(
                 f"{type(self).__name__}: the adapter has been trained before, and TRL takes the model with it as the "
                 "reference; here that is the model with its adapter off. Merge it first (save_pretrained_merged), "
@@ -223,9 +236,9 @@ class DPOTrainer(ReferencedTrainer):
 
 
 class ORPOTrainer(PreferenceTrainer):
-    """TRL's ORPOTrainer, on rows with chosen and rejected (and prompt): cross-entropy of the chosen answer, and a term
-    that compares the odds of both answers. It needs no reference model. The arguments are those of SFTTrainer, with an
-    ORPOConfig as `args`; formatting_func and packing=True raise ValueError."""
+    """TRL's ORPOTrainer, on rows with chosen and rejected (and prompt): the loss is the cross-entropy of the prompt and
+    the chosen answer, plus a term that compares the odds of both answers. It needs no reference model. The arguments
+    are those of SFTTrainer, with an ORPOConfig as `args`; formatting_func and packing=True raise ValueError."""
 
     config_type = ORPOConfig
 
@@ -246,9 +259,9 @@ class KTOTrainer(ReferencedTrainer):
     columns = ("completion", "label")
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """Returns the tokenised rows `data`, each with the answer of another row as a mismatched one, as in TRL: KTO's
-        loss estimates its KL term from such answers. The other row is one of the same per_device_train_batch_size rows.
-        Rows whose answer is cut off completely are left out."""
+        """Returns the tokenised rows `data` with mismatched answers that are chosen anew, as in TRL: each row gets the
+        answer of another one of the same per_device_train_batch_size consecutive rows (its own, if it is the only one).
+        KTO's loss estimates its KL term from them. Rows whose answer is cut off completely are left out."""
         assert isinstance(data, PairDataset)
         return mismatched_in_groups(data, self.args.per_device_train_batch_size)
 

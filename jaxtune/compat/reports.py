@@ -1,5 +1,5 @@
 """The methods log_metrics, save_metrics and save_state of transformers' Trainer (`Reports`), what train() returns
-(`TrainOutput`), and the lines about rows that it prints first (`rows_report`)."""
+(`TrainOutput`), and the lines about rows that it prints before the first step (`rows_report`)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class TrainOutput:
 
 def rows_report(name: str, trainer: Trainer) -> list[str]:
     """Returns lines about a run's rows, which train() prints before the first step: those that `jaxtune train` prints,
-    and then what users of TRL may not expect (how packing changes the number of updates, how many documents are cut,
-    how many tokens are trained on). The latter are left out if rows are streamed or answers are sampled.
+    and then what users of TRL may not expect: with packing=True, how it changes the number of updates; if documents are
+    cut, the share of them; and the share of tokens that are trained on. The latter are left out if rows are streamed or
+    answers are sampled.
 
     Args:
       name: the class of the script's trainer, with which these further lines begin.
@@ -86,7 +87,7 @@ class Reports:
 
     def save_state(self) -> None:
         """Writes the progress of the run to output_dir/trainer_state.json, as transformers does: the fields of
-        TrainerState."""
+        TrainerState, and an entry that marks the file as jaxtune's. output_dir is created if it is missing."""
         self._output.mkdir(parents=True, exist_ok=True)
         folders.write_state(self._output, self.state)
 

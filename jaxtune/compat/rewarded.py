@@ -1,7 +1,6 @@
-"""TRL's GRPOTrainer and RLOOTrainer with their configs, built on SFTTrainer's run, and generate_rollout_completions.
-
-Answers are sampled from the model that trains, in the same process, and rewarded by the script's functions.
-"""
+"""TRL's GRPOTrainer and RLOOTrainer with their configs (RewardedTrainer and RewardedConfig are the bases), built on
+SFTTrainer's run. Answers are sampled from the model that trains, in the same process, and rewarded by the script's
+functions; a script's own rollout_func samples them by `generate_rollout_completions`."""
 
 from __future__ import annotations
 
@@ -17,15 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.compat.arguments import choose, tell
+from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.callbacks import best_name
 from jaxtune.compat.model import CompatModel
-from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer
+from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
 from jaxtune.compat.settings import given_arguments, plain_value
 from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
-from jaxtune.compat.trainer import loaded
+from jaxtune.compat.transformers_names import loaded
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import matrices
 from jaxtune.system.terminal import say
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
@@ -83,11 +81,12 @@ class RewardedConfig(PreferenceConfig):
     learning_rate: float = 1e-6
     disable_dropout: bool = False  # True: the adapter's dropout is turned off; False: it is used
     num_generations: int = 8  # answers that are sampled to each prompt
-    # with it a row has at most max_prompt_length + max_completion_length tokens; None: only max_length bounds a row
+    # bounds rows at max_prompt_length + max_completion_length tokens, beside max_length and the model; None: only these
+    # do. A prompt that leaves no room for max_completion_length in a row is not cut, but refused
     max_prompt_length: int | None = None
     max_completion_length: int = 512  # the most tokens of an answer
-    generation_batch_size: int | None = None  # answers that are sampled at once; None: those of one update
-    steps_per_generation: int | None = None  # the same in micro-batches, if generation_batch_size is None
+    generation_batch_size: int | None = None  # answers that are sampled at once; None: steps_per_generation decides
+    steps_per_generation: int | None = None  # the same in micro-batches; None: the answers of one update
     # How answers are sampled; the defaults change nothing.
     temperature: float = 1.0
     top_p: float = 1.0
@@ -96,8 +95,8 @@ class RewardedConfig(PreferenceConfig):
     repetition_penalty: float = 1.0
     beta: float = 0.0  # the factor of the KL term; 0: there is none
     num_iterations: int = 1  # how often each answer is trained on
-    epsilon: float = 0.2  # the ratio of probabilities is clipped below at 1 - epsilon
-    epsilon_high: float | None = None  # and above at 1 + epsilon_high; None: at 1 + epsilon
+    epsilon: float = 0.2  # the ratio of probabilities is clipped below at 1 - epsilon (not with "cispo" and "sapo")
+    epsilon_high: float | None = None  # and above at 1 + epsilon_high ("cispo": at epsilon_high); None: epsilon's value
     reward_weights: Sequence[float] | None = None  # a factor for each reward function; None: 1 for each
     mask_truncated_completions: bool = False  # True: answers cut at max_completion_length do not count in the loss
 
@@ -116,7 +115,7 @@ class GRPOConfig(RewardedConfig):
     importance_sampling_level: str = "token"  # a ratio for each "token", or one for each answer ("sequence")
     multi_objective_aggregation: str = "sum_then_normalize"  # or "normalize_then_sum": how rewards become one
     # advantages are divided by the standard deviation of the rewards: "group" or True: of the answers to a prompt;
-    # "batch": of all answers that are sampled at once; "none" or False: they are not divided
+    # "batch": of all answers sampled at once; "none" or False: they are not divided. Unused with "normalize_then_sum"
     scale_rewards: str | bool = "group"
     top_entropy_quantile: float = 1.0  # the share of tokens, those of largest entropy, that count in the loss
     entropy_coef: float = 0.0  # the factor of the mean entropy, which is subtracted from the loss
@@ -150,27 +149,28 @@ class RewardedTrainer(PreferenceTrainer):
     subclass only sets `config_type`.
 
     Args:
-      model: a CompatModel, or a hub name or folder, which is loaded.
+      model: a CompatModel, or a hub name or folder, which is loaded for rows of at most max_prompt_length (None: 512)
+        plus max_completion_length tokens.
       reward_funcs: a function of TRL's signature, (prompts, completions, **columns) -> a list with a number for each
         answer, or a list of such functions. They get `trainer_state` too if they accept it. None: the environments or
         rollout_func give the rewards.
       args: a GRPOConfig or RLOOConfig, or TRL's own object.
       train_dataset: rows with a column `prompt`, text or messages.
       eval_dataset: rows with a prompt, to which the model gives one answer each at every evaluation. The reward
-        functions measure the answers: metrics eval_reward and eval_answers/NAME. Without eval_strategy it is not used,
-        which is printed.
+        functions measure the answers: metrics eval_reward and eval_answers/NAME. Without eval_strategy and
+        eval_on_start it is not used, which is printed.
       processing_class: the tokenizer; None: the model's.
       tools: functions that the model may call while it answers, with types and a docstring.
       rollout_func: a function of (prompts, trainer) that samples the answers by generate_rollout_completions, and
         returns a dict of lists, as in TRL. None: the trainer samples them.
       environment_factory: a function without arguments that returns an environment, an object whose methods are tools;
         or {name: such a function}.
-      others: further arguments of SFTTrainer.
+      others: further arguments of SFTTrainer, but compute_metrics and preprocess_logits_for_metrics.
     Attributes:
       rollout_model: what generate_rollout_completions samples with during a call of rollout_func; None otherwise.
     Raises:
-      ValueError: reward_funcs are no functions; rollout_func is given with tools or environments; or an argument, which
-        the message names, is not supported.
+      ValueError: reward_funcs are no functions; rollout_func is given with tools or environments, or evaluations with
+        any of these; or an argument, which the message names, is not supported.
     """
 
     config_type: type[RewardedConfig]
@@ -191,6 +191,8 @@ class RewardedTrainer(PreferenceTrainer):
         **others: object,
     ):
         name = type(self).__name__
+        logits = ("compute_metrics", "preprocess_logits_for_metrics")  # of SFTTrainer's parameters
+        settle(name, {one: others.pop(one) for one in logits if one in others}, self.table)
         self._tools = Tools(tools or (), environment_factory) if tools or environment_factory else None
         self._rollout_func, self.rollout_model = rollout_func, None
         if rollout_func is not None and self._tools is not None:
@@ -223,8 +225,12 @@ class RewardedTrainer(PreferenceTrainer):
         self._weights = getattr(found, "reward_weights", None)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
         self._require_best()
+        self._kept: nnx.State | None = None  # the trained weights of the reference, unless it is the adapter off
         if self.args.beta:
-            which = "a copy of the adapter that was trained before" if self._trained_before else "its adapter off"
+            which = "its adapter off"
+            if trained_before(self.model.module):
+                which = "a copy of the adapter that was trained before"
+                self._kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
             say(f"{name}: the reference of beta = {self.args.beta} is the model with {which}")
 
     # ---- the arguments
@@ -260,9 +266,9 @@ class RewardedTrainer(PreferenceTrainer):
         return batch * parts
 
     def _steps_per_generation(self) -> int:
-        """Returns the number of updates among which the answers that are sampled at once are divided; 1 by default. It
-        is computed from generation_batch_size, which counts answers, or steps_per_generation, which counts
-        micro-batches.
+        """Returns the number of updates among which the answers that are sampled at once are divided. It is computed
+        from generation_batch_size, which counts answers, or if that is None, steps_per_generation, which counts
+        micro-batches; both None: 1.
 
         Raises:
           ValueError: the number of answers that are sampled at once is not a multiple of an update's answers.
@@ -329,7 +335,8 @@ class RewardedTrainer(PreferenceTrainer):
           dataset: a path, a data set with columns, or an iterable of rows, which is read into a list.
           formatting_func: must be None, because these trainers do not support one.
         Raises:
-          ValueError: no rows or no column `prompt`; an IterableDataset; or formatting_func is not None.
+          ValueError: a list without rows; no column `prompt` (not checked of a path); an IterableDataset; or
+            formatting_func is not None.
         """
         if is_stream(dataset):
             raise ValueError(
@@ -343,14 +350,10 @@ class RewardedTrainer(PreferenceTrainer):
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
         """Returns the TrainConfig of the run, as SFTTrainer.config makes it, but rows_per_step counts the answers of an
-        update, which are packed. If max_prompt_length is set, a row has at most max_prompt_length +
-        max_completion_length tokens. With an eval_dataset each evaluation samples answers to its prompts and rewards
-        them.
-
-        Args:
-          resume: "auto" continues the run in output_dir, "never" starts a new one.
-          prepared: True allows counting an epoch's steps first; False leaves numbers that depend on them out.
-        """
+        update, which are packed. The length of rows is SFTTrainer's (max_length, ...), and if max_prompt_length is set,
+        no more than max_prompt_length + max_completion_length. With an eval_dataset each evaluation samples answers to
+        its prompts and rewards them. resume: "auto" continues the run in output_dir, "never" starts a new one.
+        prepared: True allows counting an epoch's steps first; False leaves numbers that depend on them out."""
         made, args = super().config(resume, prepared), self.args
         length, evaluation = made.data.length, made.evaluation
         if args.max_prompt_length is not None:
@@ -363,17 +366,11 @@ class RewardedTrainer(PreferenceTrainer):
 
     # ---- the run
 
-    @property
-    def _trained_before(self) -> bool:
-        """Whether the adapter has been trained before: whether any of its B matrices, which are zero in a new adapter,
-        is not. If so, the reference of the KL term is a copy of that adapter and not the model without it."""
-        loras = [matrix.lora for _, matrix in matrices(self.model.module) if matrix.lora is not None]
-        return any(bool(lora.b[...].any()) for lora in loras)
-
     def _reference(self, objective: Policy) -> Score | None:
-        """The function that scores answers under the reference of the KL term, for an adapter that was trained before:
-        as in TRL, the reference is a copy of that adapter. None if there is no KL term (beta = 0) or the reference is
-        the model with its adapter off, which needs no copy.
+        """The function that scores answers under the reference of the KL term, for an adapter that was trained before
+        the trainer was made: as in TRL, the reference is the copy of that adapter that the constructor made, in every
+        call of train(). None if there is no KL term (beta = 0) or the reference is the model with its adapter off,
+        which needs no copy.
 
         Args:
           objective: the run's objective, whose temperature divides the logits.
@@ -382,10 +379,9 @@ class RewardedTrainer(PreferenceTrainer):
             under the reference, float32[rows, length]. It uses the model with the copied weights in place of the
             trained ones.
         """
-        if not objective.losses.beta or not self._trained_before:
+        kept, temperature = self._kept, objective.settings.temperature
+        if kept is None:
             return None
-        kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
-        temperature = objective.settings.temperature
 
         def score(model: Decoder, batch: Batch) -> np.ndarray:
             graph, _, others = nnx.split(model, nnx.Param, ...)
@@ -486,8 +482,8 @@ def _not_logged(trainer: str, name: str, *_: object) -> None:
 
 
 class GRPOTrainer(RewardedTrainer):
-    """TRL's GRPOTrainer: an answer's advantage is its reward relative to the other answers to its prompt. The arguments
-    are those of RewardedTrainer, with a GRPOConfig as `args`."""
+    """TRL's GRPOTrainer: an answer's advantage is its reward less the mean reward of all answers to its prompt, by
+    default divided as scale_rewards says. The arguments are those of RewardedTrainer, with a GRPOConfig as `args`."""
 
     config_type = GRPOConfig
 

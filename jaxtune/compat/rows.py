@@ -1,6 +1,6 @@
-"""Data sets as TRL accepts them: `rows_and_format` finds the rows and their format, `columns_of` the names of the
-columns, and `Tokenised` shows tokenised rows as scripts read them, with IGNORE as the label of tokens that are not
-trained on."""
+"""Data sets as TRL accepts them: `rows_and_format` finds SFTTrainer's rows and their format, `columns_of` the names of
+the columns for all trainers, and `Tokenised` shows tokenised rows as scripts read them, with IGNORE as the label of
+tokens that are not trained on."""
 
 from __future__ import annotations
 
@@ -69,17 +69,24 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
     Returns:
       (rows as jaxtune reads them, the name of their format: "text", "messages", "prompt_completion" or "sharegpt"). For
         a path the first is the path, and the second is the format of the file's first usable row, which may also be
-        another one; "auto" if it has none. With a formatting_func they are its texts, [] if there are no rows, and
-        "text".
+        another one; "auto" if it has none. With a formatting_func the rows are {"text": its text} ([] if there are
+        none), and the format is "text". A column of texts of another name is renamed to "text".
     Raises:
-      ValueError: none of the rules fits the columns; a list or a stream that does not name its columns has no rows; or
-        formatting_func returns something else than texts.
+      ValueError: none of the rules fits the columns; a list (without a formatting_func) or a stream that does not name
+        its columns has no rows; there is a formatting_func for a path; or formatting_func returns something else than a
+        text for each row, which of a stream is noticed only when the row is read.
     """
     if is_stream(dataset):
         return _streamed(dataset, text_field, formatting_func)
+    is_path = isinstance(dataset, str | os.PathLike)
     if formatting_func is not None:
+        if is_path:
+            raise ValueError(
+                f"SFTTrainer: {os.fspath(dataset)!r} is a path, which does not go with a formatting_func: give the "
+                "rows, which datasets.load_dataset reads"
+            )
         return [{"text": text} for text in _formatted(formatting_func, list(dataset))], "text"
-    if isinstance(dataset, str | os.PathLike):  # the first row's columns decide, also which tokens are trained on
+    if is_path:  # the first row's columns decide, also which tokens are trained on
         known = (row.format for row in read_rows(open_sources(dataset)) if row.value is not None)
         return dataset, next(known, "auto")
     if not hasattr(dataset, "column_names"):
@@ -93,8 +100,8 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
 def _streamed(dataset: Any, text_field: str, formatting_func: Callable[..., Any] | None) -> tuple[Any, str]:
     """Does what rows_and_format does, for an IterableDataset, `dataset`: returns (its rows, the name of their format).
     text_field: the name of the column of texts. formatting_func: as in rows_and_format, but it gets one row at a time;
-    None: there is none. Raises ValueError for columns of no known format. It reads at most the first row; the other
-    rows are converted while the run reads them."""
+    None: there is none. Raises ValueError for columns of no known format, and for a stream without names of columns and
+    without rows. It reads at most the first row; all rows are converted while the run reads them."""
     columns = columns_of(dataset, "SFTTrainer")
     if formatting_func is not None:
         function = formatting_func
@@ -126,8 +133,9 @@ def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[st
     """Returns the texts that a script's formatting_func makes of the rows of `dataset`, one for each row; [] without
     rows. A first call with the first row shows what the function takes. If it returns a text, or a list of one text,
     the function is called with each row. If it raises any exception or returns another list, the function (as Unsloth's
-    do) takes {column: values} and returns a list of texts, or a mapping with such a list under "text". Raises
-    ValueError if a result is anything else, such as a mapping for the first row."""
+    do) is called with {column: values} of all rows and returns a list of texts, or a mapping with such a list under
+    "text". Raises ValueError if a result is anything else, such as a mapping for the first row or another number of
+    texts than rows; what that second call raises is passed on."""
     if not dataset:
         return []
     try:

@@ -64,14 +64,15 @@ class SFTConfig:
     save_total_limit: int | None = None  # the number of checkpoints that are kept; None or 0: all
     eval_strategy: str = "no"  # or "steps", an evaluation every eval_steps updates; or after each "epoch"
     eval_steps: float | None = None  # updates between two evaluations, with eval_strategy "steps"; None: logging_steps
-    # the most tokens of a row: the least of these two and the model's max_seq_length (row_length)
+    # the most tokens of a row: the least of these two and the model's max_seq_length; all None: 1,024 (row_length)
     max_length: int | None = None
     max_seq_length: int | None = None
     packing: bool | None = None  # True: documents fill rows, which an update counts; None: as the model was loaded
     train_sampling_strategy: str = "random"  # a key of `orders`
     dataset_text_field: str = "text"  # the column of texts
     dataset_num_proc: int | None = None  # processes that tokenise
-    # of rows with prompt and completion, False: all tokens are trained on; True or None: those of the completion
+    # of rows with prompt and completion, False: all tokens are trained on; True (which refuses other rows) or None:
+    # those of the completion
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False  # True: of a conversation, only the assistant's messages are trained on
     chat_template_path: str | None = None  # a chat template, as data.template takes it; None: the tokenizer's
@@ -117,8 +118,9 @@ _FILLED = (
 
 
 class TrainingArguments(SFTConfig):
-    """transformers' TrainingArguments: an SFTConfig whose defaults are those of transformers instead of Unsloth's. It
-    is for scripts that pass it to SFTTrainer; torch is not needed."""
+    """transformers' TrainingArguments: an SFTConfig whose defaults are those of transformers instead of Unsloth's
+    (except gradient_checkpointing: as the model was loaded). It is for scripts that pass it to a trainer; torch is not
+    needed."""
 
     def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
         super().__init__(output_dir, **(_TRANSFORMERS | arguments))
@@ -130,7 +132,9 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
 
     Args:
       args: an object of this package's config classes, which is returned as it is, even if it is not of `kind`; an
-        object of transformers' or TRL's classes, which is translated; or None, for which the defaults are returned.
+        object of transformers' or TRL's classes, which is translated; or None, for which the defaults of `kind` are
+        returned. A translated object keeps its own defaults, but if its packing, gradient_checkpointing or max_length
+        is at the default or false, the default of `kind` is taken.
       kind: the class of the trainer's config, such as SFTConfig.
     Raises:
       ValueError: args is an object of another class, or has a setting that is not supported.
@@ -156,9 +160,9 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
 
 
 def plain_value(setting: Any) -> Any:
-    """The value of `setting` if it is a member of one of transformers' enumerations, such as "steps"; any other setting
-    is returned unchanged. It is used before values are compared or looked up, because scripts may pass either for an
-    argument."""
+    """The value, such as "steps", of a `setting` that is a member of one of transformers' enumerations; any other
+    setting is returned unchanged. It is used before values are compared or looked up, because scripts may pass either
+    for an argument."""
     return getattr(setting, "value", setting)
 
 
@@ -171,7 +175,8 @@ def trained_tokens(args: SFTConfig, form: str) -> str:
       args: the script's config.
       form: the format of the rows, such as "messages".
     Raises:
-      ValueError: the arguments need rows of another format.
+      ValueError: the arguments need rows of another format, or assistant_only_loss is True and completion_only_loss
+        False for rows of prompt and completion.
     """
     if args.assistant_only_loss:
         if form not in ("messages", "sharegpt", "prompt_completion"):
@@ -268,11 +273,11 @@ def precision(args: SFTConfig, module: Decoder) -> Any:
 
 def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -> int | None:
     """For SFTTrainer.config: the value of the field `name` of `args`, the script's config, such as save_steps, as a
-    number of steps. As in transformers, a value below 1 is a share of all steps, whose number `total()` returns. None
-    if the value is None, or if `total()` does not know it yet.
+    number of steps. As in transformers, a float between 0 and 1 is a share of all steps, whose number `total()` returns
+    (None: it is not known yet), rounded up. None if the value is None, or if it is a share and the number is not known.
 
     Raises:
-      ValueError: the value is neither whole nor below 1.
+      ValueError: the value is neither whole nor between 0 and 1.
     """
     value = getattr(args, name)
     if isinstance(value, float) and 0 < value < 1:

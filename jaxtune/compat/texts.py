@@ -69,9 +69,10 @@ class NumpyTensor(np.ndarray):
 
 
 def without_torch(tokenizer: Any) -> Any:
-    """Changes a tokenizer in place, and returns it: the results of its methods for return_tensors="pt" or "np" are
-    NumpyTensor arrays, so torch need not be installed. The functions that load a model or a tokenizer call it. It
-    prints a line at its first use of "pt". A tokenizer that was changed before stays as it is."""
+    """Changes a tokenizer in place (its class becomes a subclass), and returns it: for return_tensors="pt" or "np", an
+    argument by name, its methods __call__, apply_chat_template, pad and encode give NumpyTensor arrays, so torch need
+    not be installed. The functions that load a model or a tokenizer call it. The tokenizer prints a line at its first
+    use of "pt". A tokenizer that was changed before stays as it is."""
     base = type(tokenizer)
     if getattr(base, "_answers_numpy", False):
         return tokenizer
@@ -161,10 +162,10 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
 def setup_chat_format[Model](
     model: Model, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
 ) -> tuple[Model, Any]:
-    """TRL's function: gives the tokenizer ChatML as its chat template, in place, with ChatML's marks as its first token
-    (<|im_start|>) and its last and padding token (<|im_end|>), and returns (model, tokenizer). The model is not
-    changed: no embeddings are added, so resize_to_multiple_of has no effect. A line is printed if the tokenizer had
-    another template. format: must be "chatml".
+    """TRL's function: gives the tokenizer ChatML as its chat template, in place, with ChatML's marks as its bos_token
+    (<|im_start|>) and its eos_token and pad_token (<|im_end|>), and returns (model, tokenizer). The model is not
+    changed: no embeddings are added, so resize_to_multiple_of has no effect. A line is printed if the tokenizer had a
+    template before. format: must be "chatml".
 
     Raises:
       ValueError: another format, or the tokenizer has no tokens for ChatML's marks, whose embeddings would be new.
@@ -193,7 +194,8 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
     the column `conversations`. Messages that have a role keep it; other columns stay.
 
     Args:
-      dataset: a datasets.Dataset or a list of dicts, with a column conversations.
+      dataset: a datasets.Dataset or IterableDataset, a dict of splits of either, or a list of dicts, with a column
+        conversations. Rows of an IterableDataset are changed as they are read.
       others: Unsloth's other arguments, which have no effect here.
     Raises:
       ValueError: an unknown argument or role.
@@ -207,14 +209,14 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
         return {"conversations": [_message(message) for message in row["conversations"]]}
 
     if hasattr(dataset, "map"):
-        return dataset.map(standard, desc="standard roles")
+        return dataset.map(standard)
     return [dict(row) | standard(row) for row in dataset]
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a message for standardize_sharegpt: one of a conversation as {"role", "content"}. It is given in
-    ShareGPT's form {"from", "value"}, or in the resulting form already. Raises ValueError for an unknown value of
-    "from"."""
+    """Returns a message of a conversation as {"role", "content"}, for standardize_sharegpt. message: is in ShareGPT's
+    form {"from", "value"}, or has a role and a content already; further keys are dropped. Raises ValueError for an
+    unknown value of "from"."""
     if message.get("role") is not None:
         return {"role": message["role"], "content": message["content"]}
     speaker = message["from"]

@@ -1,4 +1,5 @@
-"""SFTTrainer and train_on_responses_only on top of jaxtune.train; `loaded` loads a trainer's model by its name."""
+"""SFTTrainer, the base class of all other trainers, and train_on_responses_only on top of jaxtune.train.
+`_with_adapter` adds the adapter of peft_config to a trainer's model."""
 
 from __future__ import annotations
 
@@ -24,7 +25,6 @@ from jaxtune.compat.peft_names import with_adapter
 from jaxtune.compat.reports import TrainOutput, rows_report
 from jaxtune.compat.rows import Tokenised, rows_and_format
 from jaxtune.compat.settings import (
-    DEFAULT_LENGTH,
     SFTConfig,
     TrainingArguments,
     given_arguments,
@@ -39,7 +39,7 @@ from jaxtune.compat.settings import (
     trained_tokens,
 )
 from jaxtune.compat.tables import OPTIMIZERS, PADDING_COLLATORS, RESIDUALS, RESPONSES, TRAINER
-from jaxtune.compat.transformers_names import load_plain
+from jaxtune.compat.transformers_names import loaded
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
 from jaxtune.system.terminal import say
@@ -63,17 +63,18 @@ from jaxtune.train.trainer import Trainer
 
 
 class SFTTrainer(Evaluations):
-    """TRL's SFTTrainer on top of jaxtune.train.Trainer. `train` puts the trained module into the model it was given,
-    and saves it in output_dir/checkpoint-N. An update has as many rows as in TRL, and the same ones; see `config`.
+    """TRL's SFTTrainer on top of jaxtune.train.Trainer; other trainers override its private methods. `train` puts the
+    trained module into `self.model` (the given one, unless peft_config makes another), and saves it in
+    output_dir/checkpoint-N. An update has as many rows as in TRL, and the same ones; see `config`.
 
     Args:
       model: a CompatModel, as FastLanguageModel makes it; or a hub name or folder (`loaded`), which is trained whole
         without peft_config.
       args: SFTConfig or TrainingArguments, also transformers' and TRL's own; None: the defaults.
-      train_dataset, eval_dataset: a datasets.Dataset, a list of dicts, or a path, with a column dataset_text_field, or
-        messages, or prompt and completion. An IterableDataset to train on is read during the run, which needs
-        max_steps; one to evaluate on is read whole. As in TRL, all tokens of text and messages are trained on, and only
-        completions (assistant_only_loss, completion_only_loss and train_on_responses_only change that).
+      train_dataset, eval_dataset: a datasets.Dataset, a list of dicts, or a path, with a column dataset_text_field,
+        messages or conversations, or prompt and completion. An IterableDataset to train on is read during the run,
+        which needs max_steps; one to evaluate on is read whole. As in TRL, all tokens of text and messages are trained
+        on, and only completions (assistant_only_loss, completion_only_loss and train_on_responses_only change that).
       processing_class, tokenizer: the tokenizer, by either name; the first wins. Both None: the model's.
       formatting_func: maps a row to a text, or the columns of a batch to texts, instead of any column. Without it, a
         column dataset_text_field is taken before the others.
@@ -81,11 +82,11 @@ class SFTTrainer(Evaluations):
       compute_metrics: maps EvalPrediction(predictions, label_ids) to {name: number}, for each evaluation (measures.py).
       preprocess_logits_for_metrics: maps (logits, labels) of one row to what compute_metrics gets of it.
       callbacks: of TrainerCallback, this package's or transformers'; see callbacks.py.
-      others: arguments that older scripts pass here instead of to SFTConfig (dataset_text_field, max_seq_length,
-        packing, dataset_num_proc), and TRL's other ones. A printed line reports each one that has no effect here.
+      others: arguments that older scripts pass here instead of to SFTConfig (those in `older`, which override `args`),
+        and TRL's other ones. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: train_dataset is missing, a CompatModel has neither adapter nor full_finetuning=True, `args` is of
-        another trainer, the data sets have different formats, or an argument is refused.
+      ValueError: train_dataset is missing, the model has neither adapter nor full_finetuning=True, `args` is of another
+        trainer, the data sets have different formats, or an argument is refused.
     """
 
     config_type: type[SFTConfig] = SFTConfig
@@ -176,16 +177,18 @@ class SFTTrainer(Evaluations):
         return ObjectiveConfig()
 
     def _packing(self) -> bool:
-        """Whether several documents are packed into a row (True) or each has its own row (False): the argument packing,
-        or if that is None, the packing that the model was loaded with."""
+        """True: documents fill rows, and an update counts rows; False: an update counts documents. It is the argument
+        packing, or if that is None, the packing that the model was loaded with."""
         return self.model.packing if self.args.packing is None else self.args.packing
 
     def _to_train(self) -> Decoder:
-        """Returns the module that the run trains: here the script's. Subclasses add a teacher or turn dropout off."""
+        """Returns the module that is trained or evaluated: here the script's. Subclasses add a teacher or turn dropout
+        off."""
         return self.model.module
 
     def _order(self) -> Any:
-        """train_sampling_strategy as TokenDataset names the rows' order: "torch" (PyTorch's shuffle) or "given"."""
+        """train_sampling_strategy as TokenDataset names the rows' order: "torch" (PyTorch's shuffle) or "given"; raises
+        ValueError for a value that the config's `orders` lack."""
         args, strategy = self.args, plain_value(self.args.train_sampling_strategy)
         return choose(type(args).__name__, "train_sampling_strategy", strategy, args.orders)
 
@@ -214,11 +217,9 @@ class SFTTrainer(Evaluations):
         self.pop_callback(callback)
 
     def _events(self, leave: Callable[[int], Any] = lambda step: None) -> Events:
-        """Makes the callback of jaxtune.train that passes a run's events to the script's callbacks.
-
-        leave: a function that writes the current model as a checkpoint-N folder. It gets N, the number of steps done,
-        after each save that save_steps made due or a callback requested (not a signal). By default nothing is written.
-        """
+        """Makes the callback of jaxtune.train that passes a run's events to the script's callbacks. leave: a function
+        that writes the current model as a checkpoint-N folder. It gets N, the number of steps done, after each save
+        that save_steps made due or a callback requested (not a signal). By default nothing is written."""
         return Events(
             self.args,
             self.state,
@@ -235,11 +236,8 @@ class SFTTrainer(Evaluations):
         """The TrainConfig for the arguments: an update has as many examples as in transformers, each cut at max_length,
         and there are as many updates. Examples share rows without changing results, unless packing is asked for; then
         an update has that number of packed rows, as in TRL. Raises ValueError for an argument that is not supported.
-
-        Args:
-          resume: "auto" continues the run in output_dir, "never" starts a new one.
-          prepared: whether rows may be tokenised for it, if steps are counted by epochs or as shares of all steps.
-        """
+        resume: "auto" continues the run in output_dir, "never" starts a new one. prepared: True: rows are tokenised if
+        the steps of an epoch must be known; False: they are not, and numbers that depend on them are left out."""
         args, source = self.args, self.model.module.source
         batch, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
         saves, evaluates = self._strategies()
@@ -347,8 +345,9 @@ class SFTTrainer(Evaluations):
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """A jaxtune Trainer with the tokenised rows (those of a stream are read later). It is made once, at the first
-        use, so that train_on_responses_only can still change which tokens are trained on."""
+        """A jaxtune Trainer that does not train: `_trainer`, `_epoch_steps` and evaluations take its tokenised rows
+        (those of a stream are read later). It is made once, at the first use, so that the constructor tokenises
+        nothing, and once more after train_on_responses_only."""
         config = self.config(prepared=False)
         return Trainer(self._to_train(), self.tokenizer, config, self._rows["train"], self._rows.get("eval"))
 
@@ -365,12 +364,9 @@ class SFTTrainer(Evaluations):
         return max(1, per_epoch)
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
-        """The jaxtune Trainer of one call of train() or evaluate(), on the tokenised rows, or on a stream of rows.
-
-        Args:
-          resume: "auto" continues the run in output_dir, "never" starts a new one.
-          callbacks: of jaxtune.train.
-        """
+        """Makes the jaxtune Trainer of one call of train(), or of evaluate() without rows of its own, on the tokenised
+        rows, or on a stream of rows. resume: "auto" continues the run in output_dir, "never" starts a new one.
+        callbacks: those of jaxtune.train, such as an Events."""
         data, rows = self._prepared, self._rows["train"]
         if data.train_data is not None:
             rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())
@@ -380,19 +376,21 @@ class SFTTrainer(Evaluations):
     @property
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
         """The tokenised rows, each {"input_ids": token ids, "labels": the same, -100 where a token is not trained on}.
-        Rows of an IterableDataset, and prompts to which answers are sampled, are as the script gave them."""
+        Trainers of pairs of answers, and KTOTrainer, have two of them for each row of the script. Rows of an
+        IterableDataset, and prompts to which answers are sampled, are as the script gave them."""
         data = self._prepared.train_data
         return self._rows["train"] if data is None else Tokenised(data.documents)
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
         """Trains the model and returns the run's TrainOutput. When it returns, the model has the trained weights (the
-        best ones with load_best_model_at_end), and output_dir/checkpoint-N has them on disk. If an exception ends the
-        run, the model keeps the weights that it had.
+        best ones with load_best_model_at_end), and output_dir/checkpoint-N, where N is their step, has them on disk,
+        whatever save_strategy is (if it cannot be written, a line says so). If an exception ends the run, the model
+        keeps the weights that it had.
 
         Args:
-          resume_from_checkpoint: None or False starts a new run. True continues from the last checkpoint in output_dir.
-            The path of one of its checkpoint-N folders continues from that one; the run then replaces the checkpoints
-            of later steps. A run that is continued may have more steps than before.
+          resume_from_checkpoint: None or False starts a new run. True continues from the last checkpoint in output_dir,
+            if there is one. The path of one of its checkpoint-N folders continues from that one; the run then replaces
+            the checkpoints of later steps. A run that is continued may have more steps than before.
         Raises:
           ValueError: output_dir has the checkpoints of a run and nothing says to continue it; or the path is not a
             checkpoint of that run; or output_dir has a checkpoint-N folder of another program.
@@ -441,21 +439,11 @@ class SFTTrainer(Evaluations):
         return TrainOutput(steps, loss, metrics)
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
-        """Saves the adapter, or the whole model if it has none, with the tokenizer. `output_dir` is a new folder; None:
-        the trainer's output_dir, where other files stay and files of the same names are replaced."""
+        """Saves the adapter, or the whole model if it has none, with the tokenizer. output_dir: a new or empty folder,
+        else ValueError; None or the trainer's own: there other files stay, and those of the same names are replaced."""
         folder = self._output if output_dir is None else Path(output_dir).expanduser()
         beside = folder.exists() and folder.resolve() == self._output.resolve()
         (folders.save_beside if beside else folders.save)(self.model.module, folder, self.tokenizer)
-
-
-def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
-    """For a trainer that is given a model's name: loads it as TRL does, for rows of at most max_length tokens of `args`
-    (else max_seq_length, else 1,024): in bfloat16, or as dtype and quantization_config in its model_init_kwargs say.
-    name: a hub name, a model's folder, or an adapter's, which is loaded over its base. full: True trains all weights,
-    unless quantised; False freezes them, for an adapter. The seed of `args` draws a new adapter. Raises ValueError for
-    an unknown argument in model_init_kwargs, or one that would change the result and is not supported."""
-    length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
-    return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
 
 
 def _with_adapter(model: CompatModel, peft_config: object, seed: int) -> CompatModel:

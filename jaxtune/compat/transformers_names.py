@@ -1,6 +1,6 @@
 """AutoModelForCausalLM, AutoTokenizer and BitsAndBytesConfig of transformers, for scripts that import them; and
-`load_plain`, which loads a model as transformers' from_pretrained does, also for trainers that get a name, with
-`quantised`, which reads its quantization_config."""
+`load_plain`, which loads a model as transformers' from_pretrained does, with `plain_arguments`, which translates its
+arguments, and `quantised`, which reads its quantization_config. `loaded` loads a trainer's model by its name."""
 
 from __future__ import annotations
 
@@ -11,28 +11,36 @@ from typing import Any
 
 from jaxtune.compat.arguments import settle, tell
 from jaxtune.compat.model import CompatModel, FastLanguageModel
+from jaxtune.compat.settings import DEFAULT_LENGTH, SFTConfig
 from jaxtune.compat.tables import AUTO, BITS_AND_BYTES
 from jaxtune.compat.texts import without_torch
+from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.files.model_folder import load_tokenizer, resolve_folder
+
+# The arguments of transformers' BitsAndBytesConfig that are followed here.
+_FOLLOWED = ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+_FOLLOWED += ("bnb_4bit_compute_dtype",)
 
 
 class BitsAndBytesConfig:
     """transformers' description of how a model's weights are quantised, to eight or four bits, which from_pretrained
-    takes as quantization_config. bitsandbytes is not needed, and transformers' own class is accepted too.
+    takes as quantization_config (`quantised` reads it). bitsandbytes is not needed, and transformers' own class is
+    accepted too.
 
     Args:
-      load_in_8bit, load_in_4bit: which of the two formats; both False: the weights stay in 16 bits. Four bits are
+      load_in_8bit, load_in_4bit: which of the two formats; both False: the weights are not quantised. Four bits are
         always NF4 with double quantisation here.
-      bnb_4bit_compute_dtype: the dtype in which a model in four bits computes; None: bfloat16.
-      bnb_4bit_quant_type: "nf4" or None. None, which means FP4 in transformers, is NF4 here too, and a printed line
-        says so.
+      bnb_4bit_compute_dtype: the dtype in which a model in four bits computes, unless from_pretrained gets a dtype too.
+        None: bfloat16, or for an adapter's folder the dtype that it records.
+      bnb_4bit_quant_type: with four bits "nf4" or None. None, which means FP4 in transformers, is NF4 here too, and a
+        printed line says so. Without four bits it is not used.
       bnb_4bit_use_double_quant: has no effect. If it is not True, with four bits, a printed line says that there is
         double quantisation.
       others: transformers' other arguments. A printed line reports each one that has no effect here.
 
     Raises:
-      ValueError: both formats are asked for, bnb_4bit_quant_type is another one, such as "fp4", or an argument is
-        unknown or not supported.
+      ValueError: both formats are asked for, four bits are asked for in another bnb_4bit_quant_type, such as "fp4", or
+        an argument is unknown or not supported.
     """
 
     def __init__(
@@ -48,7 +56,7 @@ class BitsAndBytesConfig:
         settle(where, others, BITS_AND_BYTES, BitsAndBytesConfig.__init__)
         if load_in_8bit and load_in_4bit:
             raise ValueError(f"{where}: load_in_8bit = True and load_in_4bit = True contradict each other: drop one")
-        if bnb_4bit_quant_type not in (None, "nf4"):
+        if load_in_4bit and bnb_4bit_quant_type not in (None, "nf4"):
             raise ValueError(
                 f"{where}: bnb_4bit_quant_type = {bnb_4bit_quant_type!r} is not supported. Instead: 'nf4', which is "
                 "closer to the 16-bit weights"
@@ -66,14 +74,16 @@ class BitsAndBytesConfig:
 
 
 def quantised(config: object) -> dict[str, Any]:
-    """For load_plain, translates what transformers calls quantization_config to arguments of
+    """For plain_arguments, translates what transformers calls quantization_config to arguments of
     FastLanguageModel.from_pretrained: returns {"load_in_4bit": True, "dtype": the compute dtype or None} for four bits,
-    {"load_in_4bit": False, "load_in_8bit": True} for eight, and {"load_in_4bit": False} for 16. config: a
-    BitsAndBytesConfig, this module's or transformers', a dict of its arguments, or None, which means 16 bits. Of the
-    second and the third only the named arguments of this module's class are read.
+    {"load_in_4bit": False, "load_in_8bit": True} for eight, and {"load_in_4bit": False} for neither.
 
+    Args:
+      config: this module's BitsAndBytesConfig; transformers' own, or a dict of its arguments, of which only those are
+        read that this module's class names; or None, with which weights are not quantised.
     Raises:
-      ValueError: `config` is another object, or has a setting that is not supported.
+      ValueError: `config` is another object, or has a setting that is not supported. One is bnb_4bit_quant_type="fp4"
+        with four bits, the default of transformers' class.
     """
     if config is None:
         return {"load_in_4bit": False}
@@ -84,14 +94,52 @@ def quantised(config: object) -> dict[str, Any]:
                     f"quantization_config is a {type(config).__name__}; only BitsAndBytesConfig is supported"
                 )
             config = {name.lstrip("_"): value for name, value in vars(config).items()}
-        known = ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
-        given = {name: config[name] for name in (*known, "bnb_4bit_compute_dtype") if name in config}
-        config = BitsAndBytesConfig(**given)
+        config = BitsAndBytesConfig(**{name: config[name] for name in _FOLLOWED if name in config})
     if config.load_in_8bit:
         return {"load_in_4bit": False, "load_in_8bit": True}
     if not config.load_in_4bit:
         return {"load_in_4bit": False}
     return {"load_in_4bit": True, "dtype": config.bnb_4bit_compute_dtype}
+
+
+def plain_arguments(
+    where: str,
+    quantization_config: object = None,
+    dtype: object = None,
+    torch_dtype: object = None,
+    num_labels: int | None = None,
+    load_in_8bit: bool = False,
+    load_in_4bit: bool = False,
+    load_in_fp8: bool | str = False,
+    **others: Any,
+) -> dict[str, Any]:
+    """Translates arguments of transformers' from_pretrained to those of FastLanguageModel.from_pretrained, which it
+    returns, {name: value}; load_plain calls it.
+
+    Args:
+      where: the called function, for messages.
+      quantization_config: as in `quantised`.
+      dtype: precedes the compute dtype of quantization_config; None or "auto": that one is taken.
+      torch_dtype: the older name of dtype.
+      num_labels, load_in_fp8: those of FastLanguageModel.from_pretrained.
+      load_in_8bit, load_in_4bit: the format, without quantization_config, as in transformers 4; the other arguments of
+        BitsAndBytesConfig may then be among `others`.
+      others: transformers' other arguments. A printed line reports each one that has no effect here.
+    Raises:
+      ValueError: an argument would change the result, or is unknown; or there are both load_in_8bit or load_in_4bit and
+        a quantization_config.
+    """
+    if load_in_8bit or load_in_4bit:
+        flag = "load_in_8bit" if load_in_8bit else "load_in_4bit"
+        if quantization_config is not None:
+            raise ValueError(f"{where}: {flag} = True and quantization_config are both given: drop {flag}")
+        quantization_config = {"load_in_8bit": load_in_8bit, "load_in_4bit": load_in_4bit}
+        quantization_config |= {name: others.pop(name) for name in _FOLLOWED if name in others}
+    settle(where, others, AUTO, plain_arguments)
+    asked = quantised(quantization_config)
+    dtype = torch_dtype if dtype is None else dtype
+    asked["dtype"] = asked.get("dtype") if dtype in (None, "auto") else dtype
+    return asked | {"num_labels": num_labels, "load_in_fp8": load_in_fp8}
 
 
 def load_plain(
@@ -100,35 +148,48 @@ def load_plain(
     max_length: int | None,
     random_state: int,
     full: bool,
-    given: Mapping[str, object],
+    given: Mapping[str, Any],
 ) -> CompatModel:
     """Loads a model as transformers' from_pretrained does: in the dtype that is given, else in bfloat16 (the base of an
-    adapter: in the dtype that its folder records), or quantised as quantization_config says. It is for
-    AutoModelForCausalLM, AutoPeftModelForCausalLM, and the models and teachers that trainers are given by name.
+    adapter: in the dtype that its folder records). It is quantised on loading only if `given` says so, whatever format
+    an adapter's folder records. It is for AutoModelForCausalLM, AutoPeftModelForCausalLM, and the models (by `loaded`)
+    and teachers that trainers are given by name.
 
     Args:
       where: the called function, for messages.
       name: a model's folder or hub name, or the local folder of an adapter, which is loaded over its base.
       max_length: the most tokens of a row; None: the trainer's max_length decides. The model must have a position for
         each.
-      random_state: the seed of sampling and of a new adapter.
-      full: True: all weights train, unless they are quantised; False: only an adapter trains.
-      given: {name: value} of the script's arguments of from_pretrained, such as quantization_config and dtype;
-        num_labels, load_in_fp8 and load_in_8bit are those of FastLanguageModel.from_pretrained.
+      random_state: the seed of sampling, of the head that num_labels adds, and of an adapter from PEFT's
+        get_peft_model.
+      full: True: all weights train, unless `given` quantises them. False: only an adapter trains.
+      given: {name: value} of the script's arguments of from_pretrained; see plain_arguments.
     Raises:
-      ValueError: an argument that would change the result, or that is unknown.
+      ValueError: an argument that would change the result, or that is unknown; or full is True for an adapter's folder,
+        and nothing in `given` quantises its base.
     """
-    given = dict(given)
-    asked = quantised(given.pop("quantization_config", None))
-    dtype = given.pop("dtype", given.pop("torch_dtype", None))
-    asked["dtype"] = asked.get("dtype") if dtype in (None, "auto") else dtype
-    own: dict[str, Any] = {one: given.pop(one) for one in ("num_labels", "load_in_fp8", "load_in_8bit") if one in given}
-    settle(where, given, AUTO, FastLanguageModel.from_pretrained)
-    full = full and not asked["load_in_4bit"] and "load_in_8bit" not in asked
+    asked = plain_arguments(where, **given)
+    full = full and not any(asked.get(flag) for flag in ("load_in_4bit", "load_in_8bit", "load_in_fp8"))
     model, _ = FastLanguageModel.from_pretrained(
-        os.fspath(name), max_length, full_finetuning=full, random_state=random_state, **asked, **own
+        os.fspath(name), max_length, full_finetuning=full, random_state=random_state, **asked
     )
     return model
+
+
+def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
+    """Loads a model that a trainer is given by its name; the trainers' constructors call it. Its rows have at most
+    max_length tokens of `args` (else max_seq_length, else 1,024). It is in bfloat16, or as dtype and
+    quantization_config in args.model_init_kwargs say, and args.seed is its random_state. name: a hub name or a folder.
+    full: True trains all weights, unless quantised; False freezes them, for an adapter. Raises ValueError for an
+    argument in model_init_kwargs that is unknown, or would change the result and is not supported, and for an adapter's
+    folder, which TRL does not take either."""
+    if base_of(name) is not None:
+        raise ValueError(
+            f"model = {name!r} is an adapter's folder, and a trainer loads no adapter by its name. Instead: "
+            f"model=AutoPeftModelForCausalLM.from_pretrained({name!r}), without peft_config, which trains it further"
+        )
+    length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
+    return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
 
 
 class AutoModelForCausalLM:
@@ -147,8 +208,8 @@ class AutoModelForCausalLM:
         Args:
           pretrained_model_name_or_path: the folder or the hub name.
           arguments: transformers' other arguments, such as quantization_config and dtype (bfloat16, float16 or float32;
-            "auto" is as if none were given), or num_labels=1 for a head that scores texts. A printed line reports each
-            one that has no effect here.
+            "auto" is as if none were given), or num_labels=1 for a head that scores texts; load_in_8bit and
+            load_in_4bit are taken too, as in transformers 4. A printed line reports each one that has no effect here.
         Raises:
           ValueError: one of `arguments` would change the result, or is unknown.
         """

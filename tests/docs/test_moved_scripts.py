@@ -7,6 +7,7 @@ import enum
 import json
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -197,6 +198,19 @@ def test_templates_and_conversations(workplace):
         compat.standardize_sharegpt([{"conversations": [{"from": "nobody", "value": "a"}]}])
 
 
+def test_every_kind_of_data_set_is_standardised(workplace):
+    import datasets
+
+    shared = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "source": "here"}]
+    expected = compat.standardize_sharegpt(shared)
+    stored = datasets.Dataset.from_list(shared)
+    stream = stored.to_iterable_dataset()
+    for one in (stored, stream, datasets.DatasetDict(train=stored), datasets.IterableDatasetDict(train=stream)):
+        made = compat.standardize_sharegpt(one)
+        assert type(made) is type(one)
+        assert list(made["train"] if isinstance(made, dict) else made) == expected
+
+
 def test_a_formatting_function_of_batches(workplace):
     model, tokenizer = load()
     model = compat.FastLanguageModel.get_peft_model(model, r=2)
@@ -210,6 +224,14 @@ def test_a_formatting_function_of_batches(workplace):
     )
     texts = {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in trainer.train_dataset}
     assert texts == {"one two", "three four"}
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_formatting_function_needs_rows_and_no_path(workplace, kind):
+    (workplace / "rows.jsonl").write_text('{"q": "one", "a": "two"}\n')
+    model = compat.FastLanguageModel.get_peft_model(load()[0], r=2)
+    with pytest.raises(ValueError, match="'rows.jsonl' is a path, .* with a formatting_func.* datasets.load_dataset"):
+        compat.SFTTrainer(model, train_dataset=kind("rows.jsonl"), formatting_func=lambda row: row["q"])
 
 
 def test_saving_in_four_bits_and_to_the_hub(workplace, monkeypatch):

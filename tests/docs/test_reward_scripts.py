@@ -181,6 +181,17 @@ def test_what_has_no_counterpart_is_refused(workplace, settings, told):
         trainer_of(**settings)
 
 
+@pytest.mark.parametrize("kind", [compat.GRPOTrainer, compat.RLOOTrainer])
+@pytest.mark.parametrize("name", ["compute_metrics", "preprocess_logits_for_metrics"])
+def test_metrics_of_logits_are_refused(workplace, kind, name):
+    """TRL's trainers do not have them either: an evaluation samples answers, and has no logits of held-out rows."""
+    args = kind.config_type(per_device_train_batch_size=4, num_generations=2, eval_strategy="steps", eval_steps=1)
+    given: dict[str, Any] = dict(args=args, train_dataset=ROWS, eval_dataset=ROWS[:2])
+    with pytest.raises(ValueError, match=f"{kind.__name__}: {name} = .* is not supported.* Instead: a reward function"):
+        kind(adapted(), [length], **given, **{name: lambda *_: {}})
+    kind(adapted(), [length], **given, **{name: None})
+
+
 TOOLS = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
@@ -260,6 +271,19 @@ def test_the_reference_is_the_base_or_a_copy_of_a_trained_adapter(workplace, cap
     moved = nnx.merge(graph, jax.tree.map(lambda a: a - 0.5, params), others)
     later = source.batch_at(1, lambda: moved)
     assert np.abs((later.extra[REFERENCE_LOGPS] - later.extra[SAMPLED_LOGPS]) * later.weights).max() > 1e-2
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_another_call_of_train_has_the_same_reference(workplace, trained):
+    """The one that the constructor found, and not what the first call trained."""
+    rates: dict[str, Any] = dict(learning_rate=1e-2, lr_scheduler_type="constant", warmup_steps=0)
+    trainer = trainer_of(beta=0.1, model=adapted(trained), save_strategy="no", **rates)
+    divergences = []
+    for _ in range(2):
+        trainer.train()
+        divergences += [line["kl"] for line in trainer.state.log_history if "kl" in line]
+    first, second = divergences
+    assert abs(first) < 1e-6 and second > 1e-4
 
 
 def test_rloo_takes_the_divergence_from_the_reward(workplace, capsys):

@@ -15,10 +15,13 @@ import transformers
 from safetensors.torch import load_file
 from tiny import CONFIGS
 
+from jaxtune.compat import AutoModelForCausalLM
 from jaxtune.export import api
+from jaxtune.models.files.quant import stored_in
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import linears
 from jaxtune.pallas.formats.int8 import Int8
+from tests.train.data.conftest import make_tokenizer
 
 CONFIG = CONFIGS["llama"] | {"num_hidden_layers": 1}
 
@@ -108,3 +111,16 @@ def test_what_we_quantise_and_export_loads_in_transformers(tmp_path):
     tokens = np.random.default_rng(0).integers(3, CONFIG["vocab_size"], (2, 24), np.int32)
     decoded = again.dequantize().float()
     np.testing.assert_allclose(reference.logits(decoded, tokens), jax.device_get(model(tokens)), atol=2e-4)
+
+
+def test_our_loader_takes_transformers_own_description(tmp_path):
+    """Its unused defaults of four bits, FP4 among them, are not refused with eight bits."""
+    base = reference.make_checkpoint(tmp_path / "base", CONFIG)
+    make_tokenizer().save_pretrained(base)
+    for settings, stored in (
+        ({"load_in_8bit": True}, "int8"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
+    ):
+        config = transformers.BitsAndBytesConfig(**settings)
+        model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
+        assert stored_in(model.module) == stored
