@@ -1,4 +1,5 @@
-"""The training loop: `Run` makes the steps of a run, and the evaluations, saves and calls of callbacks between them.
+"""The training loop: `Run`, which Trainer makes, makes the steps of a run, and the evaluations, saves and calls of
+callbacks between them.
 `_StepRows` loads each step's rows, ahead where they are known, `_frozen_heap` spares the steps long garbage
 collections, and `Profile` says which steps are traced. `is_evaluation_due` and `rows_identity` say whether a resumed
 run lacks an evaluation; `_evaluated_steps` reads from metrics.jsonl which ones it has."""
@@ -43,13 +44,14 @@ class Profile:
     steps: int
     """The number of steps to trace; 0 traces none."""
     start: int
-    """The number of steps that this process makes before the first traced one."""
+    """The number of steps that this process makes before the first traced one (config.profile.start)."""
     meta: Callable[[], dict[str, Any]]
     """Returns the facts about the run that are stored with the profile."""
 
     def lacking(self, left: int) -> str | None:
-        """A warning, a sentence for the screen that also says what to set, if a process that makes `left` steps ends
-        before all of `steps` are traced, else None. The Trainer prints it before the first step."""
+        """A warning, a sentence for the screen, if a process that makes `left` steps ends before all of `steps` are
+        traced, else None; it also says what to set if no step would be traced. The Trainer prints it before the first
+        step."""
         traced = min(self.steps, max(left - self.start, 0))
         if traced == self.steps:
             return None
@@ -62,9 +64,10 @@ class Profile:
 
 
 def is_evaluation_due(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str | None) -> bool:
-    """Whether a process must evaluate before its first step: because the config asks for an evaluation before step 1,
-    or because one was due after the last step that the run made, and it was not made, or made with other rows. A
-    complete run is evaluated then without any step. In a run of several processes all of them must call it.
+    """Whether a process must evaluate before its first step. For a new run (`start` 0): whether the config asks for it
+    (at_start). For a resumed one: whether an evaluation was due after step `start`, and metrics.jsonl does not have it
+    with these rows, because it was not made, or made with other rows. A complete run is evaluated then without any
+    step. In a run of several processes all of them must call it.
 
     Args:
       wanted: config.evaluation: after which steps the run evaluates.
@@ -83,16 +86,17 @@ def is_evaluation_due(wanted: EvaluationConfig, start: int, total_steps: int, ou
 
 def _evaluated_steps(path: Path, rows: str) -> set[int]:
     """The steps after which a metrics.jsonl (`path`) has an evaluation of these rows, with or without a loss; empty if
-    there is no file. rows: from `rows_identity`. An evaluation that does not name its rows counts too."""
+    there is no file. rows: from `rows_identity`. An evaluation that does not name its rows counts too. A resumed run
+    sees by it whether an evaluation is missing."""
     lines = m.read_metrics(path) if path.exists() else []
     found = [line for line in lines if "eval_loss" in line or m.ROWS in line]
     return {line["step"] for line in found if line.get(m.ROWS, rows) == rows}
 
 
 def rows_identity(documents: Documents | None, answers: AnswerMetrics | None) -> str | None:
-    """A string that identifies the rows of an evaluation, by which a resumed process sees whether it was made: that of
-    the held-out documents, or, without these (None), of the questions that `answers` asks. None if there are
-    neither."""
+    """A string that identifies the rows of an evaluation: that of the held-out documents, or, without these (None), of
+    the questions that `answers` asks. None if there are neither. metrics.jsonl has it with each evaluation, so that a
+    resumed process sees which ones were made, and the best one is chosen among those of the same rows."""
     if documents is not None:
         return documents.identity
     return None if answers is None else answers.identity
@@ -104,7 +108,7 @@ class _StepRows:
 
     Args:
       engine: loads the rows.
-      pool: the thread that loads them.
+      pool: an executor of one thread, which loads them.
       total_steps: the steps of the run.
       model: returns the model with the trained tensors of a state.
     """
@@ -142,10 +146,10 @@ _FROZEN_BY_PYTHON = 2_000
 
 @contextlib.contextmanager
 def _frozen_heap():
-    """A context in which garbage collections do not visit the objects that exist when it begins. After a run has
-    compiled its programs these are several hundred thousand, nearly all of which live as long as the run, and a full
-    collection in the middle of a step would visit each of them. It does nothing if the caller has frozen objects
-    (gc.freeze)."""
+    """A context for the steps in which garbage collections do not visit the objects that exist when it begins, after
+    one full collection (gc.freeze, and gc.unfreeze at the end). After a run has compiled its programs these are several
+    hundred thousand, nearly all of which live as long as the run, and a full collection in the middle of a step would
+    visit each of them. It does nothing if the caller has frozen objects already."""
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
@@ -165,22 +169,23 @@ class Run:
     engine: Engine
     """Loads rows and runs the compiled programs."""
     monitor: Monitor
-    """Logs and shows metrics, and calls the callbacks."""
+    """Logs and shows metrics, has the callbacks, and calls `stepped` of them."""
     saver: Saver
-    """Saves checkpoints when they are due."""
+    """Saves checkpoints when they are due, and raises TrainingInterrupted after a signal."""
     total_steps: int
     """The steps of the run, those of earlier processes included."""
     evaluation: EvaluationConfig
     """When to evaluate."""
     evaluation_due: bool
-    """Whether an evaluation comes before the first step that this process makes."""
+    """Whether `steps` evaluates before the first step that this process makes (`is_evaluation_due`)."""
     held_out: Callable[[], Batches | None]
     """Returns the batches of an evaluation, of the shape of the current plan's micro-batches; None if there are no
     held-out rows with a loss."""
     profile: Profile
     """Which steps are traced."""
     model: Callable[[Any], Decoder]
-    """Returns the model with the trained tensors that it is given (`TrainState.trainable`)."""
+    """Returns the model with the trained tensors that it is given (`TrainState.trainable`), for callbacks, generated
+    answers, and sources that sample from the model."""
     answers: AnswerMetrics | None
     """Has the model answer held-out rows in an evaluation, and scores the answers; None if the config asks for none."""
 
@@ -191,10 +196,10 @@ class Run:
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
-        """Makes the steps after the first `start` ones until the last of the run or until a callback ends it: (last
-        state, steps done), and evaluates, saves and traces as the config asks, also at the end. programs: those of the
-        first step, compiled anew if memory runs out in it. `state` and `sums` (zeros) are donated. frozen: nnx.State,
-        what does not train. Raises TrainingInterrupted after a signal and a save, TrainingStopped if a guard stops."""
+        """Makes the steps after `start` ones, at least one, until the last or until a callback ends the run: (last
+        state, steps done), and evaluates, saves and traces as the config asks, also at the end. programs: compiled anew
+        if memory runs out in the first step. state, sums (zeros): donated. frozen: what does not train. Raises
+        TrainingInterrupted after a signal, ValueError (TrainingStopped if a guard stops, or of memory or a save)."""
         engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
         profile = self.profile
 
@@ -274,9 +279,9 @@ class Run:
     @contextlib.contextmanager
     def _saved_at_an_error(self, done: int, state: TrainState) -> Iterator[None]:
         """A context around the loading of rows: if it raises an error, the state after `done` steps is saved before the
-        error ends the run, unless that state is saved already or the config asks for no saves. In a run of several
-        processes nothing is saved, because a save needs all of them and the others have no error; the last checkpoint
-        remains."""
+        error ends the run, unless that state is saved already, updates are being skipped, or the config asks for no
+        saves. In a run of several processes nothing is saved, because a save needs all of them and the others have no
+        error; the last checkpoint remains."""
         try:
             yield
         except Exception:
@@ -286,9 +291,9 @@ class Run:
             raise
 
     def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
-        """Calls `between` of the callbacks after `done` steps; returns whether one of them asked to end the run (in a
-        run of several processes, whether one did in the first process). They get a `Between`, by which they can
-        evaluate, save and stop.
+        """Calls `between` of the callbacks after `done` steps were dispatched; returns whether one of them asked to end
+        the run (in a run of several processes, whether one did in the first process). They get a `Between`, by which
+        they can evaluate, save and stop.
 
         evaluate: a function that evaluates after a number of steps and returns the loss. saver: saves checkpoints.
         state: the state after these steps."""
@@ -316,15 +321,16 @@ class Run:
     def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
         """Evaluates the held-out loss and the metrics of generated answers, adds them to metrics.jsonl and
         Trainer.history, prints them, calls the callbacks, and saves the state if it is the best so far
-        (checkpoint.best). Returns the loss, NaN if there is none. It does nothing if there is nothing to evaluate.
+        (checkpoint.best). Returns the loss, NaN if there is none. It does nothing if there is nothing to evaluate. A
+        complete run whose last evaluation is missing calls it without `steps`.
 
         Args:
           evaluate: the compiled program of an evaluation; None if no held-out rows have a loss.
           state: the TrainState to evaluate.
           frozen: nnx.State, the placed weights that are not trained.
           step: the steps done so far, for metrics and messages.
-          between: called between batches; it saves if a save is due, and if a signal has arrived, it saves and raises
-            TrainingInterrupted.
+          between: called after each batch of held-out rows. That of `steps` saves if a save is due, and if a signal
+            has arrived, it saves and raises TrainingInterrupted; by default nothing is done.
         """
         batches, monitor = self.held_out(), self.monitor
         if not self.evaluates:
@@ -360,6 +366,6 @@ class Run:
 
     def _capture(self, programs: Programs):
         """A context in which the profiler traces steps of `programs`; on leaving it, the profile is written to
-        `profile.folder`, with the facts of `profile.meta`."""
+        `profile.folder`, with the facts of `profile.meta` and the programs' HLO. `steps` enters it."""
         traced = {"accumulate": programs.accumulate, "update": programs.update}
         return capture(self.profile.folder, self.profile.meta(), traced)

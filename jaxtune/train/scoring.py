@@ -45,20 +45,21 @@ class Scored:
     checkpoints: Path | None = None
     """The folder of the run's checkpoints, if one of them has the weights; otherwise None."""
     step: int | None = None
-    """The step of that checkpoint; None for the newest intact one."""
+    """The step of that checkpoint; None for the newest intact one, or without `checkpoints`."""
     result: Result | None = None
-    """The folder that the run exported (an adapter or a merged model), with the step whose weights it has, if it has
-    the weights; otherwise None."""
+    """The folder that the run exported (an adapter or a merged model) as its proof describes it, if it has the weights;
+    otherwise None. Its `step` is the last one of the run, also where the weights are of the best evaluation."""
 
 
 def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> Scored:
     """Finds the weights that `jaxtune evaluate` scores: the result of a run if `recipe` is the config.yaml of its
-    folder, which has metrics or checkpoints, otherwise the model that the recipe names.
+    folder, which has metrics or checkpoints, otherwise the model that the recipe names. If an override sets a key of
+    `model` or `adapter`, the weights are always those that the config names.
 
     A run's result is its exported adapter or model (with QAT the model, otherwise the adapter, if both exist), or a
     checkpoint if nothing is exported or a checkpoint is of a later step: with checkpoint.best that of the best
-    evaluation, as in what the run exports, otherwise the newest one. If an override sets a key of `model` or `adapter`,
-    the weights are those that the config names.
+    evaluation, as in what the run exports, and the newest one without it, or if no saved step has such an evaluation.
+    The config of the result loads these weights: an exported model has neither adapter nor QAT there.
 
     Args:
       config: of the recipe, overrides applied.
@@ -112,13 +113,14 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
 
 
 def _best(found: BestEvaluation) -> str:
-    """A best evaluation (`found`) in words, for the text of what is scored: "the best by eval_loss, 0.1234"."""
+    """A best evaluation (`found`) in words, for Scored.text: "the best by eval_loss, 0.1234"."""
     return f"the best by {found['metric']}, {found['value']:.4f}"
 
 
 def _exported(run: Path, result: Result) -> BestEvaluation | None:
-    """The evaluation whose weights a run exported as its best ones, as results.json in its folder `run` names it; None
-    if it exported the last ones, or if the file is missing, cannot be read or is of another run than `result`."""
+    """The evaluation whose weights a run exported as its best ones, as results.json in its folder `run` names it, for
+    Scored.text; None if it exported the last ones, or if the file is missing, cannot be read or is of another run than
+    `result`."""
     try:
         numbers = json.loads((run / RESULTS).read_text(encoding="utf-8"))
         found = numbers[BEST] if is_digest_of(numbers["run"], result.run) else None
@@ -130,15 +132,18 @@ def _exported(run: Path, result: Result) -> BestEvaluation | None:
 
 
 def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()) -> Scored:
-    """Returns `scored` with a config that loads the layers' frozen weights in another format, for the evaluate command;
-    `scored` itself if there is nothing to change. If the format is a quantised one and the weights have no adapter, the
-    config gets a new adapter of rank 1, which changes nothing, because such weights need one.
+    """Returns `scored` with a config that loads the layers' frozen weights in the format `load_in`, or, without one, in
+    the format over which the adapter was trained, for the evaluate command. If the format is a quantised one and the
+    weights have no adapter, the config gets a new adapter of rank 1, which changes nothing, because such weights need
+    one.
 
     Args:
       scored: the weights to score, from `weights_to_score`.
-      load_in: a format of from_pretrained's load_in, or "stored" for the checkpoint's own. With None, the base of an
-        adapter is loaded in the format and precision that the adapter was trained over, if its folder records them and
-        no override sets model.load_in.
+      load_in: a format of from_pretrained's load_in, or "stored" for the checkpoint's own; model.compute is kept only
+        if the format is that of the config. With None, the base of an adapter is loaded in the format and compute
+        format that the adapter was trained over, and, unless the config has a precision map, with the precision of
+        single modules; this needs a folder that records them, and no override of model.load_in. Otherwise `scored`
+        itself is returned.
       overrides: "key=value" arguments of the command.
     Raises:
       ValueError: a format is given, and the weights are a checkpoint, which belongs to the base of its run.
@@ -173,8 +178,9 @@ def evaluate(
     config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: float = 0, load_in: str | None = None
 ) -> dict[str, Any]:
     """The evaluate command: scores the weights that `weights_to_score` finds on the held-out rows, and prints the
-    results on stderr. It writes no results to the run's folder. If it scores a checkpoint, the folder of checkpoints is
-    locked meanwhile, and incomplete saves of a dead run in it are removed (Checkpointer).
+    results in words on stderr; the command prints what it returns as JSON. It writes no results to the run's folder. If
+    it scores a checkpoint, the folder of checkpoints is locked meanwhile, and incomplete saves of a dead run in it are
+    removed (Checkpointer).
 
     Args:
       config: the config of the recipe, overrides applied.
@@ -235,9 +241,9 @@ def evaluate(
 
 def _require_same_split(result: Result, trainer: Trainer) -> None:
     """Raises ValueError if data.eval_rows takes other rows out of data.train than the run did, because some of them
-    were then trained on: if the number or share differs from the run's, or the tokens of the remaining rows do. result:
-    the exported weights of that run, with its record. trainer: has the config and the training rows of the
-    evaluation."""
+    were then trained on: if the number or share differs from the run's, or the tokens of the remaining rows do. The
+    evaluate command calls it for exported weights; a checkpoint is compared when it is restored. result: the exported
+    weights of that run, with its record. trainer: has the config and the training rows of the evaluation."""
     key, rows = "config.data.eval_rows", trainer.config.data.eval_rows
     held_out, tokens = result.run.get(key), result.run.get("data.tokens_crc32")
     if (held_out, tokens) != (rows, trainer.batches.identity().get("tokens_crc32")):

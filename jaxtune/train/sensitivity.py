@@ -1,12 +1,12 @@
 """Which matrices of a model suffer most from a format, measured on rows, and the precision map that this gives for a
-given memory. It is the work of `jaxtune sensitivity`.
+given memory. It is the work of `jaxtune sensitivity`, which calls all public functions here.
 
 A matrix's loss is the mean divergence KL(model || model with this matrix alone quantised) of the next-token
 distributions, in nats, over the rows' trained tokens. `Sensitivity.measure` finds it for every `Matrix` with a forward
-pass each, `choose` keeps those in 16 bits that lose most for each byte, and `Sensitivity.divergence` measures what a
-choice loses as a whole, because losses of single matrices need not add up. `model_and_batches` loads the model and the
-rows, and `patterns` and `as_recipe` write the choice as a recipe. `_quantizable` lists the matrices; `_hidden`,
-`_rounded` and `_divergence` are the compiled steps of a measurement."""
+pass each, `choose` keeps those in the model's dtype that lose most for each byte that quantising them saves, and
+`Sensitivity.divergence` measures what a choice loses as a whole, because losses of single matrices need not add up.
+`model_and_batches` loads the model and the rows, and `patterns` and `as_recipe` write the choice as a recipe.
+`_quantizable` lists the matrices; `_hidden`, `_rounded` and `_divergence` are the compiled steps of a measurement."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def _hidden(graph: nnx.GraphDef, state: nnx.State, batch: Batch) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _divergence(graph: nnx.GraphDef, state: nnx.State, batch: Batch, expected: jax.Array) -> jax.Array:
-    """float32[]: the sum of KL(expected || model) over the trained tokens of `batch`, in nats, for the model
-    nnx.merge(graph, state). expected: the hidden states [B, T, hidden] of the unquantised model, which has the same
-    head."""
+    """float32[]: the sum of KL(expected || model) over the tokens of `batch`, each times its weight in the batch (0 if
+    it is not trained on), in nats, for the model nnx.merge(graph, state). `Sensitivity.divergence` divides it by the
+    sum of the weights. expected: the hidden states [B, T, hidden] of the unquantised model, which has the same head."""
     model = nnx.merge(graph, state)
     hidden = model.hidden_states(batch.tokens, batch.segment_ids, batch.positions)
     head, hidden = model.head_operands(hidden)
@@ -96,8 +96,8 @@ def _rounded(weight: jax.Array, format: str) -> jax.Array:
 
 
 class Sensitivity:
-    """Measures one model on fixed rows. It keeps the hidden states of the unquantised model for all rows in host
-    memory.
+    """Measures what quantising matrices of one model changes on fixed rows. It keeps the hidden states of the
+    unquantised model for all rows in host memory, with which the quantised ones are compared.
 
     Args:
       model: a language model with a head for text, all weights unquantised and on one device, without adapters.
@@ -105,7 +105,8 @@ class Sensitivity:
       format: the format to measure, a value of model.load_in such as "nf4".
 
     Attributes:
-      tokens: the number of trained tokens in the batches.
+      format, batches: the arguments.
+      tokens: the number of trained tokens in the batches (the sum of their weights).
       weight_bytes: the bytes of all weights of the unquantised model.
 
     Raises:
@@ -139,8 +140,8 @@ class Sensitivity:
         return len(self._names)
 
     def measure(self, done: Callable[[int], None] = lambda count: None) -> list[Matrix]:
-        """Measures every matrix by a forward pass over the rows; returns them in the model's order. done: called with 1
-        after each."""
+        """Measures every matrix by a forward pass over all rows, with this matrix alone quantised; returns them in the
+        model's order, for `choose`. done: called with 1 after each, to show progress."""
         found = []
         for each, module in _quantizable(self._model):
             weight = module.weight.get_value()
@@ -152,7 +153,8 @@ class Sensitivity:
 
     def divergence(self, names: Sequence[str] | None = None) -> float:
         """The mean divergence, in nats a token, of the model with these modules (None: all that can be) quantised from
-        the model itself, which stays as it is. names: of modules in checkpoints, as Matrix.name; others are ignored."""
+        the model itself, which stays as it is. With [] nothing is quantised, and the result is only what two programs
+        of the same numbers differ by. names: of modules in checkpoints, as Matrix.name; others are ignored."""
         names = self._names if names is None else names
         model = copy_structure(self._model)
         for each, module in _quantizable(model):
@@ -165,20 +167,21 @@ class Sensitivity:
 
 def _quantizable(model: Decoder) -> list[tuple[Component, Linear | ExpertLinear]]:
     """The modules of `model` that can be quantised, whatever the format: the linears and experts of its layers, without
-    routers, as (Component, module). The Component has the module's name in checkpoints."""
+    routers, as (Component, module), in the model's order. The Component has the module's name in checkpoints. `module`
+    is the model's own, in which a caller may replace the weight."""
     found = ((each, module) for each, _, module in components(model) if each.quantizable)
     return [(each, module) for each, module in found if isinstance(module, Linear | ExpertLinear)]
 
 
 def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Batch]]:
-    """Loads what `Sensitivity` needs: (the model of a recipe in 16 or 32 bits without its adapter; batches of the first
-    `rows` packed rows, held-out ones if the recipe has some, otherwise of those that it trains on). Batches have up to
-    8,192 tokens, or one longer row; rows that do not fill a last one are left out. config: the recipe's; its formats
-    and adapter are not used.
+    """Loads what `Sensitivity` needs: (the model of a recipe without its adapter, in 16 or 32 bits unless the
+    checkpoint itself stores quantised weights; batches of the first `rows` packed rows, held-out ones if the recipe has
+    some, otherwise of those that it trains on). Batches have up to 8,192 tokens, or one longer row; rows that do not
+    fill a last one are left out. config: the recipe's; its formats, QAT and adapter are not used.
 
     Raises:
-      ValueError: the recipe trains on other rows than those of supervised fine-tuning, or on rows that are not all read
-        before the run; it has a precision map already.
+      ValueError: the recipe has another objective than sft, or a precision map already; it has no held-out rows, and
+        trains on rows that are not all read before the run; or the rows cannot be used (run_rows).
     """
     if config.objective.name != "sft":
         raise ValueError(
@@ -209,9 +212,9 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
 
 
 def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> list[str]:
-    """Chooses the matrices that stay in the model's dtype, so that the weights take at most `most_bytes`: those first
-    that lose most for each byte that quantising them saves. A matrix that does not fit into what is left is passed
-    over, and smaller ones after it may still be chosen.
+    """Chooses the matrices that stay in the model's dtype while all others are quantised, so that the weights take at
+    most `most_bytes`: those first that lose most for each byte that quantising them saves. A matrix that does not fit
+    into what is left is passed over, and smaller ones after it may still be chosen.
 
     Args:
       matrices: all that can be quantised, as `Sensitivity.measure` returns them.
@@ -239,7 +242,7 @@ def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> 
 def patterns(model: Decoder, kept: Sequence[str], word: str) -> dict[str, str]:
     """The precision map {pattern: word} that names the modules `kept` of `model`, as `choose` returns them. A pattern
     is the last part of a name, such as "down_proj", if all modules with this end that can be quantised are kept, and
-    otherwise the whole name. word: their dtype, such as "bf16"."""
+    otherwise the whole name. `as_recipe` takes the map. word: their dtype, such as "bf16"."""
     listed, found = [each for each, _ in _quantizable(model)], {}
     for name in kept:
         end = name.rpartition(".")[2]
@@ -250,6 +253,7 @@ def patterns(model: Decoder, kept: Sequence[str], word: str) -> dict[str, str]:
 
 def as_recipe(format: str, computes_in: str, kept: Mapping[str, str]) -> dict[str, object]:
     """The keys of a recipe that loads the model with all matrices in `format`, such as "nf4", except those of the
-    precision map `kept`: {"model": {"load_in": format}, "precision": the map with "*" for all other modules}.
-    "precision" is `computes_in` alone if `kept` is empty. computes_in: the dtype of the run, such as "bf16"."""
+    precision map `kept`: {"model": {"load_in": format}, "precision": {"*": computes_in} and the entries of `kept`}.
+    "precision" is `computes_in` alone if `kept` is empty. `jaxtune sensitivity` prints them as YAML. computes_in: the
+    dtype in which the run computes, such as "bf16"."""
     return {"model": {"load_in": format}, "precision": {"*": computes_in} | dict(kept) if kept else computes_in}

@@ -1,7 +1,7 @@
 """What a Trainer constructs before it trains: the optimizer and schedule (`update_rule`, an `UpdateRule`), the step's
 programs (`step_programs`), the mesh and the planner (`planned`), and how many answers are sampled at a time
-(`with_slots`). `require_sampling` and `require_starts_within` refuse what cannot run, and `profile_facts` is stored
-with a profile."""
+(`with_slots`). `require_sampling`, `require_starts_within` and `_require_observable` refuse what cannot run, and
+`profile_facts` is stored with a profile."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from jaxtune.train.program.trained_model import TrainedModel
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How weights are updated: by the config's optimizer and schedule, or by those that were given to the Trainer."""
+    """How weights are updated: by the config's optimizer and schedule, or by those that were given to the Trainer.
+    `update_rule` makes it, and `step_programs` puts it into the programs."""
 
     optimizer: optax.GradientTransformation
     """The optimizer, its learning rate included."""
@@ -65,7 +66,8 @@ def update_rule(
     schedule: optax.Schedule | None,
 ) -> UpdateRule:
     """The update rule of a run of `total_steps` steps, over which the schedule of the config extends. optimizer,
-    schedule: those that were given to the Trainer, which replace the config's; None: the config's."""
+    schedule: those that were given to the Trainer, which replace the config's; None: the config's. With an optimizer,
+    which has its own rate, no schedule of the config is taken, and there is no bound."""
     if optimizer is not None:
         return UpdateRule(optimizer, schedule, None)
     schedule = schedule or learning_rate_schedule(config.schedule, config.optim.learning_rate, total_steps)
@@ -76,7 +78,7 @@ def update_rule(
 def step_programs(
     config: TrainConfig, model: TrainedModel, objective: Objective, rule: UpdateRule, batches: BatchSource, eval_data
 ) -> tuple[StepProgram, StepProgram | None]:
-    """Makes the programs of a train step, which are compiled later.
+    """Makes the programs of a train step. Engine fills in their plan and mesh, and compiles them later.
 
     Args:
       config: the run's.
@@ -84,13 +86,14 @@ def step_programs(
       objective: defines the loss.
       rule: how weights are updated.
       batches: the source of the run's batches.
-      eval_data: the TokenDataset of held-out rows, or None. It and `batches` give the most documents in a row.
+      eval_data: the TokenDataset of held-out rows, or None. It and `batches` give the most documents in a row, which
+        attention's kernels are compiled for, unless config.deterministic is set.
     Returns:
       (the program of a step, None); if qat.start is above 0, (the program of a step with rounded weights, the program
         of a step before that).
     Raises:
       ValueError: optim.embedding_learning_rate is set, and no embedding is trained; a coefficient is set for a loss
-        that the model's layers do not have; or QAT would observe rows that are not there.
+        that the model's layers do not have; or QAT would observe rows that are not there (_require_observable).
     """
     _require_observable(model, batches)
     rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
@@ -127,8 +130,8 @@ def step_programs(
 def _require_observable(model: TrainedModel, batches: BatchSource) -> None:
     """Raises ValueError if QAT rounds activations under scales that it observes on the rows of the first step, and this
     process does not have all of these rows before the run: `batches` samples them from the model during it
-    (sees_model), or the run has several processes, of which each has a part of the rows. `model` says whether QAT
-    observes scales. `step_programs` calls it."""
+    (sees_model), or the run has several processes, of which each has a part of the rows. `model` says whether QAT's
+    format observes scales; that the model has some already makes no difference. `step_programs` calls it."""
     if model.qat is None or not model.qat.observes:
         return
     what = f"qat.format = {model.qat.format} observes activations on the rows of the first step"
@@ -161,7 +164,8 @@ def planned(
       ConfigError, a ValueError: answers cannot be sampled on this mesh; or the rows of a micro-batch cannot be divided
         evenly among the devices.
       PlanError, a ValueError: no training step fits the memory.
-      ValueError: the GPU is refused; or the host's memory is too small for the optimizer's states.
+      ValueError: the GPU is refused; the mesh does not fit the devices that there are; or the host's memory is too
+        small for the optimizer's states.
     """
     config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
     length, reference_runs = batches.length, objective.reference_runs
@@ -213,7 +217,7 @@ def with_slots(
 ) -> tuple[dict[str, SlotPlan], AnswerMetrics | None]:
     """Plans in how many slots a run samples answers, and in how many layers the weights are converted once for all
     tokens (models/generation/converted.py), by the memory that its weights and its optimizer leave between two steps,
-    and limits `batches` to these numbers. A slot is a row of the sampler's batch, with its caches.
+    and limits `batches` to these numbers if it samples. A slot is a row of the sampler's batch, with its caches.
 
     Args:
       planner: of the run's steps.
@@ -223,9 +227,9 @@ def with_slots(
     Returns:
       ({"answers" (if `batches` samples) and "generate" (if `answers` is given): the plan of the slots of that phase},
         empty if memory has no limit, nothing is sampled, or the trainer only evaluates; `answers` with the numbers of
-        that plan).
+        the plan "generate", or as it was given if there is none).
     Raises:
-      ValueError: there is no room for one slot.
+      ValueError: there is no room for one slot, or rows of answers have more tokens than the model has positions.
     """
     found: dict[str, SlotPlan] = {}
     if planner.budget_bytes is None or not isinstance(planner, Planner):

@@ -1,5 +1,6 @@
-"""What --plan prints of a run without its weights and rows (`show_plan`): the plan from the model's shapes, for a
-device of this machine (`_here`) or of another one (`_elsewhere`)."""
+"""What `jaxtune train --plan` prints of a run without its weights and rows (`show_plan`), if plan.device is set or
+data.train is empty: the plan from the model's shapes, for a device of this machine (`_here`) or of another one
+(`_elsewhere`)."""
 
 from __future__ import annotations
 
@@ -28,16 +29,18 @@ if TYPE_CHECKING:
 
 def show_plan(config: TrainConfig, console: Console) -> None:
     """Prints on `console` the memory plan (what becomes of the values that the backward reads, with the memory and time
-    of a step) for the device that the config names, or for this machine's, from the model's shapes alone: without
-    weights, rows or compiling. Then come how many answers are sampled at a time (GRPO and RLOO), the pass that stores a
-    teacher's log-probabilities (objective.teacher_top_k), and at last the time of config.steps steps, or of a million
-    tokens if `steps` is not set.
+    of a step, and the longest row that fits) for the device that the config names, or for this machine's, from the
+    model's shapes alone: without weights, rows or compiling. Before it comes the reason for the mesh, if one was chosen
+    here. Then come how many answers are sampled at a time (GRPO and RLOO), the pass that stores a teacher's
+    log-probabilities (objective.teacher_top_k), and at last the time of config.steps steps, or of a million tokens if
+    `steps` is not set.
 
     Raises:
       ValueError: no device is named and there is no GPU here, or fewer than the mesh asks for; a device is named, and
         the mesh is to have all there are; the device or the model is not known; the rows cannot be divided among the
-        devices; there is no room to sample one answer; adapter.path is set, because a plan without weights needs the
-        adapter's settings (adapter.r). What the config alone shows is refused before the model's config.json is read.
+        devices of this machine; there is no room to sample one answer; the teacher's config.json cannot be used;
+        adapter.path is set, because a plan without weights needs the adapter's settings (adapter.r). What the config
+        alone shows is refused before the model's config.json is read.
       PlanError: no plan fits; the message names settings that would.
     """
     if config.adapter is not None and config.adapter.path is not None:

@@ -1,7 +1,8 @@
 """Handling of the signals SIGTERM, SIGINT and SIGHUP, which stop a run. During the steps the step in progress is
 finished and the state saved. During other work, such as loading and compiling, the run ends at once by the exception
-`Interrupted`. `StopSignal` is the context in which this holds. `handled` leaves out a SIGHUP that is ignored; the
-launch command (commands/launch.py) uses it too."""
+`Interrupted`. `StopSignal` is the context in which this holds; the train command and Trainer use it, and `jaxtune
+export`, which it ends at once. `handled` leaves out a SIGHUP that is ignored; the launch command (commands/launch.py)
+uses it too."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class StopSignal:
     The training loop reads `requested` after every step and between the batches of an evaluation; if it is set, the
     loop saves, and the process leaves with `EXIT_SAVED`, so that the same command continues. Inside `at_once`, for work
     that loses nothing when it is interrupted (loading, tokenising, compiling, generation, export), the first signal
-    raises Interrupted instead. Inside `deferred`, within `at_once`, it only sets `requested` again.
+    raises Interrupted instead. Inside `deferred`, within `at_once`, it again only sets `requested`.
 
     Python drops an exception that is raised during a finaliser or a callback of the garbage collector; the signal is
     then sent again. On exit, the previous handlers are restored. Outside of the main thread, where Python allows no
@@ -43,7 +44,7 @@ class StopSignal:
 
     Attributes:
       signals: the three signals.
-      requested: whether a signal has arrived.
+      requested: whether a signal has arrived; it stays True after the context.
       signal_name: the name of the first signal, such as "SIGTERM"; None before it.
     """
 
@@ -86,15 +87,16 @@ class StopSignal:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context in which a signal only sets `requested`. If this context is within an `at_once`, the signal raises
-        Interrupted when this context ends."""
+        """A context in which a signal only sets `requested`, for the steps of a run, which are saved after it. If this
+        context is within an `at_once`, the signal raises Interrupted when this context ends without an exception."""
         with self._mode(False):
             yield
 
     @contextlib.contextmanager
     def _mode(self, raises: bool) -> Iterator[None]:
         """A context in which signals raise Interrupted (`raises` is True), or only set `requested` (False). If signals
-        raise in it and one has already arrived, entering it raises; if they raise outside of it, leaving it does."""
+        raise in it and one has already arrived, entering it raises; if they raise outside of it, leaving it without an
+        exception does. `at_once` and `deferred` are this context."""
         before, self._raises = self._raises, raises
         try:
             self._raise_pending()
@@ -125,8 +127,9 @@ class StopSignal:
     def _handle(self, number: int, frame: object) -> None:
         """The handler of all three signals. The first one sets `requested` and `signal_name`, prints a line on stderr,
         and inside `at_once` raises Interrupted. A second SIGTERM or SIGINT prints a line and ends the process at once,
-        without a save. A signal that was sent again by `_send_again` only raises Interrupted, if signals raise now.
-        number: the signal's. frame: not used."""
+        without a save. While `_send_again` has a signal to send, the next one to arrive is taken for it, and only
+        raises Interrupted, if signals raise now. All others, such as a second SIGHUP, do nothing. number: the signal's.
+        frame: not used."""
         name = signal.Signals(number).name
         if self._again is not None:
             self._again = None

@@ -1,7 +1,7 @@
 """The `Trainer`: one run, from a model and rows to a trained model. Its constructor reads the rows and makes the update
 rule, the step's programs, the mesh and the planner (setup.py). `train` locks the output folder, resumes from its last
 checkpoint if there is one, compiles the step (program/programs.py), makes the steps (run.py), and returns the trained
-model. The methods after `train` describe the run in words, evaluate, and write and read checkpoints."""
+model. The methods after `_start` describe the run in words, evaluate, and say what checkpoints record and read them."""
 
 from __future__ import annotations
 
@@ -80,29 +80,29 @@ class Trainer:
       tokenizer: its Hugging Face tokenizer.
       config: a TrainConfig. Its `model` and `adapter` are not applied; what is recorded is the model (recorded_config).
       train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; None takes those
-        that config.data names. train_rows may also be a BatchSource (data/batches.py), which makes each step's batch
-        during the run.
+        that config.data names. train_rows may also be a list of (rows, weight), or a BatchSource (data/batches.py),
+        which makes each step's batch during the run.
       profile: the folder for a profile of config.profile.steps steps, or of 3 steps if config asks for none. None is
         `profile` in the output folder, and then a profile is made only if config asks for one.
-      keeps_model: whether the caller keeps `model`. If not, its trained tensors are given up once the run has copied
-        them, and freed if nobody else refers to them; the planner does not count them.
+      keeps_model: whether the caller keeps `model`. If not, its tensors are given up as TrainedModel says, and freed
+        if nobody else refers to them; the planner does not count the trained ones beside their copies.
       weights: a future of the model with its arrays, if `model` has only shapes. The trainer waits for it after it has
-        compiled the step. None: `model` has its arrays.
+        compiled the step, or before, to resume. None: `model` has its arrays.
       objective: replaces config.objective; None: that one is taken, as with optimizer and schedule.
       optimizer: an optax transformation that replaces config.optim's. Its updates are added to float32 weights, after
         clipping by config.max_grad_norm.
       schedule: gives the learning rate for a number of updates made (from 0), and replaces config.schedule. With an
         `optimizer`, which has its own, it is only shown in metrics.
       callbacks: called between steps; see Callback.
-      trains: False for a trainer that only evaluates or shows rows. It plans a forward pass, which needs no memory for
-        an optimizer, and train() is refused.
+      trains: False for a trainer that only evaluates or shows rows: it plans a forward pass, and train() is refused.
 
     Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
     by), `batches` (the BatchSource of its steps), `train_data` (TokenDataset; None where not all rows are known before
-    the run), `eval_data` (TokenDataset or None), `answers` (AnswerMetrics of evaluation.generate, or None), `output`
-    (Path), `total_steps`, and after train() `history`, the metrics of all steps and evaluations, `steps_done`, and
-    `best` ({"best_checkpoint": the evaluation whose weights were returned}, or {} if they are the last ones). Raises
-    ValueError for a config, model or rows that cannot be trained, and PlanError, one too, if no plan fits.
+    the run), `eval_data` (TokenDataset of held-out rows with a loss, or None), `answers` (AnswerMetrics of
+    evaluation.generate, or None), `output` (Path), `total_steps`, and after train() `history`, the metrics of this
+    process's steps and evaluations, `steps_done`, and `best` ({"best_checkpoint": the evaluation whose weights were
+    returned}, or {} if they are the last ones). Raises ValueError for a config, model or rows that cannot be trained,
+    and PlanError, one too, if no plan fits.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Trainer:
     @property
     def eval_batches(self) -> Batches | None:
         """The batches of an evaluation, each of the shape of a micro-batch under the current plan; None without
-        held-out rows."""
+        held-out rows that have a loss."""
         return None if self.eval_data is None else self.eval_data.batches(self.engine.rows, shuffle=False)
 
     # ---- the run
@@ -186,19 +186,19 @@ class Trainer:
     def train(
         self, stop: StopSignal | None = None, delivery: Delivery | None = None, from_step: int | None = None
     ) -> Decoder:
-        """Runs (or resumes) the run and returns the trained model: a new module that shares every frozen array. Config,
-        metrics, checkpoints and a plot of the loss are written to the output folder, and `history`, `steps_done` and
-        `best` are set.
+        """Runs (or resumes) the run and returns the trained model: a new module that shares the frozen arrays on the
+        devices, with checkpoint.best of the best evaluation. Config, metrics, checkpoints and a plot of the loss are
+        written to the output folder, and `history`, `steps_done` and `best` are set.
 
         Args:
           stop: an entered StopSignal; None makes one.
           delivery: receives the trained model while the output folder is still locked by this run; None: nothing does.
-          from_step: resumes from the checkpoint of this step, and replaces later ones; None is the last checkpoint.
+          from_step: resumes from the checkpoint of this step, and replaces later ones; None: the last one, if any is.
         Raises:
-          TrainingInterrupted: SIGTERM, SIGINT or SIGHUP arrived, and the state was saved.
+          TrainingInterrupted: SIGTERM, SIGINT or SIGHUP arrived in a step; the state was saved if it is good.
           Interrupted: the signal arrived before the first step or after the last one, when there was nothing to save.
-          TrainingStopped: a guard stopped the run.
-          ValueError: the output folder has another run; the trainer was made with trains=False; or memory ran out.
+          ValueError: the output folder has another run; the trainer was made with trains=False; memory ran out; or a
+            guard stopped the run (TrainingStopped). What `delivery` raises passes.
         """
         if not self.trains:
             raise ValueError("Trainer(trains=False) only evaluates: make one without `trains` to train")
@@ -268,8 +268,8 @@ class Trainer:
         )
 
     def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
-        """Chooses the plan, compiles, and makes the steps after the first `start` ones, with evaluations and saves.
-        Returns (the last state, steps done: fewer than all if a callback ended the run). Of a complete run it only
+        """Compiles, and makes the steps after the first `start` ones, with evaluations and saves. Returns (the last
+        state, steps done: fewer than all if a callback ended the run). Of a complete run it only writes the config, and
         evaluates the last state (`resumed`), if that is due and not done. resumed: the state of the checkpoint, or
         None. saver: the Saver of checkpoints. monitor: logs and shows metrics. stop: the StopSignal in force, by which
         a signal ends loading and compiling at once (Interrupted); during the steps the state is saved first
@@ -302,10 +302,10 @@ class Trainer:
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor
     ) -> tuple[Programs, TrainState, Sums, Any]:
-        """Chooses the plan, compiles the programs, waits for the weights, fills in the data sets' log-probabilities of
-        the reference, writes the config, and prints by `monitor`. Returns (programs, state, sums, frozen) for the first
-        step: the compiled programs, the state (`resumed`, or a new one), sums of zeros, and what does not train, all on
-        the devices. start: the steps done."""
+        """Compiles the programs, under further plans until one fits, waits for the weights, fills in the data sets'
+        log-probabilities of the reference, writes the config, and prints by `monitor`. Returns (programs, state, sums,
+        frozen) for the first step: the compiled programs, the state (`resumed`, or a new one), sums of zeros, and what
+        does not train, all on the devices. start: the steps done."""
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
@@ -328,8 +328,8 @@ class Trainer:
         return programs, state, sums, frozen
 
     def fill_references(self, sets, trainable, frozen, say=say) -> None:
-        """Fills in, in place, the reference's log-probabilities of those data sets that need them
-        (`references.fill_reference`). sets: TokenDatasets, or None for one that is missing. trainable, frozen: what
+        """Fills in, in place, the reference's log-probabilities that PairDatasets lack, before a run trains on them or
+        evaluates them (references.fill_reference). sets: data sets or None; others are skipped. trainable, frozen: what
         trains and the rest of the model's state, on the devices. say: called with lines for the user."""
         for rows in (data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)):
             base = self.model.given.base_digest
@@ -338,13 +338,13 @@ class Trainer:
     # ---- descriptions of the run
 
     def data_summary(self):
-        """A str of several lines to print: the teacher, counts of rows, documents, tokens and steps, and warnings."""
+        """Lines (one str) for the screen: the teacher, counts of rows, documents, tokens and steps, and warnings."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
         return "\n".join([*self.stored.described(self.model.prepared, self.objective), about])
 
     def memory_notes(self) -> list[str]:
-        """Lines on the memory of each phase of the run, and on what will not fit; [] on a CPU (not measured)."""
+        """Lines on each phase's memory and what will not fit, for the start of a run and --plan; [] on a CPU."""
         planner, model = self.planner, self.model
         if planner.device.name == "cpu":
             return []
@@ -369,8 +369,8 @@ class Trainer:
 
     @property
     def gradients(self) -> str:
-        """The dtype of a step's gradient sums ("fp32", or that of the weights, "bf16" too, with one micro-batch), and
-        how devices send them if not in float32, such as "fp32, sent in int8 with error feedback"."""
+        """The dtype of a step's gradient sums, for notes and record: "fp32", but with one micro-batch that of stored
+        weights; and how devices send them if not in float32, such as "fp32, sent in int8 with error feedback"."""
         summed = "fp32" if self.engine.planner.plan.micro_batches > 1 else self.program.weights
         return summed if self.program.sync is None else f"{summed}, {self.program.sync}"
 
@@ -380,8 +380,8 @@ class Trainer:
         return has_adapter(self.model.given)
 
     def evaluate(self, trained: bool = False) -> dict[str, Any]:
-        """Evaluates the model as given, without training: {"eval_loss": a mean, "eval_targets", ...}, with the
-        objective's other metrics; {} if the held-out rows have only questions (`answers`), ValueError without any. With
+        """Evaluates the model as given, without training: {"eval_loss": a mean, "eval_UNIT": over how many, ...}, with
+        the objective's other metrics; {} if the held-out rows have only questions, ValueError without any. With
         qat.start above 0, weights are rounded as after the last step (`trained`), or not, as before the first one."""
         program = self.program if trained else self.engine.before_qat or self.program
         return self._eval_loss(program, *self.model.weights(self.engine))
@@ -398,8 +398,8 @@ class Trainer:
 
     def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
         """The metrics of the held-out rows under a program, {} if there are only questions. trainable, frozen: the
-        weights that train and the others, on the devices. A forward pass that does not fit is compiled again under a
-        smaller plan. What the rows lack of a teacher or reference is filled in. ValueError: there are no such rows."""
+        weights that train and the others, on the devices. What the rows lack of a teacher or reference is filled in. A
+        pass that does not fit is compiled again under a smaller plan with trains=False. ValueError: there are none."""
         if (batches := self.eval_batches) is None:
             if self.answers is not None:
                 return {}
@@ -423,8 +423,8 @@ class Trainer:
         return self.record() | ({} if position is None else {POSITION: position}) | self.model.recorded()
 
     def record(self) -> dict[str, Any]:
-        """What identifies this run, and the settings that its numbers depend on, {name: JSON value}; it is stored in
-        checkpoints and results, so that a different run is not resumed from them."""
+        """What identifies this run, and the settings that its numbers depend on, {name: JSON value} (record_of); it is
+        stored in checkpoints, so that a different run is not resumed from them. Its digests need loaded weights."""
         return record_of(
             self.config,
             trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),
@@ -445,15 +445,15 @@ class Trainer:
         )
 
     def _same_run(self) -> dict[str, Any]:
-        """The entries of `record` by which results are recognised as this run's, {dotted key: value}; waits for the
-        weights."""
+        """The entries of `record` by which results are recognised as this run's, {dotted key: value}, for `delivery`;
+        waits for the weights."""
         self.model.take_weights()  # the digest of the base is computed from them
         return same_run(self.record())
 
     def _resume(self, checkpointer: Checkpointer, from_step: int | None) -> tuple[TrainState | None, int]:
         """(state, steps done) of the checkpoint that the run continues from, `from_step` or the last one (None); (None,
         0) if `checkpointer` has none. It prints which one it is and what differs. Raises ValueError for another run's
-        folder, or if checkpoint.resume is never."""
+        folder, if there is no checkpoint of `from_step`, or if there is one and checkpoint.resume is never."""
         if from_step is None and processes.of_first(checkpointer.latest) is None:
             require_same_config(self.output, self.config)
             return None, 0
@@ -473,10 +473,10 @@ class Trainer:
         self, checkpointer: Checkpointer, note, weights_only: bool = False, from_step: int | None = None
     ) -> tuple[int, Any]:
         """Reads by `checkpointer` the last intact checkpoint, or that of `from_step` (None: the last): (steps done,
-        state). Its arrays are read directly into the shardings of a step; before, the checkpoint's plan is adopted, and
-        the given model's trained tensors are freed unless `keeps_model`. The batch source continues where it was.
-        Raises CheckpointError if there is no intact one, or it is of another run or of a later step than the run's last
-        one. note: called with lists of sentences on differences. weights_only: the state is {"trainable": weights}."""
+        state). Its arrays are read directly into the shardings of a step; before, the given model's trained tensors are
+        given up unless `keeps_model`. A trainer that trains adopts the checkpoint's plan (Planner.adopt) before, and
+        its batch source continues. Raises CheckpointError if there is no intact one, or it is of another run or of a
+        later step than the last. note: called with lists of differences. weights_only: state is {"trainable": ...}."""
         self.model.take_weights()  # the record has the base's fingerprint
         wanted: Any = self.model.state_shapes(self.engine)
         wanted, like = {"trainable": wanted.trainable} if weights_only else wanted, {}

@@ -1,5 +1,6 @@
-"""Functions over all the tensors of a step: sums over devices (`of_all_devices`), the zeros with which the next step's
-sums start (`zeros_after`), reductions of each tensor (`of_each`), and the tensors' names (`trainable_names`)."""
+"""Functions over all the tensors of a step, with which step.py adds sums over devices (`of_all_devices`), makes the
+zeros with which the next step's sums start (`zeros_after`) and reduces each tensor to a number (`of_each`); and the
+trained tensors' names, for metrics and checkpoints (`trainable_names`)."""
 
 from __future__ import annotations
 
@@ -12,23 +13,26 @@ from jaxtune.models.placement import partition
 
 
 def of_all_devices(sums):
-    """The sums of one device, a tree of arrays, added over all devices of the mesh: in float32, then cast back to their
-    own dtypes. It is called in functions that `partition.divided` runs on each device."""
+    """The sums of one device (a step's gradients, losses and counts, a tree of arrays) added over all devices of the
+    mesh, in the same tree: in float32, so that gradient sums in bf16 are not rounded once for each device, then cast
+    back to their own dtypes. A Shard, which is summed over the axis fsdp already, is added over the other axes. It is
+    called in functions that `partition.divided` runs on each device."""
     wide = partition.total(jax.tree.map(lambda a: a.astype(jnp.float32), sums))
     return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, sums)
 
 
 def zeros_after(done, given, waits: bool):
-    """Makes the zeros with which the next step's sums start: (`done` unchanged, zeros like the arrays of `given`).
+    """Makes the zeros with which the next step's sums start, at the end of a step's update: (`done` with the same
+    values, zeros of the shapes and dtypes of `given`). The caller must use the returned `done` in place of its own.
 
     XLA writes the zeros into the donated arrays of `given`. Where it may write them at any time, it first copies each
     array that is read later. With `waits` the zeros depend on `done`, the results for which `given` was read, so that
     there is no copy, and temporary arrays of the same size can be in the memory of `given` meanwhile.
 
     Args:
-      done: a tree of arrays.
-      given: a tree of arrays, which are not read after `done` is computed.
-      waits: whether the zeros wait for `done`.
+      done: a tree of arrays, the updated weights.
+      given: a tree of arrays, the step's sums, which are not read after `done` is computed.
+      waits: whether the zeros wait for `done`, as they do with a quantised sync of gradients.
     """
     if not waits:
         return done, jax.tree.map(jnp.zeros_like, given)
@@ -42,10 +46,10 @@ _STACKED_ELEMENTS = 1 << 20
 
 def of_each(reduce, tensors: list[jax.Array]) -> jax.Array:
     """[n]: `reduce` of each of the n tensors, at least one, in order; reduce maps a stack of k tensors, [k, ...], to a
-    number for each, [k].
+    number for each, [k]. The update computes the gradients' norms by it, and whether new weights are finite.
 
-    Small tensors of one shape are reduced as one stack. There are hundreds of adapter matrices, and on a GPU two
-    launches for each would be most of the optimizer's time.
+    Tensors of one shape with at most 2**20 elements are reduced as one stack, larger ones as a stack of one. There are
+    hundreds of adapter matrices, and on a GPU two launches for each would be most of the optimizer's time.
     """
     groups: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -56,8 +60,9 @@ def of_each(reduce, tensors: list[jax.Array]) -> jax.Array:
 
 
 def trainable_names(trainable) -> list[str]:
-    """Dotted names, such as "head.weight", of the tensors of `trainable`, an nnx.State, in the order of jax.tree.leaves
-    and so of metrics["grad_norms"], for metrics and checkpoints."""
+    """Dotted names, such as "head.weight", of the tensors of `trainable`, an nnx.State of arrays or shapes, in the
+    order of jax.tree.leaves and so of metrics["grad_norms"]. Metrics, the table of trained tensors and the record in
+    checkpoints name the tensors by them."""
     paths = jax.tree_util.tree_flatten_with_path(trainable)[0]
     return [
         ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path if _names_a_place(k)) for path, _ in paths

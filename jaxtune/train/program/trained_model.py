@@ -1,4 +1,6 @@
-"""The model of a run (`TrainedModel`): as the caller gave it, as the run computes with it, and as it is returned."""
+"""The model of a run (`TrainedModel`): as the caller gave it, as the run computes with it, and as it is returned.
+Trainer makes one, and so does the pass of a teacher before a run (stored_teachers.py). `_with_scales` joins the frozen
+weights with the scales of activations, and `_placed` makes shapes with shardings."""
 
 from __future__ import annotations
 
@@ -28,33 +30,39 @@ from jaxtune.train.program.step import Sums, TrainState
 
 
 class TrainedModel:
-    """The model that a run trains. The model that the caller gave is never changed, and its arrays are never donated.
+    """The model that a run trains. The model that the caller gave is never changed, and its arrays are never donated;
+    without `keeps_model` they may be freed.
 
     A run first asks for `first_shapes`, from which its programs are compiled while the weights may still be loading,
     and then calls `begin`. Both describe (state, sums, frozen): the TrainState, new or from a checkpoint; the Sums of
     gradients and losses over a step's micro-batches; and the frozen weights on the mesh. `first_state` returns these
-    for a new run too, but frees nothing and does not set `fresh`: benchmarks and tests use it. `finished` returns the
-    model with the trained weights.
+    for a new run too, but keeps the given trained tensors and does not set `fresh`: benchmarks and tests use it.
+    `weights` returns what a forward pass needs, and `finished` the model with the trained weights.
 
     Args:
       model: what the caller gave; its arrays are shapes if `weights` is given.
       config: the run's.
-      keeps_model: True: the caller still uses the model, so its arrays must not be freed. False: its trained tensors
-        are replaced by shapes as soon as the run has copied them, and freed if nobody else refers to them.
+      keeps_model: True: the caller still uses the model, so its arrays must not be freed. False: arrays are freed if
+        nobody else refers to them: the trained tensors, which are replaced by shapes once the run has copied them or
+        before it reads a checkpoint, and frozen ones as soon as they are divided over devices.
       weights: the model with its weights, while they are being loaded in a thread; None: `model` has them.
 
     Attributes:
-      given: the caller's model without its teacher, or its shapes while its weights are being loaded.
-      prepared: the model that computes: in the compute dtype, with rounded weights under QAT, and with its teacher.
+      given: the caller's model without its teacher, with the config's precision map; its shapes while its weights are
+        being loaded. Trained tensors are shapes after `release`, and frozen weights are where `placed_frozen` put them.
+      prepared: the model that computes: in the compute dtype, with weights rounded under QAT, and with its teacher.
       keeps_model: the argument.
       graph: graph definition of `prepared`.
-      plain_graph: the same without QAT.
-      qat: how linears are rounded, or None without QAT.
-      trainable, frozen: nnx.States of the weights that train (shapes after `release`) and of the others.
-      scales: nnx.State of the scales under which QAT rounds activations, if its format observes them; else empty. NaN
-        until they are observed, by `placed_frozen` of a new run, or come from a checkpoint (`resume`).
+      plain_graph: the same without QAT, for the steps before qat.start.
+      qat: how linears and experts are rounded (FakeQuant), or None without QAT.
+      trainable, frozen: nnx.States of the weights that train (shapes after `release`) and of the others, with the
+        teacher's.
+      scales: nnx.State of the scales under which QAT rounds activations, if its format observes them; else empty. They
+        are those that the model has from an earlier QAT; a model without has NaN until they are observed, by
+        `placed_frozen` of a new run, or come from a checkpoint (`resume`).
       fresh: whether this process started a new run, with an adapter that does not change the model's outputs yet; set
-        by `begin`, and False before it and in a resumed run.
+        by `begin`, and False before it and in a resumed run. A check of the first step reads it
+        (references.first_check).
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, keeps_model: bool, weights: Future[Decoder] | None):
@@ -64,8 +72,8 @@ class TrainedModel:
 
     def _hold(self, model: Decoder) -> None:
         """Sets the attributes that describe `model`, which the caller gave or whose weights have been loaded, when the
-        object is made and in `take_weights`. Raises ValueError if the model's dtype cannot hold the weights that QAT
-        rounds, or the model does not follow the config's precision map."""
+        object is made and in `take_weights`. Raises ValueError if the model does not follow the config's precision map,
+        QAT cannot round it (prepare_qat), or its dtype cannot hold the weights that QAT rounds."""
         config = self._config
         if config.components:
             model = copy_structure(model)
@@ -95,23 +103,24 @@ class TrainedModel:
 
     @property
     def prepared(self) -> Decoder:
-        """The model that the run computes with: in the compute dtype, with rounded weights under QAT, and with its
-        teacher. Each call makes a new object over the same arrays."""
+        """The model that the run computes with: in the compute dtype, with layers that round under QAT, and with its
+        teacher. Planning, checks and descriptions of the run read it. Each call makes a new object over the same
+        arrays, or shapes."""
         return nnx.merge(self.graph, self.trainable, self.frozen, self.scales)
 
     # ---- the scales of activations
 
     def recorded(self) -> dict[str, dict[str, float]]:
-        """What a checkpoint records beside the run's record: {INPUT_SCALES: {name of a linear: scale}} if QAT rounds
-        activations under observed scales, else {}."""
+        """What a checkpoint's metadata has of the model beside the run's record: {INPUT_SCALES: {name of a linear:
+        scale}} if QAT rounds activations under observed scales, else {}. `resume` takes it."""
         observes = self.qat is not None and self.qat.observes
         return {INPUT_SCALES: known_scales(self.prepared)} if observes else {}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Makes the model ready for the state of a checkpoint, before it is read: takes the scales of activations from
         its metadata, if QAT needs them, so that a resumed run and an evaluation of the checkpoint round as the run did,
-        and frees the given weights (`free_given`). saved: the metadata, with what `recorded` returned. Raises
-        ValueError if it lacks the scale of a linear."""
+        and gives up the given trained tensors (`free_given`). saved: the metadata, with what `recorded` returned.
+        Raises ValueError if it lacks the scale of a linear that is rounded."""
         if self.qat is not None and self.qat.observes:
             self._set_scales(saved.get(INPUT_SCALES, {}))
         self.free_given()
@@ -123,10 +132,10 @@ class TrainedModel:
         self.scales, self._unobserved = nnx.state(model, InputScale), False
 
     def _observe(self, engine: Engine) -> None:
-        """Observes the scales under which QAT rounds the inputs of linears, by a forward pass of the model as it was
-        given over the rows of the run's first step (from `engine`), and sets them (`scales`). Nothing is rounded in
-        that pass. `placed_frozen` calls it if the scales are not known yet. Raises ValueError if the weights are
-        divided, and FloatingPointError if an input is not finite."""
+        """Observes the scales under which QAT rounds the inputs of linears, by a forward pass of the untrained model,
+        in the compute dtype, over the rows of the run's first step (from `engine`), and sets them (`scales`). Nothing
+        is rounded in that pass. `placed_frozen` calls it if the scales are not known yet. Raises ValueError if the
+        weights are divided, and FloatingPointError if an input is not finite."""
         model = nnx.merge(self.plain_graph, self.trainable, self.frozen, self.scales)
         rows = engine.batches.batch_at(0)
         assert self.qat is not None
@@ -150,8 +159,8 @@ class TrainedModel:
 
     def first_state(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) at the start of a new run, placed on the mesh of `engine`, for benchmarks and tests; a
-        run calls `begin`. Arrays of the caller that the step would donate are copied. Waits for weights that are being
-        loaded."""
+        run calls `begin`. Arrays of the caller that the step would donate are copied, and the given trained tensors
+        stay. Waits for weights that are being loaded."""
         state, frozen = self._first(engine)
         return state, engine.zero_sums(state), frozen
 
@@ -173,22 +182,24 @@ class TrainedModel:
 
     def weights(self, engine: Engine) -> tuple[nnx.State, nnx.State]:
         """(trainable, frozen) for a forward pass, on the mesh of `engine`. The trained tensors are the given ones in
-        their own dtypes: nothing is copied on one device, and there is no optimizer. An evaluation without training
-        uses it. Waits for weights that are being loaded."""
+        their own dtypes: on one device none of them is copied, and there is no optimizer. An evaluation without
+        training and a teacher's pass use it. Waits for weights that are being loaded."""
         self.take_weights()
         frozen = self.placed_frozen(engine)
         return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
 
     def placed_frozen(self, engine: Engine) -> nnx.State:
         """The frozen weights, whole or divided over devices as the plan in force says, and the scales of activations,
-        if QAT observes any, on the mesh of `engine`. If the scales are not known yet, they are observed here. Raises
-        ValueError if processes have loaded different base models, or if scales are to be observed and the weights are
-        divided already. The table of per-layer embeddings is moved to where the plan has it, and `engine.table` set.
+        if QAT observes any, on the mesh of `engine`: the `frozen` that a run's programs take. The weights must be
+        loaded (`take_weights`). If the scales are not known yet, they are observed here. Raises ValueError if processes
+        have loaded different base models, or if scales are to be observed and the weights are divided already, and
+        FloatingPointError as `_observe` does. The table of per-layer embeddings is moved to where the plan has it, and
+        `engine.table` set; a table on the host has no rows in the result.
 
-        If weights are divided and the caller does not keep the model, each array is freed before the next one is moved,
-        so that a device never has all whole arrays beside its shares of them; `given` and `frozen` then have these. All
-        processes start this at the same time, because gathering is collective and must not wait for a process that is
-        still loading."""
+        If weights are divided and the caller does not keep the model, each array is given up before the next one is
+        moved, and freed if nobody else refers to it, so that a device never has all whole arrays beside its shares of
+        them; `given` and `frozen` then have the shares. All processes start this at the same time, because gathering is
+        collective and must not wait for a process that is still loading."""
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
         self._move_table(engine)
         if self._unobserved:
@@ -220,9 +231,10 @@ class TrainedModel:
 
     def _declared(self, engine: Engine) -> nnx.State:
         """The frozen weights as nnx variables whose axes tell partition.shardings where to place them, by the plan in
-        force (`engine.planner.plan`): variables of layers that the plan keeps whole on every device have empty axes,
-        and the others are divided over the mesh. No array is moved or copied. If the plan has the table of per-layer
-        embeddings on the host, it has no rows here, and `engine.table` is set to it; otherwise that is set to None."""
+        force (`engine.planner.plan`): variables that the plan keeps whole on every device have empty axes, and the
+        others keep their axes, along which the mesh divides them. No array is moved or copied. If the plan has the
+        table of per-layer embeddings on the host, `engine.table` is set to the table, which has no rows in the result;
+        otherwise `engine.table` is set to None."""
         plan, frozen = engine.planner.plan, self.frozen
         engine.table = host_table.table_of(frozen) if plan.table_on_host else None
         if engine.table is not None:
@@ -254,7 +266,7 @@ class TrainedModel:
     def state_shapes(self, engine: Engine) -> TrainState:
         """The shapes of a run's state with their shardings on the mesh of `engine`, a TrainState of
         jax.ShapeDtypeStruct, into which a checkpoint is read: each device then reads only its parts. No array is
-        made."""
+        made. `first_shapes` returns it too."""
         program = engine.program
         state = jax.eval_shape(lambda trainable: program.init(trainable, self._config.seed), self.trainable)
         return _placed(state, program.shardings(state, engine.replicated))
@@ -262,8 +274,9 @@ class TrainedModel:
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) with which a run starts, placed on the mesh of `engine`. resumed: the state from a
         checkpoint; None: a new run, with a new state. For a new run it also sets `fresh`, whether its adapter does not
-        change the model's outputs yet, and frees the given trained tensors (`free_given`); it waits for weights that
-        are being loaded."""
+        change the model's outputs yet (False without an adapter), and gives up the given trained tensors
+        (`free_given`); it waits for weights that are being loaded. On a GPU the sums leave a block of memory free
+        (Engine.first_sums)."""
         if resumed is not None:
             return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
         self.take_weights()
@@ -276,23 +289,23 @@ class TrainedModel:
         return state, engine.first_sums(state), frozen
 
     def free_given(self) -> None:
-        """Replaces the given model's trained tensors by their shapes (`release`), once the run has copied them or
-        before a checkpoint's take their place, so that their memory is freed if nobody else refers to the arrays. It
-        does nothing with keeps_model, when the caller still uses the model."""
+        """Replaces the trained tensors in `given` by their shapes (`release`), once the run has copied them or before a
+        checkpoint's take their place, so that their memory is freed if nobody else refers to the arrays. It does
+        nothing with keeps_model, when the caller still uses the model."""
         if not self.keeps_model:
             self.release()
 
     @property
     def teacher_digest(self) -> str | None:
-        """A digest of the teacher's weights, by which a run is not resumed with another teacher; None without a
-        teacher, while weights are being loaded, or if the teacher's digest is not known."""
+        """A digest of the weights of the teacher that computes in this run's steps, by which a run is not resumed with
+        another teacher; None without such a teacher, while weights are being loaded, or if the digest is not known."""
         teacher = self.prepared.teacher
         return None if teacher is None else teacher.base_digest
 
     def release(self) -> None:
-        """Replaces the given model's trained tensors by their shapes. Their memory is freed, if nobody else refers to
-        the arrays, for the state that trains in their place; first_state cannot be called after it. Frozen weights
-        stay."""
+        """Replaces the trained tensors in `given` and `trainable` by their shapes. Their memory is freed, if nobody
+        else refers to the arrays, for the state that trains in their place; `first_state` and `weights` cannot be
+        called after it. Frozen weights stay. A run calls it by `free_given`, benchmarks directly."""
         graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
         self.trainable = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), trainable)
         self.given = nnx.merge(graph, self.trainable, frozen)
@@ -301,12 +314,14 @@ class TrainedModel:
 
     def finished(self, trainable: Any) -> Decoder:
         """A new model, without a teacher: the given one with `trainable`, the trained tensors of a TrainState, each in
-        the dtype in which it was given. It shares the frozen arrays.
+        the dtype in which it was given. A run returns it at its end, and answers are sampled from it and callbacks get
+        it between steps. It shares the frozen arrays of `given`, and trained ones whose dtype does not change.
 
-        Its arrays are on the mesh's devices; in a run of several processes, each process that has all of it gets it on
-        one device. After QAT, a model with adapters still rounds its weights whenever it computes, and merge_adapter
-        converts it; a model without adapters is converted here: its weights have the rounded values. base_digest and
-        base_fingerprint of a model without adapters are None, because its weights changed."""
+        Its arrays are on the mesh's devices, but a table of per-layer embeddings may be on the host; in a run of
+        several processes that all have every array whole, each process gets its own copy on one device. After QAT, a
+        model with adapters still rounds its weights whenever it computes, and merge_adapter converts it; a model
+        without adapters is converted here: its weights have the rounded values. base_digest and base_fingerprint of a
+        model without adapters are None, because its weights changed."""
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
         trained, frozen = partition.colocated(trainable, frozen)
         model = nnx.merge(self._graph_alone, trained, frozen, self.scales)
@@ -331,5 +346,5 @@ def _with_scales(frozen: nnx.State, scales: nnx.State) -> nnx.State:
 
 def _placed(tree, shardings):
     """The shapes and dtypes of a tree's arrays as jax.ShapeDtypeStructs, with the shardings of `shardings`, a tree of
-    the same structure."""
+    the same structure: what `first_shapes` and `state_shapes` return. No array is placed."""
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)

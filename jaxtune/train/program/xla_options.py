@@ -8,7 +8,8 @@ from jaxtune.models.placement.transfers import IN_FLIGHT
 
 
 def compiler_options(platform: str, deterministic: bool, divides: bool = False) -> dict[str, bool | int]:
-    """XLA options of the step, {name: value}.
+    """XLA options, {name: value}, with which `Engine` compiles the programs of a run: the step, the evaluation, and the
+    passes over rows such as a reference's.
 
     Without Triton GEMMs every product is computed by cuBLASLt, which adds the adapter's product in its epilogue; that
     saves 2.3 % of an 8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made,
@@ -16,9 +17,11 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
     not change. On a GPU more copies between device and host may be on their way at a time (`IN_FLIGHT`).
 
     Args:
-      platform: the device's, such as "gpu"; on others only the rounding of 16-bit values is set.
-      deterministic: True: the vendor libraries' first algorithm is taken, so that every process makes the same choice.
-        False: the one that is fastest when it is timed.
+      platform: the device's, such as "gpu"; on others only the rounding of 16-bit values is set, and the other two
+        arguments have no effect.
+      deterministic: True: the vendor libraries' first algorithm is taken, so that every process makes the same choice,
+        and XLA uses only operations that give the same bits on every run. False: the algorithm that is fastest when it
+        is timed.
       divides: whether weights are divided over devices, so that options for collectives are needed.
     """
     options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
