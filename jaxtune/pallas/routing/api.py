@@ -3,9 +3,9 @@
 T is the number of tokens, k the number of experts that each token chooses, E the number of all experts. A pair is a
 token with one of its k experts; pair t * k + j is token t with its j-th choice. Sorting puts the pairs into a buffer of
 rows, expert by expert, and within an expert in the order of the tokens. Each expert's rows are padded with empty rows,
-which belong to no pair, to a multiple of tile_rows; more empty rows may follow the last expert, because the buffer's size
-must not depend on the choice. Every sum has a fixed order, without atomics, in forward and backward, so the same input
-gives the same bits.
+which belong to no pair, to a multiple of tile_rows; more empty rows may follow the last expert, because the buffer's
+size must not depend on the choice. Every sum has a fixed order, without atomics, in forward and backward, so the same
+input gives the same bits.
 
 A layer of experts calls `choose_experts` and `expert_weights` (the choice from the router's logits, and its weights),
 `route` (the sort, which returns a Routing), `matmul_of_tokens` (from tokens to rows), `row_weights` (by which it
