@@ -1,6 +1,6 @@
 """Lists (`kernel_choices`) which implementation of the operations of a training step (attention, quant_matmul, ...)
-this machine uses for typical calls, a KernelChoice each, and why the others refuse them. `jaxtune info --kernels`
-prints them."""
+this machine uses for typical calls, a KernelChoice each, and why other implementations refuse them, if they do.
+`jaxtune info --kernels` prints them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _HIDDEN, _EXPERTS = 4096, 32
 
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
-    """Which implementation runs for one typical call of an operation, and why the others do not. `kernel_choices` makes
-    it, and `jaxtune info` prints its text."""
+    """Which implementation runs for one typical call of an operation, and which others refuse the call, and why.
+    `kernel_choices` makes it, and `jaxtune info --kernels` prints its text."""
 
     op: str  # the name of the operation, such as "attention"
     call: str  # the call in words, such as "bfloat16, silu"
     chosen: str  # the name of the implementation that runs
-    # {name of an implementation: the reason why it refuses the call, or None if it would run}, of all, in the order in
+    # {name of an implementation: the reason why it refuses the call, or None if it could run}, of all, in the order in
     # which they are tried; the first that does not refuse is chosen
     refusals: dict[str, str | None]
 
     def to_text(self) -> str:
-        """The choice as lines of text, for `jaxtune info`: the operation and the call, then a line for each
+        """The choice as lines of text, for `jaxtune info --kernels`: the operation and the call, then a line for each
         implementation. The one that runs is marked "chosen"; another one has "refuses: " and its reason, or "not
         needed" if it could run too."""
         lines = [f"{self.op}: {self.call}"]
@@ -51,9 +51,10 @@ class KernelChoice:
 
 def kernel_choices() -> list[KernelChoice]:
     """For typical calls of the operations of a training step, in bfloat16 on this machine's GPU (or that of
-    dispatch.compile_for): which implementation runs, and why each of the others refuses the call. An operation has one
-    entry for each of its typical calls, such as packed and unpacked attention. No call is computed, but kernels that
-    this GPU has not run before are compared with the reference. `jaxtune info` prints the entries."""
+    dispatch.compile_for): which implementation runs, and for each of the others why it refuses the call, or None if it
+    could run too. An operation has one entry for each of its typical calls, such as packed and unpacked attention. No
+    call is computed, but kernels whose check on this GPU has not passed before are compared with the reference (not
+    within compile_for). `jaxtune info --kernels` prints the entries."""
     query = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _HEAD_DIM), jnp.bfloat16)
     wide = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _WIDE_HEAD_DIM), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
@@ -102,8 +103,9 @@ def kernel_choices() -> list[KernelChoice]:
 
 
 def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:
-    """Makes the KernelChoice for one typical call: lets dispatch.choose choose, which stores the choice and may log a
-    warning, and asks each implementation in `table` whether it refuses the call. op: the name of the operation; call:
-    the call in words; table: {name: a function that returns why it refuses the call, or None}."""
+    """Makes the KernelChoice for one typical call: lets dispatch.choose choose, which stores the choice
+    (dispatch.record) and may log a warning, and asks each implementation in `table` whether it refuses the call. op:
+    the name of the operation; call: the call in words; table: {name: a function that returns why it refuses the call,
+    or None}, in the order in which they are tried. kernel_choices calls it for each entry."""
     chosen = dispatch.choose(op, table, None)
     return KernelChoice(op, call, chosen, {name: refuse() for name, refuse in table.items()})

@@ -3,9 +3,9 @@
 operation, dtype and class of shapes, in one file for each kind of GPU (`cache_file` is the path of the user's).
 
 The user's own measurements (written by `jaxtune tune`) are used first if they were made with the installed jaxlib; then
-those packaged in `tuned/`, files of the same format (written by `jaxtune tune --output`). Without either a kernel
-chooses its sizes by a rule. A user's file that is damaged or contains something else only causes a line in the log; the
-next measurement replaces it.
+those packaged in `tuned/`, files of the same format (written by `jaxtune tune --output` or by benchmarks), of any
+jaxlib. Without either a kernel chooses its sizes by a rule. A user's file that is damaged or contains something else
+only causes a line in the log; the next measurement replaces it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _forced: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.C
 
 @contextlib.contextmanager
 def forced(op: str, blocks: Mapping[str, Any]):
-    """A context in which the operation named `op` uses the given block sizes, whatever was measured; it holds for this
-    thread. Measurements and tests use it to run a kernel with certain sizes. blocks: {field of the operation's
-    dataclass of block sizes: value}."""
+    """A context in which `tuned` returns the given block sizes for the operation named `op`, for every dtype and class
+    of shapes, whatever was measured; it holds for this thread. Measurements, checks at the first use and tests trace a
+    kernel in it to run it with certain sizes. blocks: {field of the operation's dataclass of block sizes: value}."""
     token = _forced.set({**_forced.get(), op: blocks})
     try:
         yield
@@ -56,15 +56,16 @@ def forced(op: str, blocks: Mapping[str, Any]):
 
 def tuned(op: str, bucket: str, dtype, kind_of_blocks: type | None = None) -> dict[str, Any] | None:
     """The fastest block sizes that were measured for an operation on the GPU that is compiled for, {field: value}. None
-    if nothing was measured, the kind of GPU is not known, or the entry has other fields; the operation then chooses its
-    sizes by a rule. Within `forced`, it returns the sizes given there.
+    if nothing was measured, the kind of GPU is not known (as within dispatch.compile_for), or the entry has other
+    fields; the operation then chooses its sizes by a rule. Within `forced`, it returns the sizes given there, unchecked
+    and for every bucket and dtype. Kernels call it while they are traced.
 
     Args:
       op: the name of the operation, such as "attention forward".
       bucket: names the class of shapes that share an entry, such as "head_dim=128".
       dtype: of the operands.
-      kind_of_blocks: the dataclass that is made from the sizes; an entry that has other fields is ignored, with a
-        warning. None: this is not checked.
+      kind_of_blocks: the dataclass that the caller makes from the sizes; an entry from which it cannot be made, because
+        fields are missing or unknown, is ignored, with a warning. None: this is not checked.
     """
     if op in _forced.get():
         return dict(_forced.get()[op])
@@ -95,7 +96,8 @@ def measure(
     say: Callable[[str], None] = lambda text: None,
     path: Path | None = None,
 ) -> dict[str, Any]:
-    """Times an operation with every candidate of block sizes on this machine's GPU, and stores the fastest.
+    """Times an operation with every candidate of block sizes on this machine's GPU, and stores the fastest. `jaxtune
+    tune` and the benchmark of quant_matmul call it.
 
     Args:
       op: the name of the operation.
@@ -104,16 +106,17 @@ def measure(
       candidates: the block sizes to try, each {field: value}. One that does not compile or run, or whose result is
         wrong, is skipped.
       prepare: a function without arguments that compiles the operation, with the candidate's sizes (it is called within
-        `forced`), and returns a function that runs it once and returns its result. Several threads call it.
+        `forced`), and returns a function that runs it once and returns its result. Several threads call it, at the same
+        time; all candidates are compiled before the first one runs.
       wrong: a function of a candidate's result that returns why it is wrong, or None if it is right; by default all are
-        right.
+        right. It is called in the order of the candidates.
       say: is called with text for the user: a candidate's sizes before it runs, then its time or why it is skipped.
       path: the file that stores the result; None: the user's cache. If the cache cannot be written, this is logged, and
         the entry is returned all the same.
     Returns:
       the entry {"blocks": the fastest, "milliseconds": its time, "tried": [[blocks, milliseconds or why not], ...]}.
     Raises:
-      RuntimeError: no candidate runs, or there is no GPU.
+      RuntimeError: no candidate runs and is right, or there is no GPU.
       OSError: the given file cannot be written.
     """
     kind = dispatch.device_kind()
@@ -158,8 +161,8 @@ def measure(
 def as_the_first() -> Callable[[Any], str | None]:
     """Returns a function for the argument `wrong` of `measure`. It takes a candidate's result, and returns why that is
     wrong, or None. The first result that it gets is kept and taken as right, so the first candidate should be one that
-    is known to be right; a later result is wrong if its relative error against the first one exceeds 2 % in the
-    norm."""
+    is known to be right and to run; a later result is wrong if the relative error of one of its arrays against the
+    first one's exceeds 2 % in the norm."""
     right: list[Any] = []
 
     @jax.jit
@@ -179,7 +182,8 @@ def as_the_first() -> Callable[[Any], str | None]:
 
 def cache_file(kind: str) -> Path:
     """The path of the file with the user's measurements for a kind of GPU, such as "NVIDIA H200". It is in
-    ~/.cache/jaxtune/tuning, or in the folder that the environment variable JAXTUNE_TUNING_DIR names."""
+    ~/.cache/jaxtune/tuning, or in the folder that the environment variable JAXTUNE_TUNING_DIR names. `measure` writes
+    the file, unless it is given another path, and `tuned` reads it."""
     folder = os.environ.get("JAXTUNE_TUNING_DIR") or Path.home() / ".cache" / "jaxtune" / "tuning"
     return Path(folder) / _file_name(kind)
 
@@ -211,7 +215,8 @@ def _entries(kind: str, cache: str) -> dict[str, Any]:
 def _own(path: Path) -> dict[str, Any]:
     """{key: entry} of the user's file of measurements at `path`. Empty if the file does not exist, if its entries were
     made with another jaxlib, or if it cannot be read or is not one of jaxtune's. Entries without block sizes are left
-    out. A warning is logged in each of these cases, except for a missing file and another jaxlib."""
+    out. A warning is logged in each of these cases, except for a missing file and another jaxlib. `_entries` calls it
+    for look-ups, and `_store` for the entries that it keeps."""
     try:
         record = json.loads(read_plain(path))
     except FileNotFoundError:
@@ -245,8 +250,8 @@ def _say_once(text: str) -> None:
 
 def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
     """Adds an entry with this key, or replaces it, in the file `path` of measurements for a kind of GPU. Entries that
-    were measured with another jaxlib are dropped, because its compiler may be faster with other block sizes. Raises
-    OSError if the file cannot be written."""
+    were measured with another jaxlib are dropped, because its compiler may be faster with other block sizes, and so is
+    everything else that `_own` ignores. Raises OSError if the file cannot be written. `measure` calls it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {**_own(path), key: entry}
     record = {"device": kind, "jaxlib": metadata.version("jaxlib"), "entries": entries}

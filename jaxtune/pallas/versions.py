@@ -22,9 +22,10 @@ _LIBRARIES = ("cudnn", "cublas", "cuda_runtime")
 
 @functools.cache
 def of_kernels() -> tuple[str, ...]:
-    """The versions of the installed packages, of the loaded NVIDIA libraries, which may come from elsewhere than the
-    packages, and of the driver, each as "name version". Results that depend on compiled kernels, such as checks that
-    passed, are stored with them. They are read once in a process."""
+    """The versions of the installed packages of JAX, Triton and NVIDIA (_PACKAGES), each as "name version"; those of
+    the loaded NVIDIA libraries, which may come from elsewhere than the packages (`_loaded`); and the text about the
+    driver (`_driver`). dispatch stores a passed check of a kernel under a hash that they are part of. They are read
+    once in a process."""
     named = {(each.metadata["Name"] or "").lower().replace("_", "-"): each.version for each in metadata.distributions()}
     found = [f"{name} {version}" for name, version in sorted(named.items()) if name.startswith(_PACKAGES)]
     return (*found, *_loaded(), _driver())
@@ -32,15 +33,15 @@ def of_kernels() -> tuple[str, ...]:
 
 def _loaded() -> list[str]:
     """The versions of cuDNN, cuBLAS and the CUDA runtime as this process has loaded them, which may differ from the
-    installed packages; one text each, such as "loaded cudnn 91900". A library whose version jaxlib cannot ask for is
-    left out."""
+    installed packages; one text each, such as "loaded cudnn 91900", with the error in place of the number if the
+    library cannot be loaded. A library for which jaxlib has no version function is left out."""
     functions = {name: getattr(private_jax.lib.cuda_versions, f"{name}_get_version", None) for name in _LIBRARIES}
     return [f"loaded {name} {_version(function)}" for name, function in functions.items() if function is not None]
 
 
 def _version(function: Callable[[], int]) -> int | str:
     """The number that a library's version function returns, such as 91900, or the text of the error if the library
-    cannot be loaded; kernels that need it then fail with their own message."""
+    cannot be loaded; kernels that need it then fail with their own message. `_loaded` calls it."""
     try:
         return function()
     except RuntimeError as error:  # the library cannot be loaded: kernels that need it will say so

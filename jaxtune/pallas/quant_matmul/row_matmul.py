@@ -1,14 +1,16 @@
-"""The product of one token with a weight in four bits, by whole rows: a Pallas Mosaic GPU kernel for Hopper.
+"""The product of one token with a weight in NF4 or FP4, by whole rows: a Pallas Mosaic GPU kernel for Hopper.
 
 A chunk is some pairs of rows, contiguous in memory, which one bulk copy loads; a warp takes a slice of 1,024 columns of
-a pair. Slices are the same for every chunk, so a warp keeps the token's elements in registers. There is one program per
-multiprocessor, with one table for all its warps. The table has rows of 256 bytes, so that a byte of codes becomes an
-address by one instruction. No read of shared memory has bank conflicts, except that of the map of quantised absmax.
+a pair. Slices are the same for every chunk, so a warp keeps the token's elements in registers. At most 132 programs
+share the chunks, one for each multiprocessor of an H100 or H200. A program has in shared memory one table for all its
+warps, with the two elements that each byte of codes encodes. The table has rows of 256 bytes, so that a byte of codes
+becomes an address by one instruction. No read of shared memory has bank conflicts, except that of the map of quantised
+absmax.
 
 Few copies are in flight at a time, because they are served concurrently: with more of them, the first arrives later,
 and the products of the last ones come after all loads. The work of a program before its first product costs as much as
-10 MB of weight. All threads fill the table while a first copy is in flight, and a warpgroup that does nothing else
-starts the other copies, at 0.14 us each.
+10 MB of weight. All threads fill the table while a first copy is in flight; then one warpgroup, which multiplies
+nothing, starts the other copies, at 0.14 us each.
 
 `matmul` calls the kernel, and `plan` chooses the sizes by which it divides a weight (Plan).
 """
@@ -39,13 +41,13 @@ PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes by which the kernel divides a weight: into chunks of a few pairs of neighbouring rows, and each row
-    into slices of 1,024 columns. `plan` chooses them."""
+    """The sizes by which the kernel divides a weight: into chunks of one to 16 pairs of neighbouring rows, and each row
+    into slices of 1,024 columns. `plan` chooses them, and `matmul` compiles the kernel for them."""
 
     slices: int  # the number of slices of 1,024 columns in a row
     pairs: int  # the number of pairs of rows in a chunk
-    stages: int  # the number of chunks that shared memory has room for, and so are loaded ahead
-    places: int  # the largest number of chunks that one program multiplies
+    stages: int  # 2 to 4: the number of chunks for which a program has shared memory, and that are in flight at most
+    places: int  # the largest number of chunks that one program multiplies; it has shared memory for the sums of all
 
     @property
     def warpgroups(self) -> int:
@@ -61,8 +63,8 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of 64 numbers in a chunk. Each has a scale, an absmax, which is in shared memory beside
-        the codes: one byte if it is quantised, else four, and `plan` counts four."""
+        """The number of blocks of 64 numbers in a chunk. Each has a scale, an absmax, which is copied to shared memory
+        with the codes: one byte if it is quantised, else four. `plan` always counts four."""
         return self.chunk * 2 // BLOCK
 
 
@@ -95,8 +97,8 @@ def _written_out(codes, absmax, x, pairs_table, plan: Plan):
     Args:
       codes: uint8[chunk], those of the chunk's rows, row by row.
       absmax: float32[blocks], decoded if they are stored as uint8.
-      x: [columns], the token.
-      pairs_table: `dtype`[256, 2], the two elements of each byte of codes.
+      x: [columns], the token, in bfloat16 or float16.
+      pairs_table: [256, 2] in x's dtype, the two elements that each byte of codes encodes.
       plan: how the weight is divided.
     """
     shape = (plan.pairs, 2, plan.slices, 2, 8)
@@ -107,8 +109,8 @@ def _written_out(codes, absmax, x, pairs_table, plan: Plan):
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, interpreted):
-    """The kernel's body: program p of n multiplies the chunks p, p + n, p + 2 n, ... of the weight by one token.
-    Warpgroup 0 starts the copies to shared memory, and the others multiply.
+    """The kernel's body, which `matmul` runs: program p of n multiplies the chunks p, p + n, p + 2 n, ... of the weight
+    by one token. Warpgroup 0 starts the copies to shared memory, and the others multiply.
 
     Args:
       x_ref: [columns], in global memory like the next ones.
@@ -118,8 +120,9 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
       refs: if absmax is uint8, what decodes it: its map, nested absmax and offset; the output [rows]; then shared
         memory and barriers.
       plan: how the weight is divided.
-      dtype: of x and of the output.
-      interpreted: True if Pallas' interpreter runs the body, False on a GPU.
+      dtype: of x and of the output, bfloat16 or float16.
+      interpreted: True: Pallas' interpreter runs the body, which then copies no chunks and computes their products in
+        jnp (_written_out). False: it runs on a GPU.
     """
     *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, done = refs
     map_ref, nested_ref, offset_ref = nested_refs or (None, None, None)
@@ -222,14 +225,16 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
 
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, interpret, programs=PROGRAMS) -> jax.Array:
-    """Multiplies one token x [1, in] by a four-bit weight [out, in] by the kernel: [1, out] in x's dtype. Call it only
-    if `plan` returns sizes for the weight (asserted). mosaic.small_matmul calls it for a single token.
+    """Multiplies one token x [1, in] by a weight [out, in] in NF4 or FP4 by the kernel: [1, out] in x's dtype. Call it
+    only if `plan` returns sizes for the weight (asserted). mosaic.small_matmul calls it for a single token, unless
+    line_matmul was measured to be faster.
 
     Args:
-      x: [1, in].
+      x: [1, in] bfloat16 or float16.
       codes: uint8[out x in / 2], the weight's, in any shape.
       absmax: uint8 (double quantisation) or float32[out x in / 64], the scales of blocks of 64, in any shape.
-      nested: what decodes a uint8 absmax: [map float32[256], nested absmax, offset float32[1]]; empty for float32.
+      nested: what decodes a uint8 absmax: [map float32[256], nested absmax float32, one for each 256 blocks, offset
+        float32[1]]; empty for float32.
       pairs: x's dtype [256, 2], the two elements that each byte of codes encodes.
       rows: the size `out`.
       kernel: the function mosaic._kernel, which compiles a kernel's body, or interprets it. It is an argument because

@@ -1,8 +1,8 @@
 """Lane-level decoding of the scales of blocks, for kernels that decode a weight chunk by chunk (mosaic_decode.py). As
-in lanes.py, all threads of a warpgroup call each function. `codes` are the scales as they are stored, uint8 in
-registers, one in each; `layout` (a plgpu.Layout) is their register layout, and that of the float32 scales that are
-returned. table_scales decodes the quantised absmax of NF4 and FP4, table_scales and divided_scales the scales of NVFP4,
-and powers_of_two those of MXFP4."""
+in lanes.py, all threads of a warpgroup call each function; Pallas' interpreter cannot run them. `codes` are the scales
+as they are stored, uint8 in registers, one in each; `layout` (a plgpu.Layout) is their register layout, and that of the
+float32 scales that are returned. table_scales decodes the quantised absmax of NF4 and FP4, table_scales or
+divided_scales the scales of NVFP4, and powers_of_two those of MXFP4."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from jaxtune.system.private_mlir import arith, ir
 def table_scales(codes, factor, offset, map_ref, layout):
     """Decodes scales that are indices into a table: float32 map[codes] * factor + offset, rounded after the product as
     bitsandbytes does. codes: uint8 in registers of `layout` (a plgpu.Layout), one in each; the result has the same
-    layout. factor, offset: float32 scalars. map_ref: float32[256] in global or shared memory. Chunks.values calls it
-    for NF4 and FP4 with double quantisation, and with an offset of 0 for NVFP4 whose scales are multiplied by the
-    tensor's scale."""
+    layout. factor, offset: float32 scalars, the same for all codes. map_ref: float32[256] in global or shared memory.
+
+    Chunks.values calls it for NF4 and FP4 with double quantisation (factor: the nested absmax, which all blocks of a
+    chunk share), and for NVFP4 whose scales are multiplied by the tensor's scale (factor: this scale; offset: 0)."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
@@ -39,9 +40,9 @@ def table_scales(codes, factor, offset, map_ref, layout):
 
 def divided_scales(codes, divisor, map_ref, layout):
     """float32 map[codes] / divisor, correctly rounded, for uint8 `codes`, one in each register, in the same `layout`
-    (plgpu.Layout) as these; divisor is a float32 scalar, map_ref float32[256] in global or shared memory. Quotients,
-    divisor and its reciprocal must be normal numbers. Chunks.values computes by it the scales of an NVFP4 weight that
-    are divided by the tensor's scale (NVFP4.divides); decoded numbers then equal those of plain JAX.
+    (plgpu.Layout) as these; divisor is a float32 scalar, map_ref float32[256] in global or shared memory. The divisor,
+    its reciprocal and every quotient but 0 must be normal numbers. Chunks.values computes by it the scales of an NVFP4
+    weight that are divided by the tensor's scale (NVFP4.divides); decoded numbers then equal those of plain JAX.
 
     With PTX's div.rn for each scale, decoding NVFP4 took 1.55 times as long. Instead, the reciprocal of the divisor is
     computed once, and quotients are corrected by what is left of the dividend (Markstein,
@@ -92,7 +93,7 @@ def _ptx(instruction: str, *operands):
 
 def _entry(map_ref, code):
     """Looks up one entry of a table of scales: the MLIR float32 at index `code` (an MLIR int32: a stored scale of NF4's
-    double quantisation or of NVFP4) of map_ref, float32[256] in global or shared memory. table_scales and
+    or FP4's double quantisation, or of NVFP4) of map_ref, float32[256] in global or shared memory. table_scales and
     divided_scales call it."""
     return ir_load(map_ref, code, ir.F32Type.get())
 

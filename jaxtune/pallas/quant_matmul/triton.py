@@ -1,9 +1,10 @@
-"""Weights in four bits through Triton, for every NVIDIA GPU since Ampere: dequantising, and products with a few tokens.
+"""Weights in NF4 and FP4 through Triton: dequantising, and products with a few tokens.
 
-`dequantize` decodes a weight, `small_matmul` multiplies 1 to 16 tokens, and `few_matmul` 17 to 64; `refusal`,
-`small_refusal` and `few_refusal` say which calls they support. All decode double-quantised scales in the kernel and are
-bound by memory. The kernels are in triton_kernels.py and triton_few_kernels.py, which import triton and are therefore
-imported only where they are used.
+`dequantize` decodes a weight, and `small_matmul` multiplies 1 to 16 tokens; `refusal` and `small_refusal` say which
+calls they support. They are quant_matmul's implementation "triton", for every NVIDIA GPU since Ampere. `few_matmul`
+multiplies 17 to 64 tokens by a large weight in NF4, on Hopper only (`few_refusal`); it belongs to the implementation
+"mosaic" (mosaic.py). All decode double-quantised scales in the kernel. The kernels are in triton_kernels.py and
+triton_few_kernels.py, which import triton and are therefore imported only where they are used.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 def refusal(weight: Stored, dtype) -> str | None:
     """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can: Triton is
     unusable here, the weight is not NF4 or FP4, the dtype is none of bfloat16, float16 and float32, or the kernel's
-    result on a small case, which is compared with weight.decode at the first use for each kind and dtype, is wrong."""
+    result on a small case, which is compared with weight.decode at the first use for each kind and dtype, is wrong.
+    quant_matmul chooses its implementation by it (api.implementations)."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -59,7 +61,7 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     or None if it can. It needs a GPU on which Triton is usable (compat.triton_refusal), and takes 1 to 16 tokens of 16
     bits, and weights in NF4 or FP4 whose rows are whole blocks of 64. A wrong result on a small case is a reason too;
     it is compared with the exact one at the first use on a GPU for each number of tokens, dtype, kind of weight and
-    tile."""
+    tile. Where it has a reason, quant_matmul decodes the weight first."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -111,8 +113,9 @@ def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Returns the reason, in words, why `few_matmul` should not multiply this number of tokens in `dtype` by this
     weight, or None. It is allowed where it was measured to be faster than decoding the weight first: up to 64 tokens in
-    bfloat16 by large NF4 weights, on Hopper; jax-triton must be installed. mosaic.few_refusal asks it for more than 16
-    tokens."""
+    bfloat16, by NF4 weights [out, in] of 2^24 numbers or more, `out` and `in` being multiples of 64, on Hopper;
+    jax-triton must be installed. mosaic.few_refusal asks it for more than 16 tokens, and then checks the kernel's
+    result on a small case, which this function does not."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -130,8 +133,8 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     """Multiplies 17 to 64 tokens by a weight, x W^T, without writing the decoded W to memory: codes are decoded in
-    registers, on their way to the tensor cores. An element is the table's value rounded to bfloat16, times the scale,
-    rounded to bfloat16 again. mosaic.small_matmul calls it for more than 16 tokens.
+    registers, on their way to the tensor cores. On a GPU an element of W is the table's value rounded to bfloat16,
+    times the scale, rounded to bfloat16 again. mosaic.small_matmul calls it for more than 16 tokens.
 
     Args:
       x: [17 to 64, in] bfloat16.
@@ -168,7 +171,8 @@ def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
 
 def dequantize(weight: FourBit, dtype=None) -> jax.Array:
     """The decoded weight in `dtype` (None: the weight's own, dtype_name), bit for bit what FourBit.decode gives. Call
-    it only if `refusal` returns None."""
+    it only if `refusal` returns None. quant_matmul's implementation "triton" decodes by it a weight that it does not
+    multiply by `small_matmul`, and for gradients; api.decoded does so for the products of other modules."""
     from jaxtune.pallas.quant_matmul import triton_kernels
 
     arrays, nested = _parts(weight)
@@ -189,7 +193,8 @@ def dequantize(weight: FourBit, dtype=None) -> jax.Array:
 
 def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     """Multiplies 1 to 16 tokens by a weight, x W^T, without writing the decoded W to memory: its bytes are read once.
-    Call it only if `small_refusal` returns None.
+    Decoded elements are float32 for one or two tokens; for more they are rounded to x's dtype, for the tensor cores.
+    Call it only if `small_refusal` returns None. The forward of quant_matmul's implementation "triton" calls it.
 
     Args:
       x: [1 to 16, in] bfloat16 or float16.

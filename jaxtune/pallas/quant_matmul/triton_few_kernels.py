@@ -12,8 +12,8 @@ from jaxtune.pallas.quant_matmul.triton_kernels import _decoded, _looked_up
 
 def decoding_ptx(table) -> str:
     """Returns the text of the inline PTX with which few_kernel decodes four bytes of codes at a time. Its input $4 is
-    the four bytes. Its outputs are bfloat16 values, two in each: $0 and $1 for the high four bits of the bytes, $2 and
-    $3 for the low ones. table: the 16 values of the format, float32.
+    the four bytes. Its outputs are values of the table rounded to bfloat16, two in each: $0 and $1 for the high four
+    bits of the bytes, $2 and $3 for the low ones. table: the 16 values of the format, float32.
 
     A byte permutation looks up four codes in a table of eight bytes. So the low and the high bytes of the values are
     looked up separately, each in two tables, of which bit 3 of the code selects one. No memory is read.
@@ -64,8 +64,8 @@ def few_kernel(
     STAGES: tl.constexpr,
 ):
     """Multiplies all COUNT tokens (17 to 64) by ROWS rows of a weight W [OUTER, INNER] in NF4, over one of SPLITS equal
-    runs of the columns. It writes the sums of each run, rounded to out's dtype, to out [SPLITS, COUNT, OUTER]; the
-    caller, triton.few_matmul, adds up the runs.
+    runs of the columns. It writes the float32 sums of each run to out [SPLITS, COUNT, OUTER], in out's dtype: x's if
+    SPLITS is 1, else float32. The caller, triton.few_matmul, adds up the runs.
 
     x is [2, COUNT, INNER / 2] bfloat16: the even columns of the tokens, then the odd ones, because a byte of codes has
     an even column in its high four bits and the next one in its low ones. W is given by codes uint8[OUTER * INNER / 2],

@@ -1,10 +1,13 @@
-"""The bodies of the Triton kernels for weights in four bits; triton.py describes and calls them: dequantise_kernel
-decodes a weight, vector_kernel multiplies one or two tokens, and matrix_kernel 3 to 16.
+"""The bodies of the Triton kernels for weights in NF4 and FP4; triton.py describes and calls them: dequantise_kernel
+decodes a weight, vector_kernel multiplies one or two tokens, and matrix_kernel 3 to 16. The kernel for 17 to 64 tokens
+is in triton_few_kernels.py.
 
-The bytes are bitsandbytes' own (formats): 32 bytes of codes, two codes a byte, share an absmax. With NESTED an absmax
-is an index into a map, times a scale that 256 of them share, plus an offset, with a rounding in between. All kernels
-take the weight as six arrays (triton._parts): codes uint8, absmax uint8 or float32, nested absmax, map float32[256],
-offset, and table float32[16], the numbers that codes stand for. The three in the middle are read only with NESTED.
+The bytes are bitsandbytes' own (formats): 32 bytes of codes, two codes a byte with the first in the high four bits,
+share an absmax. With NESTED a stored absmax is an index into a map, whose value is multiplied by a scale that 256 of
+them share and shifted by an offset. dequantise_kernel rounds between the product and the sum, as bitsandbytes does; the
+compiler may fuse the two in the others. All kernels take the weight as six arrays (triton._parts): codes uint8, absmax
+uint8 or float32, nested absmax, map float32[256], offset, and table float32[16], the numbers that codes stand for. The
+three before the table are read only with NESTED.
 """
 
 import triton
@@ -16,7 +19,8 @@ def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.conste
     """Returns the float32 absmax of some blocks of a weight. `stored` are their values from the array absmax. If NESTED
     is 0, these are the result. If it is 1, they are indices into nested_map, whose values are multiplied by
     nested_absmax, one for each 256 blocks, and shifted by offset. blocks: the numbers of the blocks in the weight,
-    which has COUNT blocks; for numbers past the end, nested_absmax counts as 0."""
+    which has COUNT blocks; for numbers past the end, nested_absmax counts as 0, so that nothing is read past it. All
+    kernels call it, that of triton_few_kernels.py too."""
     if NESTED:
         steps = tl.load(nested_map + stored.to(tl.int32))
         nested = tl.load(nested_absmax + blocks // 256, mask=blocks < COUNT, other=0.0)
@@ -30,7 +34,8 @@ def _looked_up(packed, table):
     """Looks up the two codes in each byte of the flat array `packed` in a table of 16 values: returns (the values of
     the high four bits, those of the low four bits), float32 each. table: pointer to float32[16] in global memory. The
     values are loaded once, and Triton's gather takes them from shared memory, where 16 words never conflict; a load
-    from global memory for each code takes four times as long."""
+    from global memory for each code takes four times as long. All kernels here call it; few_kernel does only in
+    Triton's interpreter."""
     entries = tl.load(table + tl.arange(0, 16))
     packed = packed.to(tl.int32)
     return tl.gather(entries, packed >> 4, 0), tl.gather(entries, packed & 15, 0)
@@ -50,7 +55,7 @@ def dequantise_kernel(
     BLOCKS: tl.constexpr,
 ):
     """Decodes BLOCKS blocks of 64 elements of a tensor of SIZE elements into the flat array `out`, in out's dtype; the
-    last program may have fewer. The tensor is given by codes uint8[SIZE / 2], absmax (one for each block), table
+    last program may have fewer. The tensor is given by codes uint8[ceil(SIZE / 2)], absmax (one for each block), table
     float32[16], the numbers that codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one
     for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(SIZE / (64 BLOCKS)),). triton.dequantize
     launches the kernel."""
@@ -118,12 +123,12 @@ def vector_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Multiplies one or two tokens (COUNT) by ROWS rows of W on the ordinary cores: out [COUNT, OUTER] = x [COUNT,
-    INNER] W^T. A program goes over its rows with BLOCKS blocks of 64 columns of each at a time, and loads the next ones
-    while it multiplies. W [OUTER, INNER] is given by codes uint8[OUTER * INNER / 2], absmax (one for each block), table
-    float32[16], the numbers that codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one
-    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(OUTER / ROWS),). triton.small_matmul launches
-    it."""
+    """Multiplies one or two tokens (COUNT) by ROWS rows of W on the CUDA cores, in float32: out [COUNT, OUTER] = x
+    [COUNT, INNER] W^T, x being bfloat16 or float16. A program goes over its rows with BLOCKS blocks of 64 columns of
+    each at a time, and loads the next ones while it multiplies. W [OUTER, INNER] is given by codes uint8[OUTER * INNER
+    / 2], absmax (one for each block), table float32[16], the numbers that codes stand for, and, if absmax is quantised
+    (NESTED = 1, else 0), nested_absmax (one for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(OUTER
+    / ROWS),). triton.small_matmul launches it."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = x.to(tl.pointer_type(tl.uint32))
     per_row: tl.constexpr = INNER // 64  # blocks
@@ -168,11 +173,12 @@ def matrix_kernel(
     BLOCKS: tl.constexpr,
 ):
     """Multiplies up to 16 tokens (COUNT) by ROWS rows of W on the tensor cores: out [COUNT, OUTER] = x [COUNT, INNER]
-    W^T. A program goes over its rows with BLOCKS blocks of 64 columns of each at a time, and loads the next ones while
-    it multiplies. W [OUTER, INNER] is given by codes uint8[OUTER * INNER / 2], absmax (one for each block), table
-    float32[16], the numbers that codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one
-    for each 256 blocks), nested_map float32[256] and offset. Grid: (ceil(OUTER / ROWS),). triton.small_matmul launches
-    it for 3 tokens or more."""
+    W^T, x being bfloat16 or float16, to which the elements of W are rounded; sums are float32. A program goes over its
+    rows with BLOCKS blocks of 64 columns of each at a time, and loads the next ones while it multiplies. W [OUTER,
+    INNER] is given by codes uint8[OUTER * INNER / 2], absmax (one for each block), table float32[16], the numbers that
+    codes stand for, and, if absmax is quantised (NESTED = 1, else 0), nested_absmax (one for each 256 blocks),
+    nested_map float32[256] and offset. Grid: (ceil(OUTER / ROWS),). triton.small_matmul launches it for 3 tokens or
+    more."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, 16)
     per_row: tl.constexpr = INNER // 64

@@ -1,8 +1,8 @@
 """Routing of tokens to experts in a mixture of experts: choosing experts (choose_experts) and their weights
 (expert_weights), sorting tokens into groups of rows by expert (route, which returns a Routing), copying tokens to these
-rows (permute) and summing them back (unpermute), products with experts that do both (matmul_of_tokens,
-matmul_to_tokens), the weights of rows (row_weights), biases (token_bias), and the sums for the losses that balance the
-choice (router_sums, RouterSums)."""
+rows (permute) and summing the rows of each token (unpermute), products with experts that include the copy
+(matmul_of_tokens) or the sum (matmul_to_tokens), the weights of rows (row_weights), the bias of the product that sums
+(token_bias), and the sums for the router's losses (router_sums, RouterSums)."""
 
 from jaxtune.pallas.routing.api import (
     Routing,

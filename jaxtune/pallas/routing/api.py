@@ -3,14 +3,15 @@
 T is the number of tokens, k the number of experts that each token chooses, E the number of all experts. A pair is a
 token with one of its k experts; pair t * k + j is token t with its j-th choice. Sorting puts the pairs into a buffer of
 rows, expert by expert, and within an expert in the order of the tokens. Each expert's rows are padded with empty rows,
-which belong to no pair, to a multiple of tile_rows. Every sum has a fixed order, without atomics, in forward and
-backward, so the same input gives the same bits.
+which belong to no pair, to a multiple of tile_rows; more empty rows may follow the last expert, because the buffer's
+size must not depend on the choice. Every sum has a fixed order, without atomics, in forward and backward, so the same
+input gives the same bits.
 
 A layer of experts calls `choose_experts` and `expert_weights` (the choice from the router's logits, and its weights),
 `route` (the sort, which returns a Routing), `matmul_of_tokens` (from tokens to rows), `row_weights` (by which it
-multiplies the rows), `matmul_to_tokens` (from rows to tokens, whose rows are summed without weights) and `token_bias`.
-`permute` and `unpermute` are the copy to rows and the sum without a product. `implementations` (of the copy) and
-`sort_implementations` say which kernels run.
+multiplies the rows), `matmul_to_tokens` (from rows to tokens, whose rows are summed without weights) and, if experts
+have biases, `token_bias`. `permute` and `unpermute` are the copy to rows and the sum without a product; only tests call
+them. `implementations` (of the copy) and `sort_implementations` say which kernels run.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ _SORT_REASON = f"slower than XLA's for fewer than {_MANY} experts"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Where each pair (a token with one of its k experts) is in the buffer of rows that are sorted by expert, and back;
-    `route` makes it. `permute` copies tokens to these rows, and `unpermute` sums the rows of each token."""
+    """Where each pair (a token with one of its k experts) is in the buffer of rows that are sorted by expert, and which
+    pair each row has. `route` makes it. The copies of tokens to rows and the sums of a token's rows take it, alone
+    (`permute`, `unpermute`) or in products with experts (`matmul_of_tokens`, `matmul_to_tokens`)."""
 
     slots: jax.Array  # int32[T, k]: the row of each pair; for a pair without an expert, the number of all rows
     source: jax.Array  # int32[rows]: the number of the pair in each row, t * k + j; T * k for empty rows
-    groups: Groups  # which rows belong to which expert, for grouped_matmul
+    groups: Groups  # which tiles of rows belong to which expert, for products with experts
 
 
 @meshes.on_any_mesh
@@ -76,15 +78,16 @@ def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> 
 
 @meshes.on_any_mesh
 def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -> jax.Array:
-    """The weights with which a token's experts enter its result: float32[T, k], 0 where a choice is no expert. They are
-    differentiable with respect to logits, so that the router learns. Routers of models call it after choose_experts.
+    """The factors by which the outputs of a token's experts are multiplied before they are summed: float32[T, k], 0
+    where a choice is no expert. They are differentiable with respect to logits, so that the router learns. The method
+    `weights` of models' routers calls it; that of a ScaledRouter then scales the result.
 
     Args:
       logits: [T, E], the router's.
       choice: int32[T, k] from choose_experts; E means no expert.
-      renormalize: True: the weights of a token sum to one. They are the softmax over its chosen logits, which equals
-        the softmax over all experts divided by its sum over the chosen ones (gpt-oss, Mixtral, Qwen3-MoE's
-        norm_topk_prob). False: they are the softmax over all experts.
+      renormalize: True: the weights of a token that has an expert sum to one. They are the softmax over its chosen
+        logits, which equals the softmax over all experts divided by its sum over the chosen ones (gpt-oss, Mixtral,
+        Qwen3-MoE's norm_topk_prob). False: they are the chosen experts' part of the softmax over all experts.
     Raises:
       TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
         are not checked.
@@ -105,8 +108,8 @@ def route(
     choice: jax.Array, num_experts: int, tile_rows: int = TILE_ROWS, *, implementation: str | None = None
 ) -> Routing:
     """Sorts all pairs (a token with one of its experts) by expert, and returns where each pair is in the sorted buffer
-    of rows. The sort is stable: an expert's rows are in the order of the tokens. A layer of experts calls it for each
-    of its projections.
+    of rows. The sort is stable: an expert's rows are in the order of the tokens. A layer of experts calls it twice with
+    the same choice, before gate and up and before down, which are separate segments.
 
     Args:
       choice: int32[T, k] from choose_experts; other numbers than 0 to num_experts - 1 mean no expert, and get no row.
@@ -131,7 +134,8 @@ def route(
 
 def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
     """The implementations of the copy of tokens to their rows (`permute`) in the order in which they are tried: {name:
-    a function that returns the reason why it refuses the call, or None}. `jaxtune info` prints them too.
+    a function that returns the reason why it refuses the call, or None}. `_spread` chooses from them, and `jaxtune info
+    --kernels` prints them.
 
     Args:
       dtype: of the tokens.
@@ -147,8 +151,9 @@ def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
 
 def sort_implementations(num_experts: int, implementation: str | None = None) -> dispatch.Table:
     """The implementations of the sort in `route` in the order in which they are tried: {name: a function that returns
-    the reason why it refuses the call, or None}. `route` chooses from them, and `jaxtune info` prints them. The kernel
-    is first only for many experts, where it was measured to be faster than XLA; for fewer it runs only on request.
+    the reason why it refuses the call, or None}. `route` chooses from them, and `jaxtune info --kernels` prints them.
+    The kernel is first only from 128 experts on, where it was measured to be faster than XLA; for fewer it runs only on
+    request.
 
     Args:
       num_experts: E, the number of all experts.
@@ -183,7 +188,8 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
 def _spread(x, routing, implementation):
     """Copies each token of x [T, H] to the rows of its pairs, as `routing` says: [rows, H], with zeros in empty rows.
     It chooses the implementation; `permute`, the derivative of `unpermute`, and products that do not gather rows use
-    it. implementation: "reference", "mosaic", or None for the first that supports the call."""
+    it. implementation: "reference", "mosaic", or None for the first that supports the call. Raises ValueError if the
+    requested one is unknown or refuses the call."""
     table = implementations(x.dtype, x.shape[1], routing.slots.shape[1])
     name = dispatch.choose("routing spread", table, implementation)
     return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
@@ -279,8 +285,8 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 def _row_tokens(routing):
     """The token of each row of the buffer that is sorted by expert, from the pairs of `routing`: int32[rows], T for
-    empty rows. Grouped products that gather their rows from the tokens while they multiply take it as an argument.
-    `_as_rows` and `_of_tokens_bwd` call it."""
+    empty rows. Grouped products that gather their rows from the tokens while they multiply take it as an argument, and
+    so does every backward whose residuals have tokens in place of rows. `_as_rows` and `_of_tokens_bwd` call it."""
     return divided(routing.source, routing.slots.shape[1])
 
 
@@ -358,7 +364,8 @@ def matmul_of_tokens(
       derivative_follows: True: the derivative is computed soon, and x has no other use. A weight that has to be decoded
         is then decoded once for both, and the adapter's gradients are computed before x's, so that x can be freed.
         False: it is decoded again for the gradient of x.
-      fp8: whether a weight in FP8 is multiplied without decoding, by tokens that are rounded to FP8.
+      fp8: True: a weight in FP8 is multiplied without decoding, by tokens that are rounded to FP8. False: it is
+        decoded. It has no effect on other weights.
       weight_trains: whether the gradient of a weight that is an array is computed; False: it is zero.
       implementation: of the product, as in grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX),
         or None for the first that supports the call.
@@ -420,7 +427,7 @@ def matmul_to_tokens(
     the result stays [T, out], and its rows are gathered only where the backward needs them. The products are rounded to
     the rows' dtype, summed in float32 in the order of the token's choices, and rounded again; a token without an expert
     gets zeros. A weight that has to be decoded is decoded again for the gradient of the rows. Differentiable with
-    respect to rows, a weight that is an array, and the adapter.
+    respect to rows, a weight that is an array, and the adapter. The gradients of empty rows are zero.
 
     Args:
       rows: [rows, in] bfloat16, float16 or float32, sorted by expert as `routing` says; empty rows are zero.
@@ -428,7 +435,8 @@ def matmul_to_tokens(
       routing: from route.
       lora: the adapter, or None.
       transposed: whether the last axis of the weight is `out` (True) or `in` (False).
-      fp8: whether a weight in FP8 is multiplied without decoding, by rows that are rounded to FP8.
+      fp8: True: a weight in FP8 is multiplied without decoding, by rows that are rounded to FP8. False: it is decoded.
+        It has no effect on other weights.
       weight_trains: whether the gradient of a weight that is an array is computed; False: it is zero.
       implementation: of the product, as in grouped_matmul: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX),
         or None for the first that supports the call.
@@ -449,11 +457,11 @@ def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.
     """Adds the biases of each token's experts, each times the expert's weight for the token, to out [T, n], with
     float32 sums; the result has out's dtype. It is differentiable with respect to out, weights and bias.
     matmul_to_tokens has no bias, so this adds that of the experts' down projection after the sum over each token's
-    experts.
+    experts. ExpertLinear.to_tokens calls it.
 
     Args:
       out: [T, n].
-      weights: float32[T, k] from expert_weights; 0 where a token has no expert.
+      weights: float32[T, k] from expert_weights; they must be 0 where a choice is no expert.
       bias: [E, n], for each expert.
       choice: int32[T, k] from choose_experts.
     Raises:
@@ -503,10 +511,10 @@ _with_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
 
 @meshes.on_any_mesh
 def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
-    """The weight of each row: weights [T, k], from expert_weights, -> [rows] in the same dtype, the weight of the pair
-    (a token with one of its experts) in each row; 0 in empty rows. A layer of experts multiplies the rows by it before
-    the down projection, so that the rows of each token need only be summed after it. It is differentiable with respect
-    to the weights. routing: from route.
+    """The weight of each row: weights [T, k], the router's, -> [rows] in the same dtype, the weight of the pair (a
+    token with one of its experts) in each row; 0 in empty rows. A layer of experts multiplies the rows by it before the
+    down projection, so that the rows of each token need only be summed after it. It is differentiable with respect to
+    the weights. routing: from route.
 
     Raises:
       TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays

@@ -1,6 +1,6 @@
 """Small cases on which kernels of the routing are compared with reference.py at their first use on a GPU. A kernel that
 a driver or compiler breaks is then refused instead of used. `refusal` checks the copy of tokens to rows, `sort_refusal`
-the sort."""
+the sort; api.implementations and api.sort_implementations ask them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _TOKENS, _K, _HIDDEN = 203, 3, 192
 
 def refusal(name: str, kernels: ModuleType) -> str | None:
     """Compares the function `spread` of the module `kernels`, which copies tokens to rows, with that of reference.py,
-    on a small case in which some pairs (a token with one of its experts) have no expert and some rows are empty, once
-    on each kind of GPU (dispatch.first_use). Returns the reason, in words, why this GPU must not use `spread` of
-    `kernels`, or None if the two agree. Without a GPU nothing is compared, and the result is None. name: of the
-    implementation, such as "mosaic"."""
+    on a small case in which some pairs (a token with one of its experts) have no expert and some rows are empty. A
+    passed check is not repeated on this kind of GPU until software or kernels change (dispatch.first_use). Returns the
+    reason, in words, why this GPU must not use `spread` of `kernels` (a difference or an error), or None if the two
+    agree. Where nothing is compared, as without a GPU, the result is None. name: of the implementation, such as
+    "mosaic"."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -44,10 +45,10 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
 
 
 def sort_refusal(name: str, passes: reference.Passes) -> str | None:
-    """Compares the sort of a small case by the kernels in `passes` with one by the functions of reference.py, once on
-    each kind of GPU (dispatch.first_use). Returns the reason, in words, why this GPU must not use the kernels, or None
-    if the two agree. Without a GPU nothing is compared, and the result is None. The results of the sort are integers,
-    so any difference counts.
+    """Compares the sort of a small case by the kernels in `passes` with one by the functions of reference.py. A passed
+    check is not repeated on this kind of GPU until software or kernels change (dispatch.first_use). Returns the reason,
+    in words, why this GPU must not use the kernels (a difference or an error), or None if the two agree. Where nothing
+    is compared, as without a GPU, the result is None. The results of the sort are integers, so any difference counts.
 
     Args:
       name: of the implementation, such as "mosaic".

@@ -1,6 +1,6 @@
 """The sums over tokens (RouterSums, by `router_sums`) from which the losses of the router in a mixture of experts are
 computed. Sums over layers, devices and parts of a batch can be added; the losses themselves, which are quotients and
-products of them, cannot. They are RouterSums.load_balancing_loss and z_loss."""
+products of them, cannot. The methods RouterSums.load_balancing_loss and z_loss compute them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from jaxtune.pallas.routing import reference
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterSums:
-    """Sums over the tokens of a router, float32; `router_sums` computes them. E is the number of experts. All except
-    `pairs` are differentiable with respect to the router's logits. They can be added with +, over layers, devices and
-    parts of a batch; then load_balancing_loss and z_loss compute the losses."""
+    """Sums over the tokens of a router, float32; `router_sums` computes them. E is the number of experts. `probability`
+    and `square` are differentiable with respect to the router's logits; `pairs` and `tokens` have no gradient. They can
+    be added with +, over layers, devices and parts of a batch; then load_balancing_loss and z_loss compute the losses.
+    """
 
     pairs: jax.Array  # [E]: the number of tokens that chose each expert; a token that chose k counts for k experts
     probability: jax.Array  # [E]: the sum over tokens of each expert's probability, the softmax over all experts
     square: jax.Array  # []: the sum over tokens of the squared log-sum-exp of their logits
-    tokens: jax.Array  # []: the number of tokens
+    tokens: jax.Array  # []: the number of tokens, those without an expert (padding) left out, as in the other sums
 
     def __add__(self, other: RouterSums) -> RouterSums:
         """The sums over the tokens of both, for example of two layers or two parts of a batch."""
@@ -34,7 +35,7 @@ class RouterSums:
         """The load-balancing loss, float32[]: E sum_e f_e p_e, where f_e is the number of tokens that chose expert e
         divided by the number of tokens, and p_e is its mean probability. It is k, the number of experts of a token, if
         all experts are used equally often, and at most E. Without tokens it is 0. Training adds it, times a
-        coefficient, to the loss, so that the router uses all experts.
+        coefficient that may be 0, to the loss, so that the router uses all experts.
 
         With sums over all layers it equals transformers' load_balancing_loss_func (Switch Transformers, arXiv
         2101.03961, equations 4 to 6).
@@ -53,8 +54,8 @@ class RouterSums:
 def router_sums(logits: jax.Array, choice: jax.Array) -> RouterSums:
     """Computes the sums over tokens from which the load-balancing loss and the z-loss of a router are computed: the
     number of tokens that chose each expert, the softmax probabilities, the squared log-sum-exp of the logits, and the
-    number of tokens (see RouterSums). A layer of experts calls it; training adds up the sums and computes the losses
-    from them.
+    number of tokens (see RouterSums). A layer of experts calls it (MoE.router_sums); training adds up the sums of all
+    layers and computes the losses from them.
 
     Args:
       logits: [T, E], the router's, bfloat16, float16 or float32.

@@ -28,8 +28,9 @@ _PROGRAMS = 2  # programs per multiprocessor
 
 def refusal(dtype, hidden: int, k: int) -> str | None:
     """Returns the reason, in words, why this kernel cannot copy tokens of `hidden` numbers in this dtype to the rows of
-    their k experts, or None if it can. Reasons are: no Hopper GPU, a dtype that has not 16 bits, a hidden size that is
-    no multiple of 64 or more than 8,192, or more than 32 experts a token."""
+    their k experts, or None if it can. Reasons are: no Hopper GPU (within gpu_kernel.interpreted none is needed), a
+    dtype other than bfloat16 and float16, a hidden size that is no multiple of 64 or more than 8,192, or more than 32
+    experts a token. api.implementations asks it."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -59,9 +60,9 @@ def _programs(count: int, of_a_core: int) -> int:
 def _spread_kernel(
     x_ref, zeros_ref, slots_ref, source_ref, out_ref, rows_smem, zero_smem, full, zero_full, *, programs, k, pairs
 ):
-    """The kernel's body: sets out[slots[t, j]] = x[t] for every pair (token t with its j-th expert), and zeros in empty
-    rows. With n programs, each takes every n-th run of four tokens, and every n-th run of 32 rows to look for empty
-    ones.
+    """The kernel's body, which `spread` runs: sets out[slots[t, j]] = x[t] for every pair (token t with its j-th
+    expert) that has a row, and zeros in empty rows. With n programs, each takes every n-th run of four tokens, and
+    every n-th run of 32 rows to look for empty ones.
 
     Args:
       x_ref: [tokens, hidden / 64, 64], where the number of tokens is a multiple of four. All refs up to out_ref are in
@@ -128,11 +129,11 @@ def _spread_kernel(
 
 
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
-    """Copies each token to the rows of its pairs by the kernel: x [T, H] -> [rows, H], with zeros in empty rows. Call
-    it only if `refusal` returns None.
+    """Copies each token to the rows of its pairs by the kernel: x [T, H] -> [rows, H], with zeros in empty rows. It is
+    the implementation "mosaic" of api._spread. Call it only if `refusal` returns None.
 
     Args:
-      x: [T, H], the tokens.
+      x: [T, H], the tokens, in bfloat16 or float16.
       slots: int32[T, k], the row of each pair; the number of rows for a pair without an expert.
       source: int32[rows], the pair of each row; T * k for empty rows.
     """

@@ -29,7 +29,7 @@ _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 def refusal() -> str | None:
     """Returns the reason, in words, why these kernels cannot run here, or None if they can: they need a Hopper GPU, or
-    the interpreter. api.sort_implementations calls it."""
+    Pallas' interpreter (gpu_kernel.interpreted). api.sort_implementations calls it."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -39,8 +39,9 @@ def refusal() -> str | None:
 
 def _kernel(body, name: str, blocks: int, out_shape):
     """Makes a function of arrays from a kernel's body, a function of references, for `histogram` and `slots`. The
-    kernel has one program for each of `blocks` blocks of 128 pairs, and its result is int32 of the shape out_shape.
-    name: the kernel's, as profiles show it."""
+    kernel has one program for each of `blocks` blocks of 128 pairs, and its result is int32 of the shape out_shape. It
+    is compiled for the GPU, or run by Pallas' interpreter within gpu_kernel.interpreted. name: the kernel's, as
+    profiles show it."""
     return gpu_kernel.kernel(
         body,
         name,

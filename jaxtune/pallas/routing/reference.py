@@ -59,8 +59,7 @@ def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Arr
 
 def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.Array:
     """Counts the pairs of a token and one of its experts that go to each expert: float32[E] for E = num_experts.
-    router_sums calls it on every device, because no kernel does it; the load-balancing loss is computed from the
-    counts.
+    router_sums calls it, for the load-balancing loss; no kernel replaces it.
 
     choice: int32[N, k], each token's experts; a number other than 0 to E - 1 is no expert and is not counted. mask:
     float32[N], what each pair of a token adds to the count: 1, or 0 for a token that is left out."""
@@ -121,17 +120,19 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
     """Copies each token to the rows of its pairs by a gather: x [T, H] -> [rows, H], with zeros in empty rows. slots:
     int32[T, k], the row of each pair (a token with one of its experts). source: int32[rows], the pair of each row, t *
-    k + j, or T * k for an empty row. `permute` and the derivative of `unpermute` run it where no kernel copies."""
+    k + j, or T * k for an empty row. It is the implementation "reference" of api._spread, and first_use.refusal
+    compares the kernel with it."""
     tokens, k = slots.shape
     return rows_of(x, jnp.where(source < tokens * k, divided(source, k), tokens))
 
 
 def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
     """Gathers rows (or elements, if x has one axis) of x: x[index], and zero where index is past the end, which stands
-    for an empty row. index: int32 of any shape, not negative. `spread` and the weights of rows (row_weights) use it.
+    for an empty row. index: int32 of any shape, not negative. `spread`, the weights of rows (row_weights) and their
+    derivative use it.
 
-    16-bit rows are moved as words of four numbers, or two, because XLA's gather moves one element per thread (one
-    number at a time 0.32 ms, two 0.24, H200).
+    16-bit rows of an even number of numbers are moved as words of four numbers, or two, because XLA's gather moves one
+    element per thread (one number at a time 0.32 ms, two 0.24, H200).
     """
     if x.ndim != 2 or x.dtype.itemsize != 2 or x.shape[1] % 2:
         return _gathered(x, index)
@@ -165,8 +166,8 @@ def summed(rows: jax.Array, slots: jax.Array) -> jax.Array:
     number of rows for a pair without an expert.
 
     Empty rows must be zero. If a pair has no expert, there are fewer pairs with rows than rows, and the last row is
-    empty. A slot past the end reads that last row, and so adds zero, without a comparison. `unpermute`,
-    matmul_to_tokens and the derivative of `permute` compute with it.
+    empty. A slot past the end reads that last row, and so adds zero, without a comparison. `unpermute` and
+    matmul_to_tokens compute with it, and so do the derivatives of `permute` and matmul_of_tokens.
     """
     first, *others = (_row(rows, column).astype(jnp.float32) for column in slots.T)
     for other in others:
