@@ -81,21 +81,30 @@ def test_an_argument_that_is_not_there_is_not_proposed(folder, settings, told): 
         AutoModelForCausalLM.from_pretrained(folder, **settings)
 
 
+@pytest.fixture
+def adapter(folder, tmp_path):  # noqa: F811
+    """The folder of an adapter over weights in four bits."""
+    model = AutoModelForCausalLM.from_pretrained(folder, load_in_4bit=True)
+    get_peft_model(model, LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")
+    return str(tmp_path / "adapter")
+
+
+ROWS = [{"prompt": "Say it.", "completion": "It.", "chosen": "It.", "rejected": "No."}]
+
+
 @pytest.mark.parametrize("kind", [SFTTrainer, RewardTrainer, GRPOTrainer, GKDTrainer])
 @pytest.mark.parametrize("others", [{}, {"peft_config": LoraConfig(r=2)}], ids=["plain", "peft_config"])
-def test_a_trainer_loads_no_adapter_by_its_name(folder, tmp_path, kind, others):  # noqa: F811
+def test_a_trainer_loads_no_adapter_by_its_name(adapter, kind, others):
     """TRL does not either ("Unrecognized model"); the error says how the adapter is trained further."""
-    adapter = str(tmp_path / "adapter")
-    model = AutoModelForCausalLM.from_pretrained(folder, load_in_4bit=True)
-    get_peft_model(model, LoraConfig(r=2)).save_pretrained(adapter)
-    rows = [{"prompt": "Say it.", "completion": "It.", "chosen": "It.", "rejected": "No."}]
     for settings in ({}, {"load_in_4bit": True}):
-        args = kind.config_type(output_dir=str(tmp_path / "run"), max_length=64, model_init_kwargs=settings)
-        given: dict[str, Any] = dict(others, args=args, train_dataset=rows)
+        args = kind.config_type(max_length=64, model_init_kwargs=settings)
+        given: dict[str, Any] = dict(others, args=args, train_dataset=ROWS)
         if kind is GRPOTrainer:
             given["reward_funcs"] = len
         with pytest.raises(ValueError, match="is an adapter's folder.*AutoPeftModelForCausalLM.from_pretrained"):
             kind(adapter, **given)
+
+
+def test_an_adapter_is_trained_further_as_the_error_says(adapter, tmp_path):
     args = SFTConfig(output_dir=str(tmp_path / "run"), max_length=64, max_steps=1, save_strategy="no")
-    model = AutoPeftModelForCausalLM.from_pretrained(adapter)
-    assert SFTTrainer(model, args, train_dataset=rows).train().global_step == 1
+    assert SFTTrainer(AutoPeftModelForCausalLM.from_pretrained(adapter), args, ROWS).train().global_step == 1
