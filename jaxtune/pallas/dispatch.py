@@ -3,12 +3,12 @@ plain JAX, which is called the reference. It also says why faster implementation
 
 `choose` reads an ordered table {name: a function that returns why the implementation refuses the call, or None}, the
 fastest first and "reference" last. A name that the caller requests (`implementation=`) never falls back; None takes the
-first that supports the call. A hand-written kernel is compared with the reference at its first use on a GPU
-(`first_use`), and a kernel whose result is wrong there is refused from then on. `exactly` compiles the reference for
-such a check. Within `built` (a start of training) and `unchecked` (the planner) the checks are only queued,
-`begin_checks` starts them, and `built` waits for them. `compute_capability`, `device_kind` and `multiprocessors` say
-which GPU programs are compiled for; `compile_for` sets another one than this machine's. `on_request` restricts an
-implementation to callers that request it, and `unsaid` silences warnings.
+first that supports the call. The function that says why a hand-written kernel refuses a call also compares the kernel
+with the reference at its first use on a GPU (`first_use`), and a kernel whose result is wrong there is refused from
+then on. `exactly` compiles the reference for such a check. Within `built` (a start of training) and `unchecked` (the
+planner) the checks are only queued, `begin_checks` starts them, and `built` waits for them. `compute_capability`,
+`device_kind` and `multiprocessors` say which GPU programs are compiled for; `compile_for` sets another one than this
+machine's. `on_request` restricts an implementation to callers that request it, and `unsaid` silences warnings.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
     Args:
       op: the operation's name.
       name: the implementation's name.
-      call: a text with everything on which the compiled kernel depends, such as dtype and head dim; calls with the same
-        text share one check.
+      call: a text that names the kind of call, such as its dtype and head dim; calls with the same text share one
+        check, also if their kernels are compiled separately, for other sizes.
       compare: a function without arguments that makes the case and returns (the list of the implementation's results,
         that of the reference's results in float32).
     Returns:
@@ -114,10 +114,11 @@ def begin_checks() -> None:
     """Starts, in background threads, the kernel checks that `first_use` has queued. Each check compares a hand-written
     kernel with the reference implementation on a small case, before the kernel is used on this GPU for the first time.
 
-    A start of training calls it once a program is lowered, and XLA, which needs no Python, then compiles at the same
-    time; waiting for a check starts the queued ones too. The checks do not run while JAX lowers, because they trace in
-    Python threads and would slow lowering down through the GIL: lowering a step of Qwen3-30B-A3B took 7 s in place of 4
-    with checks beside it, and XLA waited all that time. The checks themselves take less time than XLA.
+    A start of training calls it each time a program has been lowered: XLA, which needs no Python, then compiles at the
+    same time. Waiting for a check starts the queued ones too. A check does not start as soon as it is queued, while JAX
+    lowers, because checks trace in Python threads and would slow lowering down through the GIL: lowering a step of
+    Qwen3-30B-A3B took 7 s in place of 4 with checks beside it, and XLA waited all that time. The checks themselves take
+    less time than XLA.
     """
     with _first_use_lock:
         for check in _pending:
@@ -147,13 +148,15 @@ def unchecked():
 
 
 def built[Built](build: Callable[[], Built]) -> Built:
-    """Calls `build`, which traces, lowers and may compile programs, while the checks of `first_use` run at the same
-    time, and returns its result. The programs of a training run are compiled by it.
+    """Calls `build`, which traces, lowers and may compile programs, without waiting for the checks of `first_use`, and
+    returns its result. The programs of a training run are compiled by it. The checks start when `build` calls
+    `begin_checks`, or else at its end, and run at the same time as the rest of `build`.
 
     Kernels are assumed to be right until it ends, so that the start of a run does not wait for checks that take less
     time than compiling. A model of experts has a dozen checks, of up to 20 s. At its end it waits for all checks that
     `build` asked for. If one fails, JAX's caches are cleared and `build` is called once more, and that kernel is then
-    refused. If `build` raises although no check failed, the exception is raised.
+    refused; a check that only this second call asks for is waited for at once. If `build` raises although no check
+    failed, the exception is raised.
     """
     asked: list[Future[str | None]] = []
     token = _beside.set(asked)
@@ -195,8 +198,8 @@ def _check(check: Future[str | None], op: str, name: str, call: str, compare: Ca
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
     """Compares a kernel with the reference, unless a file in the user's cache says that it has passed before. Returns
-    None if it passed before or if they agree, and in the latter case writes that file; otherwise the reason against the
-    kernel, which is also logged.
+    None if it passed before or if they agree, and in the latter case writes that file, if the cache can be written;
+    otherwise the reason against the kernel, which is also logged. `_check` calls it.
 
     Args:
       op, name, call: the operation, the implementation, and the kind of call, which identify the check.
@@ -277,7 +280,8 @@ def device_kind() -> str | None:
 def multiprocessors() -> int:
     """The number of multiprocessors of the GPU that programs are compiled for: the device that the current mesh
     describes, or this machine's. If only a compute capability is known, as within `compile_for`, it is 132, as an H100
-    or H200 has. Persistent kernels run a program on each. Raises RuntimeError without a GPU if neither is known."""
+    or H200 has. Persistent kernels run one or more programs on each. Raises RuntimeError without a GPU if neither is
+    known."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         return described.num_cores

@@ -1,9 +1,9 @@
 """Random numbers of an array whose rows are divided over devices: each device draws for its rows the numbers that these
 rows have in the whole array, so the numbers do not depend on how many devices there are.
 
-A number is a hash (threefry2x32, as in jax.random) of its position in the whole array and the key, so any rows can be
-drawn alone, and drawn again in the backward. `mask` draws dropout masks, `uniform` numbers in [0, 1), and
-`hashes_of_rows` the hashes of single rows.
+A number is made of a hash (threefry2x32, as in jax.random) of its position in the whole array and the key, so any rows
+can be drawn alone, and drawn again in the backward. `mask` draws dropout masks, for which each hash gives four numbers,
+and `uniform` numbers in [0, 1). `hashes_of_rows` computes the hashes of rows, for both.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ _CHOICES = 1 << 16  # values of a mask's random number: a hash has 64 bits, enou
 
 
 def uniform(key: jax.Array, shape: tuple[int, int], part: jax.Array | int = 0) -> jax.Array:
-    """Draws uniform random numbers in [0, 1) for a block of consecutive rows of a larger array: float32[shape]. The
-    array consists of blocks of this shape, one below the other. For a threefry2x32 key, block 0 is what
-    jax.random.uniform(key, shape) draws. The noise on embeddings (NEFTune) is drawn so.
+    """Draws uniform random numbers in [0, 1) for a block of consecutive rows of a larger array: float32[shape],
+    multiples of 2^-23. The array consists of blocks of this shape, one below the other. For a threefry2x32 key, block 0
+    is what jax.random.uniform(key, shape) draws (with jax_threefry_partitionable, JAX's default). The noise on
+    embeddings (NEFTune) is drawn so.
 
     Args:
       key: a key of jax.random, typed or uint32[2].
@@ -35,7 +36,7 @@ def uniform(key: jax.Array, shape: tuple[int, int], part: jax.Array | int = 0) -
 def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | int = 0) -> jax.Array:
     """Draws a dropout mask for a block of consecutive rows of a larger array: bool[shape], False (the element is
     dropped) with the probability `rate`. The array consists of blocks of this shape, one below the other. The dropout
-    of LoRA's inputs is drawn so.
+    of LoRA's inputs is drawn so. Nothing is scaled: the caller divides what remains by 1 - rate.
 
     Args:
       key: a key of jax.random, typed or uint32[2].
@@ -63,6 +64,8 @@ def _hashes(key: jax.Array, shape: tuple[int, int], part: jax.Array | int) -> tu
       key: a key of jax.random, typed or uint32[2].
       shape: (rows, columns) of a block; the array consists of blocks of this shape, one below the other.
       part: which of the blocks of rows is drawn, 0 or more, for example the number of the device that has these rows.
+    Raises:
+      ValueError: 2^16 columns or more.
     """
     rows = jnp.asarray(part, jnp.uint32) * jnp.uint32(shape[0]) + jnp.arange(shape[0], dtype=jnp.uint32)
     return hashes_of_rows(key, rows, shape[1])

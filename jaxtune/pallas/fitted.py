@@ -1,5 +1,6 @@
-"""Tables of numbers that were fitted to measurements on devices, such as the time of a kernel relative to another, from
-which the planner forecasts time and memory."""
+"""The class of tables (`Fitted`) of numbers that were fitted to measurements on devices, such as the time of a kernel
+relative to another, from which the planner forecasts time and memory. The tables are in models/fitted.py and
+pallas/formats."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ class Fitted[Numbers]:
 
     A device without numbers gets those of the first device in the table that has the implementation; an implementation
     without numbers gets the first row. The numbers of an H200 thus rank plans on every card until somebody measures
-    that card and adds a row.
+    that card and adds a row. The order of the rows therefore matters.
     """
 
     # {(a text that the device's name contains, such as "H200", implementation): (numbers, a remark on the measurements

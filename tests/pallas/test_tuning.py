@@ -207,3 +207,11 @@ def test_a_cache_that_cannot_be_written_costs_the_next_process_its_measurement_a
     assert "what was measured is not kept" in caplog.text and "No space left" in caplog.text
     with pytest.raises(OSError, match="No space left"):
         tuning.measure("op", BUCKET, jnp.bfloat16, [blocks_of("slow")], prepare, path=gpu / "named.json")
+
+
+def test_a_result_is_wrong_if_any_of_its_arrays_is():
+    wrong, right = tuning.as_the_first(), jnp.arange(4.0)
+    assert wrong((right, right, jnp.zeros(2))) is None and wrong((right, 1.01 * right, jnp.zeros(2))) is None
+    for other in (1.1 * right, right * jnp.nan):  # in any place
+        assert wrong((right, other, jnp.zeros(2))) and wrong((other, right, jnp.zeros(2)))
+    assert wrong((right, right, jnp.ones(2)))

@@ -1,5 +1,6 @@
 """The gated delta rule as Triton kernels, for NVIDIA GPUs since Ampere (compute capability 8.0), 16-bit operands and
-head dims of 128: `forward`, with its derivative, and `refusal`, which says what they cannot compute.
+head dims of 128: `forward`, with its derivative, and `refusal`, which says what they cannot compute. gated_delta_rule
+in api.py calls both.
 
 Chunks have 64 tokens, as in chunked.py, but the error is defined without beta, so that nothing is divided by it: the
 error z solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and beta z is what is written. Queries
@@ -9,8 +10,8 @@ The forward has three kernels. Two process all chunks in parallel: the first com
 (decay, beta and inverse lengths) with which its key and query read the state before the chunk and its error enters the
 state after the chunk; the second the inverse of 1 + B, and the weights with which queries read the chunk's own tokens,
 both in 16 bits (`Made` lists all these values). The third walks along a row, with a program for some columns of a
-head's state, which stays in registers in float32 and is rounded to 16 bits only for products. For the backward it
-stores the state before each chunk, and z.
+head's state, which stays in registers in float32; products get it rounded to 16 bits. For the backward it stores the
+state before each chunk, and z, both in 16 bits.
 
 The backward has five kernels. The first walks back with the gradients of the states, and stores the gradient after each
 chunk and dvalue. The others compute, chunk by chunk, the gradients of the two matrices, dquery, dkey, and ddecay with
@@ -50,10 +51,10 @@ _ROOMY = ((8, 0), (8, 7), (9, 0))  # compute capabilities whose shared memory ha
 
 
 def _tile(kernel: str) -> tuple[int, int, int]:
-    """(warps of a program, columns of a head dim that it takes at a time, steps of its loop that are loaded ahead) for
-    the kernel of this name: its entry of _TILES, adapted to the GPU that is compiled for: on Hopper "reverse" has a
-    larger one, and GPUs of other compute capabilities than 8.0, 8.7 and 9.0, which may have less shared memory than an
-    A100, load one step only."""
+    """(warps of a program, columns of a head dim that it takes at a time, Triton's num_stages: steps of its loop that
+    are loaded ahead), with which `_call` compiles the kernel of this name: its entry of _TILES, adapted to the GPU that
+    is compiled for: on Hopper "reverse" has a larger one, and GPUs of other compute capabilities than 8.0, 8.7 and 9.0,
+    which may have less shared memory than an A100, load one step only."""
     capability = dispatch.compute_capability()
     if kernel == "reverse" and capability == (9, 0):
         return 8, DIM, 3  # 210 KB
@@ -157,15 +158,16 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 
 def _by_rows(function, rows: int):
     """Returns a function that calls `function` on each device of a mesh with the device's own rows of the batch,
-    because XLA cannot divide a kernel. `rows` is the number of its first arguments that have the batch's rows as their
-    leading axis and are divided; all of its results have. Without a mesh of several devices, or within a shard_map over
-    it, `function` gets the arrays as they are."""
+    because XLA cannot divide a kernel; if the mesh's axis "data" does not divide the number of rows, each device gets
+    all rows. `_rule` and its forward and backward rules call all kernels so. `rows` is the number of its first
+    arguments that have the batch's rows as their leading axis and are divided; all of its results have. Without a mesh
+    of several devices, or within a shard_map over it, `function` gets the arrays as they are."""
     return meshes.on_each_device(function, rows=rows)
 
 
 def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any):
-    """Calls one of the kernels of triton_kernels.py with its tile (`_tile`) and the sizes of key and value, and returns
-    its outputs, a list in the order of out_types.
+    """Calls one of the kernels of triton_kernels.py and returns its outputs, a list in the order of out_types. The
+    compile-time constants that all kernels have come from its tile (`_tile`) and from the shapes of key and value.
 
     Args:
       kernel: the kernel's name in _TILES, such as "forward" for triton_kernels.forward_kernel.
@@ -174,7 +176,7 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
       grid: number of programs along each axis.
       key: [B, T, key_heads, K]; only its shape is used.
       value: value or another array of its shape, [B, T, heads, V]; only its shape is used.
-      constants: further compile-time constants of the kernel.
+      constants: further compile-time constants, those that only this kernel has: SAVE of "forward".
     """
     from jaxtune.pallas.delta_rule import triton_kernels
 
@@ -202,21 +204,22 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
 
 class Made(NamedTuple):
     """What the first two kernels compute, the values of chunks that do not depend on a state; the forward and the
-    backward use it. It consists of two matrices of each chunk in key's dtype, and numbers of tokens, float32[B, heads,
-    tokens] with tokens padded to whole chunks of 64."""
+    backward use it. It consists of two matrices of each chunk in key's dtype, numbers of tokens, float32[B, heads,
+    tokens] with tokens padded to whole chunks of 64, and a number of each chunk. Factors of queries and keys are for
+    those in memory, which are not normalised, so they contain unit_q or unit_k."""
 
     inverse: jax.Array  # [B, heads, chunks, CHUNK, CHUNK]: the inverse of 1 + B, which maps v - d k S to the errors z
-    weights: jax.Array  # of the same shape: weights with which queries read the errors of the chunk's tokens
-    total: jax.Array  # sum of the decays of the token and those before it in its document and chunk
+    weights: jax.Array  # of the same shape: with which queries read the errors z of the chunk's tokens, beta included
+    total: jax.Array  # sum of the decays (logarithms) of the token and those before it in its document and chunk
     share: jax.Array  # beta; 0 at padding
     unit_q: jax.Array  # 1 over the query's length, divided by sqrt(K); 0 at padding
     unit_k: jax.Array  # 1 over the key's length
-    kept: jax.Array  # factor with which a token's key reads the chunk's first state
-    read: jax.Array  # factor with which a token's query reads the chunk's first state
-    written: jax.Array  # factor with which a token's error enters the chunk's last state
+    kept: jax.Array  # factor with which a token's key reads the state before the chunk; contains unit_k
+    read: jax.Array  # factor with which a token's query reads the state before the chunk; contains unit_q
+    written: jax.Array  # factor on error times key in the state after the chunk; contains beta and unit_k
     reach: jax.Array  # `written` without its factor beta
-    # [B, heads, chunks]: factor of the chunk's first state in its last; 0 unless the chunk's last token belongs to a
-    # document that began before the chunk
+    # [B, heads, chunks]: factor of the state before the chunk in that after it; 0 unless the chunk's last token belongs
+    # to a document that began before the chunk
     faded: jax.Array
 
 
@@ -260,7 +263,7 @@ def _states(query, key, value, made: Made, *, save: bool):
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V]; made: the factors and matrices that `_chunks`
     returned. save: True: errors and states are stored for the backward; False, when no derivative is taken: in their
-    place come two arrays of B numbers without a meaning, so that nothing is written that nobody reads.
+    place come two arrays of B numbers that are not written and have no meaning.
     """
     rows, length, heads, value_dim = value.shape
     chunks = math.ceil(length / CHUNK)

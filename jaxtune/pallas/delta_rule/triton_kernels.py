@@ -2,12 +2,14 @@
 forward has numbers_kernel (factors of tokens), chunk_kernel (the two matrices of a chunk) and forward_kernel (states
 and outputs); the backward has reverse_kernel (gradients of states and values), pairs_kernel (gradients of the two
 matrices), dquery_kernel, dkey_kernel, and rates_kernel (gradients of decay and beta). All get the same compile-time
-constants, so that some do not use all of them. Helpers named ..._turned load or store transposes.
+constants (forward_kernel also SAVE), so that some do not use all of them. KEY_DIM and VALUE_DIM are the same number.
+Helpers named ..._turned load or store transposes.
 
 Arrays of tokens are [B, T, heads, dim], contiguous; helpers get a pointer to one head's first token, and STRIDE, the
-numbers from token to token. Numbers per token that the kernels compute are float32[B, heads, CHUNKS * CHUNK], matrices
-of a chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]; triton.Made names them. No
-left operand of a product is the transpose of a result, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
+numbers from token to token. Numbers per token that the kernels compute are float32[B, heads, CHUNKS * CHUNK] (ddecay
+and dbeta, the results, are [B, T, heads]), matrices of a chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads,
+CHUNKS, VALUE_DIM, KEY_DIM]. triton.Made explains those of the first two kernels. No left operand of a product is the
+transpose of a result, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
 """
 
 import triton
@@ -32,8 +34,8 @@ def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.co
 @triton.jit
 def _tokens_turned(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
     """Loads the vectors of CHUNK tokens of one head, such as values, from token `first` on, as the transpose [DIM,
-    CHUNK], because a transposed result cannot be an operand of a product. `array` points to the head's first token,
-    STRIDE is the numbers from token to token; tokens past the row (LENGTH) are 0."""
+    CHUNK], for the kernels that compute transposed results. `array` points to the head's first token, STRIDE is the
+    numbers from token to token; tokens past the row (LENGTH) are 0."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -125,8 +127,8 @@ def _matrix(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _turned(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads, for dkey_kernel, a part of a state: the contiguous matrix [ROWS, COLUMNS] that `array` points to as its
-    transpose [COLUMNS, ROWS], because a transposed result cannot be an operand of a product."""
+    """Loads, for dkey_kernel, a part of a state or of its gradient: the contiguous matrix [ROWS, COLUMNS] that `array`
+    points to as its transpose [COLUMNS, ROWS], which is the left operand of a product."""
     return tl.load(array + tl.arange(0, COLUMNS)[:, None] + tl.arange(0, ROWS)[None, :] * COLUMNS)
 
 
@@ -152,9 +154,9 @@ def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _reads(start, places):
-    """bool[CHUNK, CHUNK]: whether a token (row) sees another token of the chunk (column), itself included. start and
-    places are int32[CHUNK], the first tokens of the tokens' documents, and the tokens' own numbers in the row.
-    chunk_kernel and pairs_kernel mask decays by it."""
+    """bool[CHUNK, CHUNK]: whether a token (row) sees another token of the chunk (column): the earlier ones of its
+    document and itself; padding sees itself only. start and places are int32[CHUNK], the first tokens of the tokens'
+    documents, and the tokens' own numbers in the row. chunk_kernel and pairs_kernel mask decays by it."""
     return (start[:, None] <= places[None, :]) & (places[:, None] >= places[None, :])
 
 
@@ -214,10 +216,11 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
 
     It writes, float32[B, heads, CHUNKS * CHUNK]: total (the sum of decays of the token and those before it in its
     document and chunk), share (beta, 0 at padding), unit_q (SCALE over the query's length, 0 at padding) and unit_k (1
-    over the key's length), kept and read (the factors with which the token's key and query read the chunk's first
-    state), written (that with which its error enters the last state) and reach (written without beta); and float32[B,
-    heads, CHUNKS] faded, the factor of the chunk's first state in its last, 0 unless the chunk's last token belongs to
-    a document that began before the chunk. Decays below -100 count as -100.
+    over the key's length), kept and read (the factors with which the token's key and query read the state before the
+    chunk, which contain unit_k and unit_q), written (the factor on the token's error times its key in the state after
+    the chunk, which contains beta and unit_k) and reach (written without beta); and float32[B, heads, CHUNKS] faded,
+    the factor of the state before the chunk in that after it, 0 unless the chunk's last token belongs to a document
+    that began before the chunk. Decays below -100 count as -100.
 
     query and key are [B, T, key_heads, K], decay (the logarithm of the factor on the state) and beta float32[B, T,
     heads], starts and ends the document bounds, int32[B, T]. The compile-time constants are the sizes: LENGTH tokens of
@@ -303,9 +306,9 @@ def chunk_kernel(
     CHUNKS, CHUNK, CHUNK] and stored in key's dtype. It is the forward's second kernel. Grid: (heads, chunks, B).
 
     query and key are [B, T, key_heads, K], starts and ends the document bounds, int32[B, T]; of numbers_kernel's
-    results it reads total (sums of decays), share (beta), and unit_q and unit_k (1 over the lengths of queries and
-    keys). The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of
-    KEY_DIM, HEADS value heads; VALUE_DIM, SCALE and WIDTH are not used.
+    results it reads total (sums of decays), share (beta), unit_q (1 / sqrt(K) over the lengths of queries) and unit_k
+    (1 over those of keys). The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK,
+    KEY_HEADS of KEY_DIM, HEADS value heads; VALUE_DIM, SCALE and WIDTH are not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -447,16 +450,17 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
     its `inverse` is the inverse), from the products of queries and keys with keys, and what these contribute to the
     gradients of decay and beta. It is the backward's second kernel. Grid: (heads, chunks, B).
 
-    It stores to_weights and to_system, matrices [B, heads, CHUNKS, CHUNK, CHUNK] in key's dtype, by which dquery and
-    dkey follow from keys and queries (dquery_kernel, dkey_kernel); and, float32[B, heads, CHUNKS * CHUNK], flow, the
-    contribution to ddecay before its sum over the token itself and the later ones, and dbeta, that to beta's gradient.
-    rates_kernel adds to both what comes through the states, and makes the sum.
+    It stores to_weights and to_system, [B, heads, CHUNKS, CHUNK, CHUNK] in key's dtype: the gradients of the inner
+    products of queries with keys and of keys with keys, as they are in memory, from which the two matrices were made.
+    dquery_kernel and dkey_kernel multiply keys and queries by them. It also stores, float32[B, heads, CHUNKS * CHUNK],
+    flow, the contribution to ddecay before its sum over the token itself and the later ones, and dbeta, that to beta's
+    gradient. rates_kernel adds to both what comes through the states, and makes the sum.
 
     It reads query and key [B, T, key_heads, K]; the document bounds starts and ends, int32[B, T]; [B, T, heads, V]
     forward_kernel's error, reverse_kernel's dvalue (the gradient of value) and dout (that of the output); and of
-    triton.Made total (sums of decays), share (beta), unit_q and unit_k (1 over the lengths of queries and keys). The
-    compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS
-    of VALUE_DIM; WIDTH columns are read at a time, and SCALE is not used.
+    triton.Made total (sums of decays), share (beta), unit_q (1 / sqrt(K) over the lengths of queries) and unit_k (1
+    over those of keys). The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK,
+    KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; WIDTH columns are read at a time, and SCALE is not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -529,9 +533,9 @@ def dquery_kernel(
 
     Factors per token are applied to rows of a product's result, so that its operands can be used as they are in memory.
     It reads query, key, dout (the output's gradient), forward_kernel's states, `read` of triton.Made (the factors with
-    which queries read a chunk's first state), and pairs_kernel's to_weights. The compile-time constants are the sizes:
-    LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; WIDTH columns are read
-    at a time, and SCALE is not used.
+    which queries read the state before a chunk), and pairs_kernel's to_weights. The compile-time constants are the
+    sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; WIDTH columns are
+    read at a time, and SCALE is not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -570,7 +574,8 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                 WIDTH: tl.constexpr):  # fmt: skip
     """Computes dkey of a chunk, [B, T, key_heads, K] in key's dtype, the gradient of keys before they are normalised, a
-    sum over all value heads of a key head, transposed: eight warps share its rows. Grid: (key_heads, chunks, B).
+    sum over all value heads of a key head. The sum is computed transposed, so that eight warps share its rows, and
+    stored as keys are. Grid: (key_heads, chunks, B).
 
     One loop runs over all value heads, and within each over WIDTH columns of their states and an equal share of the
     chunk's tokens. The operands of all products are prefetched, also from one value head to the next.

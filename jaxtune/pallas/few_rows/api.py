@@ -1,12 +1,13 @@
-"""The public functions of decoding steps (one new token for each sequence that is being sampled), and the choice of
-their implementations.
+"""The public functions of decoding steps (one new token for each sequence that is being sampled), except those of
+experts (experts.py), and the choice of their implementations.
 
 A decoding step of some dozen rows (sequences) is bound by the bytes of the weights, and next by the number of its
-kernels: each costs some microseconds whatever it computes. Here each function is one kernel, and a layer consists of
-few of them: `products` (query, key and value, or one other product), `placed` (norms, rotation and the caches before
-the attention), `added_norm` (after a product), and `gated_product` (of an MLP). A product whose weights have few rows
-is divided into splits: ranges of the columns that are summed over, whose partial sums different programs compute. The
-partial sums are not added by the product but by the function that takes them, `added_norm` or `placed`.
+kernels: each costs some microseconds whatever it computes. Here each function is one kernel where "triton" supports the
+call, and a layer consists of few of them: `products` (query, key and value, or one other product), `placed` (norms,
+rotation and the caches before the attention), `added_norm` (after a product), and `gated_product` (of an MLP). A call
+of `products` whose weights have few rows is divided into splits: ranges of the columns that are summed over, whose
+partial sums different programs compute. The partial sums are not added by the product but by the function that takes
+them, `added_norm` or `placed`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
 
 def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
-    """Chooses the implementation that runs a call, and returns its name: "triton" if neither `refusal` nor `first_use`
-    has a reason against it, else "reference" (plain JAX). If "reference" runs on a GPU without being requested, a
-    warning says why, once.
+    """Chooses the implementation that runs a call, and returns its name: the requested one, or else "triton" if neither
+    `refusal` nor `first_use` has a reason against it, else "reference" (plain JAX). If "reference" runs on an NVIDIA
+    GPU without being requested, a warning says why, once.
 
     Args:
       op: the operation's name, for messages.
@@ -127,8 +128,9 @@ def products(
         "reference", without a warning.
     Returns:
       partial sums [splits, N, sum of out_i], in float32, or in x's dtype if there is one split. Their sum over the
-        splits, rounded to x's dtype, is x times the weights, adapters included, side by side in the order of `weights`.
-        "reference" gives one split. The function that takes the result (`added_norm`, `placed`) adds them up.
+        splits, rounded to x's dtype, is x times the transposed weights, adapters included, side by side in the order of
+        `weights`. "reference" gives one split. The function that takes the result (`added_norm`, `placed`) adds them
+        up.
     Raises:
       TypeError, ValueError: an argument does not fit this description, an adapter has a row_scale (DoRA), or the named
         implementation does not support the call.
@@ -182,7 +184,7 @@ def gated_product(
     Raises:
       TypeError, ValueError: an array does not fit this description, an adapter has a row_scale (DoRA), or the named
         implementation does not support the call.
-      KeyError: `activation` is unknown.
+      KeyError: `activation` is unknown, and "triton" is not requested.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)
@@ -225,8 +227,8 @@ def added_norm(
 
     Args:
       x: [N, hidden], the residual stream of N rows.
-      parts: [splits, N, hidden], the partial sums of the product, as `products` returns them. Their sum is rounded to
-        x's dtype before it is added to x.
+      parts: [splits, N, hidden], the partial sums of the product, as `products` returns them (or `experts_down`, of
+        whose result the choices are the splits). Their sum is rounded to x's dtype before it is added to x.
       weight: [hidden], that of the RMS norm, in any floating dtype.
       eps: the number that is added to the mean square.
       offset: the number that is added to the weight, such as 1 for Gemma; it is ignored if float32 is False.
@@ -288,13 +290,14 @@ def placed(
         norms.
       eps: the number that the norms add to the mean square.
       offset: the number that they add to their weight; it is ignored if float32 is False.
-      float32: True: normed numbers times the weight are rounded once. False: both before and after the product, to the
-        caches' dtype.
+      float32: True: normed numbers times the weight are rounded once, to the caches' dtype. False: the normed numbers
+        and the weight are rounded to it before they are multiplied, and the product again.
       implementation: "triton" (caches of 16 bits, D a power of two from 32 to 512), "reference" (plain JAX), or None
         for the first that supports the call.
     Returns:
-      (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). The caches are changed in
-        place if they are donated or not read again, and are copied otherwise.
+      (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). XLA lets the kernel change the
+        caches in place, unless the program reads the old ones again, or they are arguments of the jitted function that
+        are not donated; it copies them then.
     Raises:
       TypeError, ValueError: an array does not fit this description, or the named implementation does not support the
         call.

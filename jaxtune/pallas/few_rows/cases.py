@@ -1,4 +1,5 @@
-"""The numbers of the small cases on which kernels are compared with the reference at their first use on a GPU."""
+"""The numbers of the small cases on which this package's kernels (api.py, experts.py) are compared with the reference
+at their first use on a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The public functions of a decoding step's mixture of experts, and the choice of their implementation.
+"""The public functions of a decoding step's mixture of experts, `experts_gated` and `experts_down`, and the choice of
+their implementation.
 
 A step of some dozen tokens gives each expert a handful of them. These functions need no sort of tokens by expert, as
 jaxtune.pallas.routing makes it, and no buffer of padded rows. Their plain implementation multiplies every token by
-every expert, which serves for comparison and on the CPU; a caller that has another way asks `experts_have_kernels`.
+every expert, which serves for comparison and on the CPU; a caller that has another way first asks
+`experts_have_kernels`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ _CASE = 256  # the hidden size of the case on which kernels are compared with th
 
 def _case(count: int, choices: int, experts: int, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The case on which kernels are compared with the reference: (x [count, 256], choice int32[count, choices], the
-    router's weights float32[count, choices]), with numbers of experts below `experts`. The first token has no expert.
-    All others have expert 0, so that its matrix multiplies nearly all tokens, and further experts in turn."""
+    router's weights float32[count, choices]), whose numbers from 0 to `experts` - 1 are experts. The first token has
+    the number `experts` only, which is no expert. All others have expert 0, so that its matrix multiplies nearly all
+    tokens, and further experts, if there are any, in turn."""
     tokens, places = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
     turn = 1 + (tokens + places) % max(experts - 1, 1)
     choice = jnp.where(tokens == 0, experts, jnp.where(places == choices - 1, 0, turn))
@@ -42,8 +45,9 @@ def _case_adapters(lora: GroupedLora | None, matrices: jax.Array, dtype) -> Grou
 
 
 def _call_text(count: int, dtype, weight, choices: int, lora: GroupedLora | None) -> str:
-    """The part of a call's description, in the messages of a kernel's check at its first use, with all on which the
-    compiled kernel depends, except the sizes of matrices. Calls with the same description share one check.
+    """The part of a call's description, in the messages of a kernel's check at its first use, that both kernels have:
+    dtype, padded number of tokens, number of choices and of experts, and rank of the adapters. `_gated_refusal` adds
+    the activation and `_down_refusal` the tile. Calls with the same description share one check.
 
     Args:
       count: the number of tokens.
@@ -117,8 +121,10 @@ def experts_have_kernels(
     activation: str,
     loras: tuple[GroupedLora | None, GroupedLora | None] = (None, None),
 ) -> bool:
-    """Whether both `experts_gated` and `experts_down` run as kernels here for such arguments. If not, a caller sorts
-    the tokens by expert (jaxtune.pallas.routing), which takes fewer multiplications than the plain implementation.
+    """Whether both `experts_gated` and `experts_down` run as kernels here for such arguments. If not,
+    generation/plain_layer.py sorts the tokens by expert (jaxtune.pallas.routing), which takes fewer multiplications
+    than the plain implementation. At the first use on a GPU it compares the kernels with the plain implementation,
+    which takes seconds.
 
     Args:
       x: [N, hidden], the tokens.
@@ -142,8 +148,8 @@ def experts_gated(
     implementation: str | None = None,
 ) -> jax.Array:
     """Computes activation(x gate^T) * (x up^T) * weight for a few tokens and each of their experts in one kernel: the
-    part of a mixture of experts between the router and the down projection. The matrices of experts that no token chose
-    are not read. The kernel has no derivative.
+    part of a mixture of experts between the router and the down projection. The kernel does not read the matrices of
+    experts that no token chose, and has no derivative.
 
     Args:
       x: [N, hidden], the tokens; "triton" supports N from 2 to 128.
@@ -191,7 +197,7 @@ def experts_down(
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies the rows of few tokens' experts by the experts' matrices of the down projection in one kernel. The
-    matrices of experts that no token chose are not read. The kernel has no derivative.
+    kernel does not read the matrices of experts that no token chose, and has no derivative.
 
     Args:
       h: [N * k, inner], as `experts_gated` returns it: the row of token t and its j-th expert at t * k + j; "triton"

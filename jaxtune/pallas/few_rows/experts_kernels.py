@@ -1,4 +1,5 @@
-"""The body of the Triton kernel that multiplies few tokens by the matrices of their experts, which experts.py calls."""
+"""The body of the Triton kernel that multiplies few tokens by the matrices of their experts, which experts_triton.py
+calls."""
 
 import triton
 import triton.language as tl
@@ -56,12 +57,12 @@ def expert_kernel(
       INNER: the number of columns that are summed over, a multiple of DEPTH.
       SIZE: the number of rows of a matrix (of gate, or of up), a multiple of ROWS.
       DEPTH: the columns that are read in one step.
-      TOKENS, PLACES: COUNT and CHOICES, rounded up to powers of two.
+      TOKENS, PLACES: COUNT and CHOICES, rounded up to powers of two, TOKENS to at least 16.
       SLOTS: how many tokens are multiplied at once, at least 16. If more tokens chose the expert, its matrix is read
         again for each further SLOTS of them.
       ACTIVATION: 0: none; 1: silu; 2: the tanh approximation of gelu.
       STAGES: how many steps are read ahead.
-      RANK: 0: there are no adapters; otherwise A_RANK, rounded up to what a warp group multiplies.
+      RANK: 0: there are no adapters; otherwise 64, the rows that a warp group multiplies; those from A_RANK on are 0.
       SCALE: the factor on x A^T, before it is rounded to x's dtype.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty

@@ -1,8 +1,8 @@
 """Products of few tokens with the matrices of their experts as a Triton kernel, for Hopper GPUs: `experts_gated` by
 gate and up, with the activation, and `experts_down` by down. `gated_refusal` and `down_refusal` return the reason why a
-call is not supported, or None. Both products choose how many tokens a program multiplies at once (`slots`) and a tile
-(`down_tile`; `_with` for adapters), and call `multiplied`, which runs the kernel, also with other tiles for
-measurements.
+call is not supported, or None; experts.py calls these four. Both products choose how many tokens a program multiplies
+at once (`slots`) and a tile (`down_tile`; `_with` for adapters), and call `multiplied`, which runs the kernel, also
+with other tiles for measurements.
 
 A step of some dozen tokens reads nearly every expert's matrices, and each is multiplied by a handful of tokens. The
 kernel's programs find these tokens in `choice` themselves, so no sort precedes it, no buffer has padded rows, and each
@@ -60,9 +60,10 @@ def down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | None
 
 
 def _refusal(count: int, dtype, weight, choices: int, size: int, lora: GroupedLora | None) -> str | None:
-    """The reason why the kernel does not support a call, for `gated_refusal` and `down_refusal`, or None: no Hopper
-    GPU, another dtype than 16-bit floats, other than 2 to 128 tokens, more than 16 experts a token, adapters of a rank
-    above 64, or matrices whose rows or columns are no multiples of 64.
+    """The reason why the kernel does not support a call, for `gated_refusal` and `down_refusal`, or None: no Hopper GPU
+    or no jax-triton, another dtype than 16-bit floats or matrices of another one than the tokens, other than 2 to 128
+    tokens, more than 16 experts a token, adapters of a rank above 64, or matrices whose rows or columns are no
+    multiples of 64.
 
     Args:
       count: the number of tokens.
@@ -85,9 +86,9 @@ def _refusal(count: int, dtype, weight, choices: int, size: int, lora: GroupedLo
 
 
 def slots(choice, experts: int) -> int:
-    """How many tokens a program multiplies at once: a power of two from 16 to 64, four times as many as choose an
-    expert on average or more, if there are as many. The matrices of experts that more tokens choose are read more than
-    once.
+    """How many tokens a program multiplies at once: four times as many as choose an expert on average, but at least 32,
+    rounded up to a power of two, and at most 64 and `padded` of the number of tokens (which is 16 for up to 16). The
+    matrices of experts that more tokens choose are read more than once.
 
     Args:
       choice: int32[N, k], each token's experts.
@@ -150,13 +151,15 @@ def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation:
 
 
 def down_tile(hidden: int) -> Tile:
-    """The tile of `experts_down` for matrices of `hidden` rows."""
+    """The tile of `experts_down` for matrices of `hidden` rows: of 128 rows if they divide `hidden`, else of 64. The
+    check of the kernel at its first use (experts.py) takes it too."""
     return _DOWN_FEW if hidden % _DOWN.rows else _DOWN
 
 
 def _with(lora: GroupedLora | None, tile: Tile, at_once: int) -> Tile:
     """`tile` for matrices with the adapters `lora`, or without any if it is None. Adapters leave shared memory for
-    fewer steps, and their sums for 64 tokens (at_once) do not fit the registers of four warps."""
+    fewer steps, at most 3, and their sums for 64 tokens (at_once) do not fit the registers of four warps, so it has
+    eight."""
     if lora is None:
         return tile
     return dataclasses.replace(tile, stages=min(tile.stages, 3), warps=8 if at_once == _MOST_SLOTS else tile.warps)

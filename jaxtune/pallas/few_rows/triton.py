@@ -1,12 +1,12 @@
 """The operations of a decoding step (`products`, `gated_product`, `added_norm` and `placed`) as Triton kernels, for
-NVIDIA GPUs of compute capability 8.0 and higher; products are for Hopper only. Functions named ..._refusal say which
-calls they do not support.
+NVIDIA GPUs of compute capability 8.0 and higher; `products` and `gated_product` are for Hopper only. api.py calls them;
+those of experts are in experts_triton.py. Functions named ..._refusal say which calls they do not support.
 
 Products read each weight once, in tiles of its rows, which are the left side of the tensor cores' product, and all rows
-of x, which are the right side. If a weight has too few rows to occupy all multiprocessors, the columns that are summed
-over are divided into splits, and the function that takes the partial sums adds them in order. A product thus needs no
-second kernel, and the bits of a row's result do not depend on the other rows. The kernels' bodies are in
-triton_kernels.py, which imports triton and is imported only when a kernel runs.
+of x, which are the right side. If the weights of `products` have too few rows to occupy the multiprocessors, the
+columns that are summed over are divided into splits, and the function that takes the partial sums adds them in order. A
+product thus needs no second kernel, and the bits of a row's result do not depend on the other rows. The kernels' bodies
+are in triton_kernels.py, which imports triton and is imported only when a kernel runs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.quant_matmul import LoraWeights
 
-# Rows of x that a product may have: a single one is a product with a vector, and more than the most make the product
-# bound by multiplications; both are the vendor's.
+# Rows of x that a product may have: a single one makes it a product with a vector, and more than the most make it bound
+# by multiplications; XLA's products are the right choice for both.
 LEAST_ROWS, MOST_ROWS = 2, 128
 MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit the registers
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # the numbers of the kernels for activations
@@ -33,9 +33,10 @@ _ENOUGH = 96  # programs that occupy the 132 multiprocessors of a Hopper GPU wel
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """How a product is divided among the programs of a kernel: each program multiplies one tile of rows of the weight
-    by all rows of x, and reads both in steps along the columns. The ones that are used were measured on an H200."""
+    by all rows of x (in experts_triton.py, by those of the tokens that chose its expert), and reads both in steps along
+    the columns. The ones that are used were measured on an H200."""
 
-    rows: int  # the number of rows of the weight that a program multiplies
+    rows: int  # the number of rows of the weight that a program multiplies; in a gated product, of gate and of up each
     depth: int  # the number of columns that are read in one step
     warps: int  # the number of warps of a program
     stages: int  # how many steps are read ahead
@@ -49,20 +50,24 @@ _ADAPTED = Tile(128, 64, 8, 6)
 
 def padded(rows: int) -> int:
     """The number of rows of x that the tensor cores multiply if x has `rows` rows: the next power of two, at least 16.
-    It is part of what a kernel is compiled for; ranks of adapters are rounded up in the same way."""
+    It is the kernels' compile-time constant TOKENS: rows beyond those of x are 0 and are not stored. The kernels are
+    compiled for the exact number of rows, COUNT, too. Ranks of adapters are rounded up in the same way
+    (`padded_rank`)."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
 def padded_rank(loras: Sequence[LoraWeights | None]) -> int:
     """The rank that the tensor cores multiply for the adapters `loras` of a product's weights: the next power of two
-    from the largest of their ranks, at least 16; 0 if there are none. It is part of what a kernel is compiled for."""
+    from the largest of their ranks, at least 16; 0 if there are none. It is the kernel's compile-time constant RANK,
+    beside the exact ranks and the scales, for which it is compiled too."""
     most = max((lora.a.shape[0] for lora in loras if lora is not None), default=0)
     return padded(most) if most else 0
 
 
 def rows_refusal(count: int, dtype, weights: Sequence) -> str | None:
     """The reason why no kernel of a product supports `count` rows of `dtype` and these weights on this GPU, whatever
-    the weights' sizes, or None: no Hopper GPU, another dtype than 16-bit floats, or other counts than 2 to 128."""
+    the weights' sizes, or None: no Hopper GPU or no jax-triton, another dtype than 16-bit floats, a weight of another
+    dtype than the rows, or other counts than 2 to 128. `products_refusal` and experts_triton.py ask it first."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -96,7 +101,8 @@ def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None]) 
 def _splits(inner: int, programs: int) -> int:
     """For `products`: the number of splits, ranges of the columns that different programs sum over, of a product, from
     1 to 8. It is the smallest number that gives enough programs to occupy the multiprocessors, or else the largest, of
-    those by which splits are equal and have two steps of columns (128 each) or more; 1 is always one of them.
+    those by which splits are equal and have two steps of columns (128 each) or more; 1 is always allowed. Enough
+    programs are 96 (_ENOUGH).
 
     Args:
       inner: the number of columns that are summed over.
@@ -268,8 +274,8 @@ def placed_refusal(keys) -> str | None:
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
     """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
     into the caches, by one kernel that changes the caches in place; each program computes one head of one sequence.
-    Returns (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). XLA copies a cache that
-    is read again.
+    Returns (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). XLA copies a cache
+    before if the program reads the old one again, or if it is an argument of the jitted function that is not donated.
 
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side.

@@ -1,8 +1,9 @@
-"""The bodies of the Triton kernels of a decoding step, which triton.py calls: product_kernel (products and gated
-products), added_norm_kernel, and placed_kernel, which norms, rotates and writes into the caches.
+"""The bodies of the Triton kernels of a decoding step, which triton.py calls (that of experts is in
+experts_kernels.py): product_kernel (products and gated products), added_norm_kernel, and placed_kernel, which norms,
+rotates and writes into the caches.
 
-A product's result is given as partial sums: float32 [SPLITS, COUNT, ...], or if SPLITS is 1 the product itself in the
-compute dtype. The kernel that reads partial sums adds the splits in ascending order and rounds the result to the
+The result of `products` is given as partial sums: float32 [SPLITS, COUNT, ...], or if SPLITS is 1 the product itself in
+the compute dtype. The kernel that reads partial sums adds the splits in ascending order and rounds the result to the
 compute dtype. FLOAT32 says where a norm rounds: 1: after the product with its weight only; 0: before and after it.
 OFFSET is added to the weight if FLOAT32 is 1.
 """
@@ -13,8 +14,8 @@ import triton.language as tl
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """For product_kernel: returns the activation of a gated MLP, applied to `gate`, in float32 as `gate` is: silu if
-    ACTIVATION is 1, and the tanh approximation of gelu if it is 2."""
+    """For product_kernel and expert_kernel: returns the activation of a gated MLP, applied to `gate`, in float32 as
+    `gate` is: silu if ACTIVATION is 1, and the tanh approximation of gelu if it is 2."""
     if ACTIVATION == 1:
         return gate / (1.0 + tl.exp(-gate))
     else:
@@ -69,12 +70,13 @@ def product_kernel(
     (rows of W / ROWS, SPLITS).
 
     If ACTIVATION is not 0, first and second are the weights of gate and up, and out [1, COUNT, FIRST] is
-    activation(gate) * up, gate and up being x times the weights, rounded; SPLITS is 1 and the grid has FIRST / ROWS
-    programs.
+    activation(gate) * up, gate and up being x times the weights; both, and the activation's result, are rounded to x's
+    dtype before they are multiplied. SPLITS is 1 and the grid has FIRST / ROWS programs.
 
     If RANK is not 0, W + scale B A is multiplied in place of each weight W. Each program multiplies its columns of x by
-    those of A too, [TOKENS, RANK], and adds this times its rows of B to its sum. So every partial sum has its share of
-    the adapter's product, and A is read by each program that multiplies rows of its weight.
+    those of A too, [TOKENS, RANK] (of both A if ACTIVATION is not 0, [TOKENS, 2 * RANK]), and adds this times its rows
+    of B to its sum. So every partial sum has its share of the adapter's product, and A is read by each program that
+    multiplies rows of its weight.
 
     Args:
       x: [COUNT, INNER], of which the tensor cores multiply TOKENS rows, the further ones being 0.
@@ -197,8 +199,9 @@ def added_norm_kernel(
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """The kernel of added_norm: writes added = x + the sum of parts over the splits, and normed = the RMS norm of
-    added. Grid: (COUNT,): each program computes one row of SIZE numbers.
+    """The kernel of added_norm: writes added = x + the sum of parts over the splits, where that sum is rounded to x's
+    dtype first, and normed = the RMS norm of added as rounded. Grid: (COUNT,): each program computes one row of SIZE
+    numbers.
 
     Args:
       x: [COUNT, SIZE], the residual stream.
@@ -250,7 +253,8 @@ def placed_kernel(
     FLOAT32: tl.constexpr,
 ):
     """The kernel of placed. Each program computes one head of one new token: a query is normed, rotated and written to
-    `query`; a key is normed, rotated and written to `keys` at the token's position; a value is written to `values`.
+    `query`; a key is normed, rotated and written to `keys` at the token's position; a value is written to `values`
+    there, as it is. The sums over the splits, and the results of norm and rotation, are rounded to the caches' dtype.
     Grid: (HEADS + 2 KV_HEADS, COUNT).
 
     Args:
