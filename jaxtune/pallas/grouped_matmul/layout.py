@@ -60,9 +60,9 @@ def divided(numbers: jax.Array, by: int) -> jax.Array:
     """Returns numbers // by, in the dtype of `numbers`. numbers: an array of integers that are not negative. by: a
     positive int, the divisor.
 
-    For a power of two it is a shift, else jax.lax.div. `//` tests every number's sign, and XLA
-    makes six operations of it. A layer of experts has several divisions, and XLA compiles each separately: `_tiles`
-    counts tiles by it, and routing finds the token of a pair.
+    For a power of two it is a shift, else jax.lax.div. `//` tests every number's sign, and XLA makes six operations of
+    it. A layer of experts has several divisions, and XLA compiles each separately: `_tiles` divides numbers of rows,
+    and routing divides the numbers of pairs to find their tokens.
     """
     divisor = jnp.asarray(by, numbers.dtype)
     if by & (by - 1):

@@ -8,7 +8,7 @@ again: 84 MB for 335 MB of rows of an adapter; for a weight, each tile of 128 ro
 one accumulator takes all rows of an expert.
 
 The kernels are persistent: program p of n computes the items p, p + n, p + 2 n, ... An item is a tile of the output: an
-expert, some columns of the left side (64, or 128 of a weight that has so many), and some of the right side. One
+expert, some columns of the left side (128 for a weight with at least 128, else 64), and some of the right side. One
 warpgroup loads 64 rows at a time, and continues with the next item while the others (one for each 64 of the item's
 columns of the left side) store the last one.
 
