@@ -2,12 +2,12 @@
 `inline_mgpu`. A lane is one of the 32 threads of a warp; a warpgroup is four warps.
 
 `table_values` decodes 4-bit weights in registers. For the product of a 4-bit weight with few tokens, `fill_banks` puts
-its decoding table into shared memory, `absmax_share` and `keep_scales` its scales; `x_fragments` loads x,
-`small_product` multiplies (by `ir_products`), and `store_sums` adds up the results. Several kernels use `fill_table`,
-`warpgroup_barrier`, `store_chunk`, `copies_see_stores`, and the asynchronous copies to shared memory: `begin_barriers`,
-`program_barrier`, `copy_chunk` and `wait_for_chunk`. Those are called by all threads of a warpgroup unless they name
-others. Functions named ir_... are called within PTX bodies, and take and return MLIR values. Pallas' interpreter cannot
-run any of this, so the kernels do the same in jnp when interpreted.
+its decoding table into shared memory (adam8's kernel uses it too), `absmax_share` and `keep_scales` its scales;
+`x_fragments` loads x, `small_product` multiplies (by `ir_products`), and `store_sums` adds up the results. Others use
+`fill_table`, `warpgroup_barrier`, `store_chunk`, `copies_see_stores`, and, in adam8 and row_matmul.py, asynchronous
+copies to shared memory: `begin_barriers`, `program_barrier`, `copy_chunk` and `wait_for_chunk`. Those are called by all
+threads of a warpgroup unless they name others. Functions named ir_... are called within PTX bodies, and take and return
+MLIR values. Pallas' interpreter runs none of this, so the kernels do the same in jnp when interpreted.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def ir_narrow(low, high, dtype):
 
 def ir_permute(low, high, selector):
     """PTX's prmt.b32: byte i of the result is that byte of the eight bytes (low, high) which nibble i of `selector`
-    numbers. Each argument is an MLIR int32 or a Python int. Table look-ups are made with it."""
+    (0 to 7) numbers. Each argument is an MLIR int32 or a Python int. Table look-ups are made with it."""
     return utils.prmt(*(ir_const(word) if isinstance(word, int) else word for word in (low, high, selector)))
 
 
@@ -175,7 +175,7 @@ def table_values(
     beside_products: bool,
 ):
     """Decodes 4-bit numbers in registers: `dtype`[2 n], where each number is the entry of a table of 16 values that its
-    code selects, times a scale. quant_matmul's kernels decode weights in NF4, FP4, MXFP4 and NVFP4 with it.
+    code selects, times a scale. Chunks.values (quant_matmul) calls it for weights in NF4, FP4, MXFP4 and NVFP4.
 
     Args:
       codes: uint8[n], two 4-bit codes in each; a register has four bytes, and so eight codes.
@@ -241,7 +241,7 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
     which no group is left load the last group again.
 
     Args:
-      absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row], in global memory.
+      absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row, a multiple of 4], in global memory.
       nested_ref: float32, the absmax of each 256 consecutive numbers of absmax_ref; None without double quantisation.
       first_row, rows: the first row of the tile, int32[], and the number of rows of a tile.
       warpgroups: the number of warpgroups of the program.
@@ -293,7 +293,7 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
       share: what `absmax_share` returned to this thread, (absmax, nested absmax or None).
       nested_refs: (map float32[256], offset float32[1]) of double quantisation, in global memory; empty without it.
       scales_smem: float32[rows of a tile, at least `blocks`], in shared memory.
-      blocks: the number of blocks of a row.
+      blocks: the number of blocks of a row, a multiple of 4.
       warpgroups: the number of warpgroups of the program.
     """
     arrays = [part for part in share if part is not None]
@@ -376,7 +376,7 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
 
 def ir_products(words, rights, pair, name: str):
     """Multiplies 16 rows of a weight, with 64 elements of each, by 8 columns, once for each of `rights`, on the tensor
-    cores. All lanes of a warp call it, within a PTX body.
+    cores. All lanes of a warp call it, within a PTX body, for `small_product` and for line_lanes.line_product.
 
     Args:
       words: the codes that this lane has: words[0] is two 32-bit words of a row of the first eight, words[1] of the
@@ -412,7 +412,7 @@ def ir_products(words, rights, pair, name: str):
 def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype):
     """Adds to acc the product of 16 rows of a weight and x^T over the columns of one chunk, on the tensor cores
     (mma.m16n8k16), by one warpgroup, for the product of a 4-bit weight with few tokens (quant_matmul/mosaic.py). It
-    returns the new acc, whose sums `store_sums` adds up over warps and parts.
+    returns the new acc, whose sums `store_sums` adds up over warpgroups, warps and parts.
 
     Args:
       acc: float32[64 p, n] in registers, the sums so far. Of a row's codes in a chunk, each warp takes p parts of 64
@@ -549,7 +549,7 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
 
 def fill_table(table_ref, table_smem):
     """Copies table_ref, a one-dimensional array of 32-bit values in global memory, to table_smem, an array of the same
-    size in shared memory, for look-ups. One warpgroup calls it; other threads may read the copy after a barrier."""
+    size in shared memory, for look-ups. Each warpgroup that calls it copies all; a barrier must follow."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -576,7 +576,7 @@ def warpgroup_barrier():
 def store_chunk(values, out_ref, chunk, layout):
     """Stores the 16-bit values [n] that a warpgroup has in registers as chunk number `chunk` (int32[]) of out_ref, an
     array in global memory of any shape: they become elements chunk * n to chunk * n + n - 1 of the flat array. layout:
-    the register layout of `values`, WG_STRIDED with vectors of 8. Decoded weights are stored so."""
+    the register layout of `values`, WG_STRIDED with vectors of 8. mosaic_ahead stores decoded weights so."""
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, values, chunk, out_ref):
@@ -619,8 +619,8 @@ def _shared(ref, index, size: int):
 def begin_barriers(full_smem):
     """Initialises the barriers (mbarrier objects of one arrival each) with which `wait_for_chunk` waits for a copy of
     `copy_chunk`. full_smem: int32[2 * number of barriers] in shared memory; each barrier takes 8 bytes. All threads of
-    the first warpgroup must call it, and its first thread does the work. All threads may use them from the next
-    program_barrier on."""
+    the first warpgroup must call it, and its first thread does the work; others may, and do nothing. All threads may
+    use the barriers from the next program_barrier on, and the first thread, which starts copies, at once."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(_, full_smem):
@@ -647,7 +647,7 @@ def program_barrier():
 
 def copy_chunk(sources, slots, sizes, full_smem, number, slot):
     """Starts an asynchronous copy of one chunk of each of `sources` to shared memory, and returns at once;
-    `wait_for_chunk` waits for its end. All threads of a warpgroup call it, and the first lane does the work.
+    `wait_for_chunk` waits for its end. All threads of a warpgroup call it, and the first of them does the work.
 
     Args:
       sources: arrays in global memory, which are read as plain bytes.

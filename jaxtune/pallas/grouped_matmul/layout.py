@@ -3,7 +3,8 @@ which computes it from the experts' numbers of rows.
 
 A tile of rows then belongs to one expert, whatever the sizes of the groups: kernels need no masks and store whole
 tiles, and the rows of an expert are contracted tile by tile. The price is half a tile of empty rows per expert on
-average, which are zero. `divided` is a division of integers of which XLA makes few operations.
+average, which are zero; kernels skip the tiles at the end that no expert needs. `divided` is a division of integers of
+which XLA makes few operations; the sort of routing uses it too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Groups:
     """Which expert each tile of rows belongs to, for a buffer of rows that are sorted by expert. Each expert's rows are
     padded with empty rows to whole tiles of `tile_rows` rows, so that every expert starts at a whole tile. Experts
     without rows have no tile, and tiles that no expert needs are at the end. `groups_of` makes it, for routing.route;
-    grouped_matmul takes it."""
+    grouped_matmul, grouped_bias and the products of routing take it."""
 
     tile_expert: jax.Array  # int32[tiles]: the expert of each tile, ascending; E for the empty tiles at the end
     count: jax.Array  # int32[]: the number of tiles that have an expert
@@ -32,13 +33,14 @@ class Groups:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts, E, those without rows included; it is known while tracing."""
+        """The number of experts, E, those without rows included; it is known while tracing. The gradients of weights
+        and adapters have this first dimension."""
         return self.sizes.shape[0]
 
     @property
     def tiles(self) -> int:
         """The number of tiles of the buffer, including the empty ones at the end; it is known while tracing, whatever
-        the routing."""
+        the routing. Rows that are divided into tiles (reference.tiled) have this first dimension."""
         return self.tile_expert.shape[0]
 
     @property
@@ -49,8 +51,8 @@ class Groups:
 
     def starts(self) -> jax.Array:
         """int32[E]: the index in the sorted buffer of each expert's first row. For an expert without rows it is the row
-        after the tiles of the experts before it, which may be past the end of the buffer. Sorting and kernels that read
-        an expert's rows need it."""
+        after the tiles of the experts before it, which may be past the end of the buffer. The sort of routing places
+        rows by it, and the kernel of weights' gradients (mosaic_contract.weight_gradient) reads an expert's rows."""
         return _first_tiles(self.sizes, self.tile_rows) * self.tile_rows
 
 
@@ -58,8 +60,9 @@ def divided(numbers: jax.Array, by: int) -> jax.Array:
     """Returns numbers // by, in the dtype of `numbers`. numbers: an array of integers that are not negative. by: a
     positive int, the divisor.
 
-    For a power of two it is a shift. `//` tests every number's sign, and XLA makes six operations of a signed division.
-    A layer of experts has several divisions, and XLA compiles each separately.
+    For a power of two it is a shift, else jax.lax.div. `//` tests every number's sign, and XLA makes six operations of
+    it. A layer of experts has several divisions, and XLA compiles each separately: `_tiles` divides numbers of rows,
+    and routing divides the numbers of pairs to find their tokens.
     """
     divisor = jnp.asarray(by, numbers.dtype)
     if by & (by - 1):
@@ -93,12 +96,12 @@ def _first_tiles(sizes, tile_rows):
 
 def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Groups:
     """Makes the layout of rows that are sorted by expert, from the numbers of rows that experts have. The sort of
-    routing.route calls it.
+    routing.route calls it, and so do the tuner and the checks of kernels, for rows of their own.
 
     Args:
       sizes: int32[E], the number of each expert's rows.
-      max_rows: an upper bound of the sum of `sizes` that is known while tracing. The number of tiles follows from it,
-        because shapes must not depend on `sizes`.
+      max_rows: an upper bound of the sum of `sizes` that is known while tracing; it is not checked. There are as many
+        tiles as any sizes within this bound can need, because shapes must not depend on `sizes`.
       tile_rows: the number of rows of a tile.
     """
     experts = sizes.shape[0]

@@ -4,10 +4,11 @@ warp specialisation).
 The kernel is persistent: the GPU runs one program for each multiprocessor, and each program computes every n-th item, n
 being the number of programs. An item is a tile of the output: a tile of rows times a tile of columns. One warpgroup
 loads blocks of 64 along the summed axis K, as many ahead as fit, and continues with the next item while the two others,
-each with 64 of the 128 rows, store the last one. A tile of rows has one expert, so all items cost the same, and the
-work is even over multiprocessors whatever the sizes of the groups. Items are ordered in bands of rows, so that items
-computed at the same time share rows and weights in the L2 cache. An adapter's product is a few more steps along K, with
-its own two operands.
+each with 64 of the 128 rows, store the last one. A tile of rows has one expert, so all items with full tiles cost the
+same, and the work is even over multiprocessors whatever the sizes of the groups; tiles without rows are only stored, as
+zeros. Items are ordered in bands of rows, so that items computed at the same time share rows and weights in the L2
+cache. An adapter's product is a few more steps along K, with its own two operands. The rows may be gathered from tokens
+while they are loaded (gather.py), and a weight in four bits may be decoded by a fourth warpgroup (mosaic_ahead.py).
 
 `product` is the product, after `refusal` has said whether the kernel supports it; `thin` is that with one side of an
 adapter, and `filled` pads adapters. Blocks says how the work is divided: `blocks_for` chooses it, and the tuner
@@ -64,15 +65,15 @@ class _Registers:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the kernel divides its work. `blocks_for` chooses it for a product: one that the tuner measured on this GPU
-    (tuning.py), or one of BLOCKS."""
+    """How the kernel divides its work. `blocks_for` chooses it for a product: what the tuner measured on this kind of
+    GPU (tuning.py), or what a rule says, mostly one of BLOCKS."""
 
     columns: int  # the columns of a tile of the output
     stages: int  # how many blocks of 64 along the summed axis K are loaded ahead
     band: int = 16  # how many tiles of rows form a band, within which tiles of the output are computed column by column
-    # the number of steps of 64 along K, at most `stages`, by which the first multiplying warpgroup starts before the
-    # second. They stay apart, as they share the tensor cores, and one multiplies while the other stores; 0: they start
-    # at the same time
+    # the number of steps of 64 along K (a larger one than `stages` counts as `stages`) by which the first multiplying
+    # warpgroup starts before the second. They stay apart, as they share the tensor cores, and one multiplies while the
+    # other stores; 0: they start at the same time
     lead: int = 0
 
 
@@ -87,9 +88,10 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None: no Hopper
-    GPU, another dtype than bfloat16 and float16, tiles of other than 128 rows, or a size that is no multiple of 64. It
-    runs no check of the kernel's results; first_use.refusal does. Both sizes must fit, because the forward sums over
-    one and the gradient of the rows over the other.
+    GPU (Pallas' interpreter needs none), another dtype than bfloat16 and float16, tiles of other than 128 rows, or a
+    size that is no multiple of 64. It runs no check of the kernel's results; first_use.refusal does. Both sizes must
+    fit, because the forward sums over one and the gradient of the rows over the other. `implementations` and
+    `fills_adapters` of api.py call it.
 
     Args:
       dtype: of the rows.
@@ -121,15 +123,17 @@ def candidates(out_size: int, ahead: bool) -> list[Blocks]:
 
 
 def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
-    """The name under which tuning.py stores the Blocks measured for a product. It contains everything on which the
-    fastest ones depend: in_size, the length K of the summed axis; out_size, the number of columns of the result;
-    contract, the axis of the weight that is summed over, 1 or 2; and ahead, whether the weight is decoded by the same
-    kernel. `blocks_for` looks Blocks up by the name, and the tuner stores them."""
+    """The name under which tuning.py stores the Blocks measured for a product, for each dtype and kind of GPU. It
+    consists of in_size, the length K of the summed axis; out_size, the number of columns of the result; contract, the
+    axis of the weight that is summed over, 1 or 2; and ahead, whether the weight is decoded by the same kernel. All
+    numbers of rows and experts share it, with and without an adapter. `blocks_for` looks Blocks up by the name, and the
+    tuner stores them."""
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
 
 def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -> Blocks:
-    """The Blocks for a product: those that the tuner measured, or else a choice by rule.
+    """The Blocks for a product: those that the tuner measured for its bucket on this kind of GPU, or else a choice by
+    rule. While the tuner times a candidate, it is that candidate (tuning.forced). `product` calls it.
 
     The rule takes the first of BLOCKS whose columns divide `out_size`. If the same kernel also decodes the weight, the
     rule takes tiles of 192 columns, the widest that the registers allow, provided that the last tile, which is moved
@@ -138,7 +142,7 @@ def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -
 
     Args:
       in_size: the length K of the summed axis.
-      out_size: the number of columns of the result.
+      out_size: the number of columns of the result, a multiple of 64.
       contract: the axis of the weight [E, ., .] that is summed over, 1 or 2.
       dtype: of the operands.
       ahead: True: the weight is in four bits and decoded by the same kernel. False: it is an array.
@@ -376,7 +380,8 @@ def filled(array, axis: int):
 def thin(x, weight, groups: Groups, contract: int, tokens=None):
     """The product of sorted rows with a thin weight of each expert, an adapter's A or B: [rows, n], padded with zero
     columns to a multiple of 64, so that `product` can take it as the u of `extra`. Unlike the product in plain JAX, it
-    reads x once, without the empty tiles, and makes no copy of the weight for each tile.
+    reads x once, without the empty tiles, and makes no copy of the weight for each tile. grouped_matmul's forward and
+    backward call it.
 
     Args:
       x: [rows, K], or [T, K] with `tokens`.
@@ -389,7 +394,8 @@ def thin(x, weight, groups: Groups, contract: int, tokens=None):
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
-    """The grouped product by the kernel: x [rows, K] times each expert's weight -> [rows, n] in x's dtype.
+    """The grouped product by the kernel: x [rows, K] times each expert's weight -> [rows, n] in x's dtype. The caller
+    has asked `refusal`: groups have tiles of 128 rows, and K and n are multiples of 64. Tiles without rows get zeros.
 
     Args:
       x: rows sorted as `groups` says, or the tokens [T, K] with `tokens`.
@@ -397,10 +403,10 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
         weight in four bits that mosaic_ahead.refusal does not refuse.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       contract: the axis of the weight that is summed over, 1 or 2.
-      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's, whose scale is in
-        u.
+      extra: None, or (u [rows, r] in x's dtype, l [E, n, r] (contract = 2) or [E, r, n] (contract = 1)), whose product
+        is added: an adapter's, whose scale is in u. The rank r can be any number; both are padded here.
       tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
-      blocks: how the kernel divides its work; None: what blocks_for returns. The tuner passes those that it measures.
+      blocks: how the kernel divides its work; None: what blocks_for returns. Only tests pass it.
     Raises:
       ValueError: a weight in four bits with `tokens`.
     """

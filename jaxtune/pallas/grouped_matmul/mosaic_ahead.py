@@ -55,7 +55,8 @@ _AHEAD = 1  # chunks that are loaded while one is decoded; two were no faster
 def refusal(weight: Stored) -> str | None:
     """The reason why `weight` [E, ., .], a quantised weight, cannot be decoded by the kernel that multiplies, or None.
     The reason is its format, or that an expert's matrix has not a multiple of 1,024 numbers, of which decoding takes
-    whole chunks. It does not ask which GPU there is, or for the sizes of the product; mosaic.refusal does."""
+    whole chunks. It does not ask which GPU there is, or for the sizes of the product; mosaic.refusal does.
+    `implementations` of api.py asks both."""
     if not Chunks.decodes(weight):
         return f"a weight in {type(weight).__name__}"
     whole = weight.size // weight.shape[0]
@@ -68,7 +69,7 @@ class Decoder:
     memory, expert by expert, while others multiply. It is static: a kernel is compiled for it. mosaic.product makes it.
 
     `decode` is the work of the decoding warpgroup, `wait` makes the loading warpgroup wait for an expert, by the
-    `semaphores`, and `written_out` does the same as `decode` in the interpreter.
+    `semaphores`. In the interpreter, each program decodes the whole weight by `written_out` instead.
     """
 
     chunks: Chunks  # how the weight is divided into chunks of numbers, and how a chunk is decoded
@@ -76,8 +77,8 @@ class Decoder:
 
     @staticmethod
     def of(weight: Stored, dtype) -> Decoder:
-        """Makes the decoder of a weight in four bits [E, ., .]. dtype: that of the decoded weight, bfloat16 or float16.
-        mosaic.product calls it."""
+        """Makes the decoder of a weight in four bits [E, ., .] that `refusal` does not refuse. dtype: that of the
+        decoded weight, bfloat16 or float16. mosaic.product calls it."""
         experts = weight.shape[0]
         return Decoder(Chunks.of(weight, dtype, weight.size // experts), experts)
 
@@ -92,12 +93,14 @@ class Decoder:
     def semaphores(self):
         """Returns a reference to the semaphores in global memory, one for each expert, by which the decoding warpgroups
         tell the loading ones that a weight is decoded. An expert's semaphore counts the programs that have decoded
-        their chunks of this expert's weight. It can be called in a kernel only."""
+        their chunks of this expert's weight, without those that have none. It can be called only in a kernel that is
+        compiled for a GPU."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.experts,)))
 
     def decode(self, operands, weight_ref, ready, program, programs: int):
         """The work of the decoding warpgroup of a program: it decodes every n-th chunk of the weight, n being the
-        number of programs. After its last chunk of an expert it signals the expert's semaphore.
+        number of programs, also for experts without rows. After its last chunk of an expert it signals the expert's
+        semaphore.
 
         Args:
           operands: the arrays from which chunks are decoded (Chunks.operands), as references to global memory.

@@ -8,9 +8,12 @@ again: 84 MB for 335 MB of rows of an adapter; for a weight, each tile of 128 ro
 one accumulator takes all rows of an expert.
 
 The kernels are persistent: program p of n computes the items p, p + n, p + 2 n, ... An item is a tile of the output: an
-expert, some columns of the left side (64, or 128 of a weight), and some of the right side. One warpgroup loads 64 rows
-at a time, and continues with the next item while the others (two for a weight, each with 64 columns of the left side)
-store the last one.
+expert, some columns of the left side (128 for a weight with at least 128, else 64), and some of the right side. One
+warpgroup loads 64 rows at a time, and continues with the next item while the others (one for each 64 of the item's
+columns of the left side) store the last one.
+
+`refusal` and `weight_refusal` compare the kernels with plain JAX at their first use; where they give a reason, the
+caller, grouped_matmul's backward, takes reference.contract_rows.
 """
 
 from __future__ import annotations
@@ -49,8 +52,8 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
     one expert.
 
     Args:
-      thin_ref: [rows, R] in global memory, in a 16-bit dtype. R is a multiple of 64; r may be smaller: the last columns
-        of each 64, which are padding, then give no rows of the result.
+      thin_ref: [rows, R] in global memory, in a 16-bit dtype. R is a multiple of 64. The result's r is R, or for an R
+        of 64 perhaps less: the last columns of the thin array, which are padding, then give no rows of the result.
       wide_ref: [rows, n] in global memory, or the tokens [T, n] if they are `gathered`.
       bounds_ref: int32[E + 1], the number of each expert's first tile, and of the tile after the last.
       rest: in this order: the token of each row if `gathered`; out; shared memory and barriers.
@@ -168,13 +171,13 @@ def _smem(shape, dtype):
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
     """The gradient of an adapter's A, or of its B transposed, by the kernel: float32[E, rank, n], for each expert the
     product thin^T wide, summed over the expert's rows. Unlike reference.contract_rows it stores no products of single
-    tiles. The backward of grouped_matmul calls it.
+    tiles. An expert without rows gets zeros. The backward of grouped_matmul calls it, after `refusal`.
 
     Args:
       thin: [rows, R], R a multiple of 64 and at least `rank`; columns from `rank` on do not change the result.
       wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`; both are in bfloat16 or both in float16. Empty rows
         must be zero in one of the two and finite in the other.
-      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert. A tile has 128 rows.
       rank: of the adapter.
       tokens: int32[rows], the row of `wide` for each sorted row, T for zeros; None: `wide` is sorted already.
     """
@@ -345,9 +348,9 @@ def _weight_columns(size: int, dtype) -> int:
 
 def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) -> jax.Array:
     """The gradient of experts' weights by the kernel: [E, p, q] in `dtype`, for each expert left^T right, summed over
-    the expert's rows in float32 and rounded once. An expert without rows gets zeros. Unlike reference.contract_rows it
-    stores no sums in float32, and reads and writes the result once. The backward of grouped_matmul calls it for weights
-    that train.
+    the expert's rows in float32 and rounded once. An expert without rows gets zeros. Unlike reference.contract_rows,
+    which adds each tile to a float32 sum in memory, it only writes the result, once. The backward of grouped_matmul
+    calls it for weights that train, after `weight_refusal`.
 
     Args:
       left, right: [rows, p] and [rows, q], both in bfloat16 or both in float16, sorted by expert and padded as `groups`
@@ -380,9 +383,10 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
 
 def refusal(dtype) -> str | None:
     """The reason why this GPU must not run contract_rows with arrays of this dtype, or None. The first call for a dtype
-    compares the kernel with plain JAX on small cases (dispatch.first_use); a difference or an error is the reason.
-    Without a GPU nothing is compared, and the result is None. The function does not ask which GPU there is: the
-    backward of grouped_matmul calls it only where a Mosaic kernel multiplies already."""
+    compares the kernel with plain JAX on small cases (dispatch.first_use), unless a pass is stored in the user's cache;
+    a difference or an error is the reason. Without a GPU nothing is compared, and the result is None. The function does
+    not ask which GPU there is: the backward of grouped_matmul calls it only where a Mosaic kernel multiplies
+    already."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
@@ -409,9 +413,10 @@ def refusal(dtype) -> str | None:
 
 def weight_refusal(dtype, weight_dtype) -> str | None:
     """The reason why this GPU must not run weight_gradient with rows of `dtype` and a result in `weight_dtype`, or
-    None: a dtype that the kernel does not have, or what the comparison with plain JAX on small cases finds at the first
-    call for these dtypes (dispatch.first_use). Without a GPU nothing is compared. The function does not ask which GPU
-    there is: the backward of grouped_matmul calls it only where a Mosaic kernel multiplies already."""
+    None: a weight_dtype other than bfloat16, float16 and float32, or what the comparison with plain JAX on small cases
+    finds at the first call for these dtypes (dispatch.first_use). Without a GPU nothing is compared. The function asks
+    neither which GPU there is nor for the dtype of the rows: the backward of grouped_matmul calls it only where a
+    Mosaic kernel multiplies already."""
     given, wanted = jnp.dtype(dtype), jnp.dtype(weight_dtype)
     if wanted not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"gradients in {wanted.name}"

@@ -5,7 +5,9 @@ adapter, and the gradient of an expert is the sum over its tiles.
 As a matrix product with zeros and ones (reference.per_expert), 128 experts would need 128 multiplications for each
 number, in full float32. This kernel reads each number once instead: a program sums 512 or 1,024 neighbouring numbers
 over the consecutive tiles of one expert, from the first tile to the last. `per_expert` is the sum; it uses the kernel
-unless `refusal` gives a reason.
+unless `refusal` gives a reason or a tile's numbers are no multiple of 512. grouped_matmul's backward sums an adapter's
+gradients by it where one of mosaic.py's products is used, but mosaic_contract.py's kernel, which needs no such sums,
+failed its check.
 """
 
 from __future__ import annotations
@@ -63,9 +65,9 @@ def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
 
 def refusal() -> str | None:
     """Returns the reason, in words, why the kernel must not be used on this GPU, or None if it may be used. The GPU is
-    refused if it is no Hopper, or if the kernel's sums on a small case differ from those of reference.per_expert; the
-    two are compared at the first call. In Pallas' interpreter nothing is compared, and the result is None. `per_expert`
-    calls it."""
+    refused if it is no Hopper (Pallas' interpreter needs none), or if the kernel fails on a small case or its sums
+    differ there from those of reference.per_expert; the two are compared at the first call (dispatch.first_use). Where
+    there is no GPU, as in the interpreter's tests, nothing is compared. `per_expert` calls it."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
 
@@ -81,7 +83,7 @@ def refusal() -> str | None:
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
     """values float32[tiles, ...] -> float32[E, ...]: the sums of the values of each expert's tiles; `groups` says which
     expert each tile belongs to. The kernel computes them if `refusal` returns None and the number of values per tile is
-    a multiple of 512; otherwise reference.per_expert does."""
+    a multiple of 512; otherwise reference.per_expert does. reference.contract_rows gets it as its `sums`."""
     size = math.prod(values.shape[1:])
     run = next((run for run in _RUNS if size % run == 0), None)
     if run is None or refusal() is not None:

@@ -32,7 +32,8 @@ def _precision(dtype):
 def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
     """Gathers the rows that a grouped product multiplies: array [T, n] at tokens int32[rows] -> [rows, n]. A token of T
     stands for an empty row, which is padding and becomes zeros. If tokens is None, the array's rows are sorted by
-    expert already, and it is returned unchanged. Products and gradients use it where no kernel gathers."""
+    expert already, and it is returned unchanged. The gradients of weights and adapters and the products in FP8 use it
+    where no kernel gathers."""
     return array if tokens is None else array.at[tokens].get(mode="fill", fill_value=0)
 
 
@@ -47,14 +48,15 @@ def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
 def per_tile(values: jax.Array, groups: Groups) -> jax.Array:
     """Copies a value of each expert, such as its weight, to each of its tiles: values [E, ...] -> [tiles, ...].
     `groups` says which expert each tile of rows belongs to. Empty tiles, which have no expert, get the last expert's
-    value; their rows are zero. Thin products multiply by the copies, and biases are added so."""
+    value. Thin products multiply by the copies, grouped_bias adds them, and fp8_experts.py scales rows by them."""
     return values.at[groups.tile_expert].get(mode="clip")
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
     """values float32[tiles, ...] -> float32[E, ...]: the sums of the values of each expert's tiles; groups.tile_expert
     is the expert of each tile. It is a matrix product with zeros and ones, so that the order of the sums, and with it
-    the result, is the same in each run. It adds up the tiles' shares of the gradients of adapters and biases."""
+    the result, is the same in each run. Tiles without an expert are in no sum. It adds up the tiles' shares of
+    gradients: those of biases, and in contract_rows those of adapters and small weights."""
     experts = jnp.arange(groups.num_experts, dtype=jnp.int32)
     member = (groups.tile_expert == experts[:, None]).astype(jnp.float32)
     return jnp.tensordot(member, values, 1, precision=jax.lax.Precision.HIGHEST)
@@ -63,7 +65,7 @@ def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
 def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.Array:
     """Multiplies rows by thin weights, such as an adapter's A or B, each row by the weight of its expert: -> [rows, n]
     in x's dtype. It is one batched product over the tiles, for which each tile gets a copy of its expert's weight; a
-    thin weight is small enough for that.
+    thin weight is small enough for that. `product` calls it, and so do the forward and the backward of grouped_matmul.
 
     Args:
       x: [rows, K], sorted by expert as `groups` says.
@@ -83,8 +85,8 @@ def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.
 
 
 def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extra=None) -> jax.Array:
-    """Multiplies each row of x [rows, K] by the weight of its expert, tile by tile: -> [rows, n] in x's dtype. All
-    implementations of the product have these arguments.
+    """Multiplies each row of x [rows, K] by the weight of its expert, tile by tile: -> [rows, n] in x's dtype. This
+    implementation supports every call. The others have these arguments too, and some have more.
 
     Args:
       x: rows sorted by expert as `groups` says.
@@ -92,9 +94,9 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
       groups: which expert each tile of rows belongs to.
       contract: the axis of `weight` that is summed over, K's: for weights [E, out, in] it is 2 in the forward and 1 for
         the gradient of x; for transposed ones [E, in, out] it is 1 and 2.
-      extra: None, or two operands of an adapter, whose product is added to the result: u [rows, r], and for each expert
-        [E, n, r] (contract = 2) or [E, r, n] (contract = 1). In the forward they are scale x A^T and B, for the
-        gradient of x scale dy B and A.
+      extra: None, or two operands of an adapter, whose product, rounded to x's dtype, is added to the result: u [rows,
+        r] in x's dtype, and for each expert [E, n, r] (contract = 2) or [E, r, n] (contract = 1). In the forward they
+        are scale x A^T and B, for the gradient of x scale dy B and A.
     """
 
     def one(tile):
@@ -116,8 +118,9 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
 
 def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums: Callable = per_expert) -> jax.Array:
     """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: for each expert, left^T right over the rows of that
-    expert. This is the gradient of an expert's weight, or of an adapter's A or B, from the rows that were multiplied
-    and the gradients of their products. An expert without rows gets zeros.
+    expert. This is the gradient of an expert's weight, or of an adapter's A or of its B transposed, from the rows that
+    were multiplied and the gradients of their products. An expert without rows gets zeros. The backward of
+    grouped_matmul calls it where no kernel of mosaic_contract.py does this.
 
     Args:
       left, right: rows sorted by expert and padded as `groups` says. Rows without a token must be zero in one of the

@@ -27,7 +27,7 @@ class Tile:
     """The sizes by which the kernel divides its work on one kind of GPU. A program computes one tile of the output, and
     sums over K, the axis that both operands share, step by step."""
 
-    rows: int  # the rows of a tile of the output
+    rows: int  # the rows of a tile of the output; Groups.tile_rows is a multiple of it
     columns: int  # the columns of a tile of the output
     step: int  # how many numbers along K a step multiplies
     warps: int  # the number of warps of a program
@@ -43,8 +43,9 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def tile() -> Tile:
-    """The tile sizes for the GPU that is compiled for, by how much shared memory a program may have there. A GPU that
-    is not known gets the sizes that fit on every supported GPU. `product` calls it."""
+    """The tile sizes for the GPU that is compiled for, by how much shared memory a program may have there. GPUs of
+    other compute capabilities than 8.0, 8.7 and 9.0 get the sizes that fit on every supported GPU. `product` calls
+    it."""
     capability = dispatch.compute_capability()
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99]
 
@@ -52,7 +53,8 @@ def tile() -> Tile:
 def refusal(dtype, tile_rows: int) -> str | None:
     """Returns the reason, in words, why this kernel cannot multiply rows of this dtype, or None if it can: no GPU on
     which Triton is usable (compat.triton_refusal), a dtype other than bfloat16 and float16, or tile_rows that is no
-    multiple of 128. tile_rows is the number of consecutive rows that belong to one expert (Groups.tile_rows)."""
+    multiple of 128. tile_rows is the number of rows of a tile, which belong to one expert (Groups.tile_rows). The
+    function runs no check of the kernel's results; first_use.refusal does. `implementations` of api.py asks both."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -75,7 +77,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, cut: Tile |
       extra: None, or two operands of an adapter, whose product is added to the result: u [rows, r], and for each expert
         [E, n, r] (contract = 2) or [E, r, n] (contract = 1). In the forward they are scale x A^T and B, for the
         gradient of x scale dy B and A.
-      cut: the sizes of tiles; None: those of `tile()` for this GPU.
+      cut: the sizes of tiles; None: those of `tile()` for this GPU. Only tests pass it.
     """
     from jaxtune.pallas.grouped_matmul import triton_kernels
 

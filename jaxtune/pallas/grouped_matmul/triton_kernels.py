@@ -17,12 +17,15 @@ def _side(
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Loads a block [STEP, COLUMNS] of the weight of one expert, for one step of a product over K.
+    """Loads a block [STEP, COLUMNS] of one expert's weight, or of one expert's side of the adapter, for one step of a
+    sum. product_kernel calls it for both.
 
     `weight` points to the weights of all experts, and `expert` (int32) is the number of one. Each expert's weight is
-    [OUTER, INNER] if FAST is 1, so that the summed axis is contiguous, and [INNER, OUTER] if it is 0; INNER is K.
-    along: int32[STEP], indices on the summed axis. columns: int32[COLUMNS], indices on the other axis, which is the
-    columns of the result. Where an index is outside of the weight, the block has zeros.
+    [OUTER, INNER] if FAST is 1, so that the summed axis is contiguous, and [INNER, OUTER] if it is 0; INNER is the size
+    of the summed axis, K or the adapter's rank. along: int32[STEP], indices on the summed axis, and columns:
+    int32[COLUMNS], indices on the other axis, which is the columns of the result; both are runs that begin at a
+    multiple of their length. Where an index is outside of the weight, the block has zeros. Indices are compared only if
+    STEP does not divide INNER or COLUMNS does not divide OUTER, as such runs are inside otherwise.
     """
     weight += expert.to(tl.int64) * (INNER * OUTER)
     if FAST:
@@ -38,8 +41,9 @@ def _side(
 @triton.jit
 def _rows(x, rows, along, INNER: tl.constexpr, STEP: tl.constexpr):
     """Loads a block [ROWS, STEP] of x, for one step of a product over K. `x` points to an array [any number of rows,
-    INNER]. rows: int32[ROWS], the numbers of the rows, all within x. along: int32[STEP], indices on the last axis;
-    where one is INNER or more, the block has zeros. product_kernel loads x and u with it."""
+    INNER]. rows: int32[ROWS], the numbers of the rows, all within x. along: int32[STEP], neighbouring indices on the
+    last axis, of which the first is a multiple of STEP; where one is INNER or more, the block has zeros, for which
+    indices are compared only if STEP does not divide INNER. product_kernel loads x and u with it."""
     places = rows.to(tl.int64)[:, None] * INNER + along[None, :]
     if INNER % STEP == 0:
         return tl.load(x + places)

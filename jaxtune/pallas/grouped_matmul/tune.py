@@ -1,6 +1,7 @@
 """Measures which block sizes of the grouped product's Hopper kernel (rows times the weights of their experts) are
 fastest on this machine's GPU, for the shapes of two models, and stores them (pallas/tuning.py), for the command
-`jaxtune tune grouped_matmul`. Products of such shapes use those in the user's cache from then on."""
+`jaxtune tune grouped_matmul`. Products with the same weight sizes, dtype and axis that is summed over, of any number of
+rows and experts, use those in the user's cache from then on."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ def tune(
 ) -> dict[str, dict[str, Any]]:
     """Times candidates for the block sizes of the grouped product (rows times the weights of their experts) on balanced
     groups, in the forward and for dx, the gradient of the rows. It does so for the shapes in SHAPES, with weights in
-    `dtype` and in NF4, and stores the fastest sizes of each, which later calls on this kind of GPU use (tuning.py). It
-    needs a Hopper GPU; the command `jaxtune tune grouped_matmul` calls it.
+    `dtype` and in NF4, without adapters, and stores the fastest sizes of each, which later calls on this kind of GPU
+    use if they are in the user's cache (tuning.py). It needs a Hopper GPU; the command `jaxtune tune grouped_matmul`
+    calls it.
 
     Args:
       dtype: of the operands.
@@ -45,7 +47,8 @@ def tune(
       {name of the product (mosaic.bucket): the entry that tuning.measure returned: the fastest blocks, their time, and
         what was tried}.
     Raises:
-      RuntimeError: there is no GPU, or no candidate runs.
+      RuntimeError: there is no GPU, or no candidate runs for one of the products.
+      OSError: the file `path` cannot be written.
     """
     entries = {}
     for (experts, pairs, in_size, out_size, transposed), ahead in itertools.product(SHAPES, (False, True)):

@@ -80,9 +80,9 @@ def _token_losses_fwd(hidden, head, targets, weights, static):
 def _token_losses_bwd(static, residuals, dlosses):
     """The backward rule of `_token_losses`: (gradients of hidden, of head, None for the targets, of weights). static:
     the options; residuals: those of `_token_losses_fwd`; dlosses: float32[B, T], the incoming gradients of the weighted
-    losses. If the head is frozen, the head's gradient is None, and that of hidden is the stored one times each token's
-    incoming gradient. If the head trains, the logits are computed again, because the factor of each token in the head's
-    gradient is known only here."""
+    losses. The weights' gradient is the losses without weights times these. If the head is frozen, the head's gradient
+    is None, and that of hidden is the stored one times each token's incoming gradient. If the head trains, the logits
+    are computed again, because the factor of each token in the head's gradient is known only here."""
     if dict(static)["head_gradient"]:
         hidden, head, targets, weights = residuals
         shares = weights * dlosses
@@ -144,9 +144,9 @@ _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs_and_entropies(hidden, head, targets, static):
     """(log-probabilities of the targets, entropies in nats), float32[B, T] each, with a custom derivative of both; that
-    of `_log_probs`, which costs less, ignores the entropies. The residuals are hidden, head and targets. hidden: [B, T,
-    D]; head: [V, D]; targets: int32[B, T]. static: the options of linear_log_probs, a hashable tuple of pairs (keyword,
-    value) from `_checked`."""
+    of `_log_probs`, which costs less, ignores the entropies. linear_log_probs uses it if its entropy_gradient is True.
+    The residuals are hidden, head and targets. hidden: [B, T, D]; head: [V, D]; targets: int32[B, T]. static: the
+    options of linear_log_probs, a hashable tuple of pairs (keyword, value) from `_checked`."""
     return _log_probs(hidden, head, targets, static)
 
 
@@ -183,8 +183,9 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of the weighted losses of all tokens, cross-entropy of the next token, from hidden states and the
-    vocabulary head. Logits [B, T, V] are never stored: a loop goes over chunks of tokens, and computes the gradients in
-    the forward too. Supervised fine-tuning and the evaluation of the loss call it.
+    vocabulary head. Logits [B, T, V] are never stored: a loop goes over chunks of tokens, and, where the derivative is
+    wanted, computes the gradients in the forward too. Differentiable with respect to hidden, head and weights.
+    Supervised fine-tuning and the evaluation of the loss call it.
 
     logits = hidden head^T * logit_scale, then soft_cap * tanh(logits / soft_cap); all softmax arithmetic is fp32. The
     loss of a token is lse - (1 - e) logits[target] - e mean(logits) + z_loss lse^2, with lse = logsumexp(logits) and e
@@ -195,10 +196,12 @@ def linear_cross_entropy(
       head: [V, D] of these dtypes, cast to hidden's for the product.
       targets: int[B, T] in [0, V), the next token of each token, also where the weight is 0.
       weights: float32[B, T] (or 16 bits), the factors of the losses; 0 where a target does not count.
-      soft_cap, logit_scale, label_smoothing, z_loss: as in the formulas; a soft_cap of None leaves the tanh out.
+      soft_cap, logit_scale, label_smoothing, z_loss: as in the formulas; a soft_cap of None leaves the tanh out, and
+        another is above 0; label_smoothing is at least 0 and below 1; z_loss is at least 0.
       head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
-      chunk_tokens: the number of tokens whose logits exist at a time; by default they and their gradient take about 0.8
-        GB. The loss does not depend on it, nor does hidden's gradient; the head's only in the order of fp32 sums.
+      chunk_tokens: how many tokens have logits at a time, at most, but at least one of each row; by default the logits
+        and their 16-bit gradient take about 0.8 GB. The loss does not depend on it, nor does hidden's gradient; the
+        head's only in the order of fp32 sums.
     Returns:
       (loss_sum, count): float32 scalars, the sum of weights * loss and the sum of weights.
     Raises:
@@ -229,21 +232,25 @@ def linear_token_losses(
     [B, T, V] are never stored.
 
     The sum over all tokens is the loss of linear_cross_entropy, whose docstring has the formula. With weights of 1, and
-    without label smoothing and z-loss, the losses are the negative log-probabilities of the targets. With a frozen
-    head, hidden's gradient is computed in the forward; with a trained head the backward computes the logits once more.
-    Preference objectives, which combine the losses of a row, call it, and so does the scoring of given tokens.
+    without label smoothing and z-loss, the losses are the negative log-probabilities of the targets. Differentiable
+    with respect to hidden, head and weights: with a frozen head, hidden's gradient is computed in the forward; with a
+    trained head the backward computes the logits once more. Preference objectives, which combine the losses of a row,
+    call it, and so does the scoring of given tokens.
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere.
       head: [V, D] of these dtypes, cast to hidden's for the product.
       targets: int[B, T] in [0, V), the next token of each token, also where the weight is 0.
       weights: float32[B, T] (or 16 bits), the factors of the losses.
-      soft_cap: limits the logits, after they are scaled, to soft_cap * tanh(logits / soft_cap); None: no limit.
+      soft_cap: above 0: limits the logits, after they are scaled, to soft_cap * tanh(logits / soft_cap); None: no
+        limit.
       logit_scale: multiplies the logits.
-      label_smoothing: the share of the target's probability that is spread evenly over the vocabulary, below 1.
-      z_loss: the factor of the squared log-sum-exp of the logits, which is added to the loss.
+      label_smoothing: the share of the target's probability that is spread evenly over the vocabulary, at least 0 and
+        below 1.
+      z_loss: the factor, at least 0, of the squared log-sum-exp of the logits, which is added to the loss.
       head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
-      chunk_tokens: the number of tokens whose logits exist at a time; None: as many as have 2^27 logits.
+      chunk_tokens: how many tokens have logits at a time, at most, but at least one of each row; None: as many as have
+        2^27 logits.
     Raises:
       TypeError, ValueError: a class, dtype, shape or number is not as described here; flags and the contents of arrays
         are not checked.
@@ -280,10 +287,12 @@ def linear_log_probs(
       temperature: above 0; the logits, after scale and soft cap, are divided by it.
       entropy_gradient: True: the entropies are differentiable, and the backward computes the logits once more. False:
         their gradient is zero, and with a frozen head logits are computed only once.
-      soft_cap: limits the logits, after they are scaled, to soft_cap * tanh(logits / soft_cap); None: no limit.
+      soft_cap: above 0: limits the logits, after they are scaled, to soft_cap * tanh(logits / soft_cap); None: no
+        limit.
       logit_scale: multiplies the logits.
       head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
-      chunk_tokens: the number of tokens whose logits exist at a time; None: as many as have 2^27 logits.
+      chunk_tokens: how many tokens have logits at a time, at most, but at least one of each row; None: as many as have
+        2^27 logits.
     Returns:
       (log_probs, entropies): float32[B, T] each, in nats.
     Raises:
@@ -313,13 +322,13 @@ def _checked(
 ):
     """Checks the arguments of linear_cross_entropy, linear_token_losses or linear_log_probs, and returns the options as
     a tuple of pairs (keyword, value): soft_cap, logit_scale, temperature, label_smoothing, z_loss, head_gradient and
-    chunk_length. It is hashable, as a static argument of a custom derivative must be; as a dictionary it is the keyword
-    arguments of reference.forward.
+    chunk_length. It is hashable, as a static argument of a custom derivative must be; as a dictionary it is keyword
+    arguments of reference.forward, to which the rules add `gradients` and others.
 
     In place of chunk_tokens (None: as many tokens as have CHUNK_LOGITS logits) the result has chunk_length, the number
-    of tokens of each row whose logits exist at a time. name: of the public function, for messages. The arrays hidden,
-    head, targets and weights are only checked; weights is None for linear_log_probs, which has none. The other
-    arguments are those of the public functions.
+    of tokens of each row whose logits exist at a time. name: of the public function, for messages. Of the arrays
+    hidden, head, targets and weights only dtypes and shapes are read; weights is None for linear_log_probs, which has
+    none. The other arguments are those of the public functions.
 
     Raises:
       TypeError, ValueError: an array has another dtype or shape, or a number another range, than the public function

@@ -6,8 +6,8 @@ arXiv 2306.13649, with TRL's `beta`: 0 is the forward Kullback-Leibler divergenc
 one, and between them beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student.
 
 `linear_divergence` is the public function. top_k.py uses the others, too: `within` masks logits of rows that pad the
-head, `length_of_chunks` chooses the size of chunks, `divergence_of` computes divergences from log-probabilities, and
-`summed` is the custom derivative of the sum.
+head by NOTHING, `length_of_chunks` chooses the size of chunks, `divergence_of` computes divergences from
+log-probabilities, and `summed` is the sum with its custom derivative.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ def within(logits: jax.Array, size: int) -> jax.Array:
 
 
 def length_of_chunks(hidden: jax.Array, vocab_size: int, chunk_tokens: int | None) -> int:
-    """The number of tokens of each row of `hidden` [B, T, D] in a chunk of about chunk_tokens tokens of all rows, as
-    `chunk_length` chooses it. A chunk_tokens of None stands for as many tokens as have CHUNK_LOGITS logits in two
-    models, each with vocab_size logits a token. linear_divergence and the functions of top_k.py call it."""
+    """The number of tokens of each row of `hidden` [B, T, D] in a chunk of at most chunk_tokens tokens of all rows, but
+    at least one of each, as `chunk_length` chooses it. A chunk_tokens of None stands for as many tokens as have
+    CHUNK_LOGITS logits in two arrays, each with vocab_size logits a token: those of two models here, and in top_k.py
+    the student's and those of its bucket. linear_divergence and the functions of top_k.py call it."""
     rows, length, _ = hidden.shape
     return chunk_length(rows, length, chunk_tokens or max(1, CHUNK_LOGITS // 2 // vocab_size))
 
 
 def divergence_of(log_student: jax.Array, log_teacher: jax.Array, beta: float) -> tuple[jax.Array, jax.Array]:
     """The divergence of each pair of a student's and a teacher's distribution over V outcomes, and its gradient with
-    respect to the student's logits, of which log_student is the log-softmax. The outcomes are the vocabulary's tokens
-    in this file, and in top_k.py the stored tokens and the bucket of all others. The functions `_chunk` of this file
-    and of top_k.py call it.
+    respect to the student's logits (after the temperature), of which log_student is the log-softmax. The outcomes are
+    the vocabulary's tokens in this file, and in top_k.py the stored tokens and the bucket of all others. The functions
+    `_chunk` of this file and of top_k.py call it.
 
     Args:
       log_student, log_teacher: float32[..., V], log-probabilities, finite (NOTHING for a probability of 0).
@@ -114,7 +115,7 @@ def _chunk(
 def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **options) -> Results:
     """Computes the divergences of all tokens, chunk by chunk, as `Results`: with the entropies of the student's
     distributions and, if `gradients` is True, the gradients of the weighted sum of divergences with respect to hidden
-    and head (else None). linear_divergence passes it to `summed`.
+    and, with head_gradient, head (else None). linear_divergence passes it to `summed`.
 
     hidden [B, T, D] and head [V, D] are the student's, teacher is (hidden [B, T, E], head [V, E]) of the teacher;
     weights: float32[B, T]. chunk_length: the number of tokens of each row in a chunk. options: own and others, (logit
@@ -131,7 +132,8 @@ def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **optio
 def summed(forward, hidden, head, teacher, weights, static):
     """(sum of weights * divergences float32[], divergences float32[B, T], entropies of the student float32[B, T]), for
     linear_divergence and linear_top_k_divergence. The first has a custom derivative with respect to hidden, head and
-    weights, whose forward rule computes the gradients, because the logits exist only there.
+    weights, whose forward rule computes the gradients, because the logits exist only there; gradients of the other two
+    are ignored.
 
     Args:
       forward: computes the divergences of all tokens as `Results`, as `_forward` does: it takes the next four
@@ -185,9 +187,10 @@ def linear_divergence(
     head_gradient: bool = True,
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sum of weighted divergences between a student's and a teacher's next-token distributions, for distillation.
-    Logits [B, T, V] are stored of neither model. Only the student gets gradients; they are computed chunk by chunk in
-    the forward.
+    """The sum of weighted divergences between a student's and a teacher's next-token distributions, for distillation;
+    train/sensitivity.py measures with it how much quantisation changes a model. Logits [B, T, V] are stored of neither
+    model. Differentiable with respect to hidden, head and weights; the gradients are computed chunk by chunk in the
+    forward, and the teacher gets none.
 
     Each model's logits are hidden head^T * logit_scale, limited to soft_cap * tanh(logits / soft_cap) and divided by
     the temperature; all softmax arithmetic is fp32. The divergence, in nats, is KL(teacher || student) for a beta of 0,
@@ -201,11 +204,11 @@ def linear_divergence(
       weights: float32[B, T] (or 16 bits), the factors of the divergences; 0 where a token does not count.
       beta: from 0 (forward KL) to 1 (reverse KL).
       temperature: above 0.
-      soft_cap, logit_scale: of the student's logits; a soft_cap of None limits nothing.
+      soft_cap, logit_scale: of the student's logits; a soft_cap is above 0, or None, which limits nothing.
       teacher_soft_cap, teacher_logit_scale: of the teacher's.
       head_gradient: False for a frozen head of the student, whose gradient is then neither computed nor kept.
-      chunk_tokens: the number of tokens whose logits, those of both models, exist at a time; None: as many as have 2^26
-        logits.
+      chunk_tokens: how many tokens have logits of both models at a time, at most, but at least one of each row; None:
+        as many as have 2^26 logits of each model.
     Returns:
       (sum of weights * divergence, float32[]; divergences, float32[B, T], without weights; the entropies of the
         student's distributions, float32[B, T]). Only the first is differentiable.

@@ -48,7 +48,8 @@ class Results(NamedTuple):
     entropies: jax.Array | None
     # [B, t, D] in hidden's dtype: gradient of sum(weights * losses + entropy_weights * entropies); or None.
     dhidden: jax.Array | None
-    # [V, D], the head's gradient, or None: float32 for a chunk, in the head's dtype for all tokens.
+    # the head's gradient of the same sum, or None: [V, D] in the head's dtype for all tokens; for a chunk float32, with
+    # as many rows as the head that `filled_up` returned.
     dhead: jax.Array | None
 
 
@@ -136,7 +137,7 @@ def _chunk(
       targets: int[B, t], the token after each token.
       weights: float32[B, t], the factors of the losses in the sum whose gradients are computed.
       entropy_weights: float32[B, t], the factors of the entropies in the sum whose gradients are computed, or None if
-        the entropies have no gradient.
+        the entropies have no gradient. They count only with `entropies`, and need a z_loss of 0.
       gradients: whether the gradients are computed; otherwise dhidden and dhead are None.
       entropies: whether the entropies are computed; otherwise they are None.
       size: the number of tokens in the vocabulary; `head` may have more rows.
@@ -190,7 +191,8 @@ def forward(
       gradients: whether dhidden and dhead are computed, those of sum(weights * losses + entropy_weights * entropies).
         Otherwise both are None. dhead is also None if the option head_gradient is False.
       entropies: whether the entropies are computed; otherwise they are None.
-      entropy_weights: float32[B, T], the factors of the entropies in that sum; None: they have no gradient.
+      entropy_weights: float32[B, T], the factors of the entropies in that sum; None: they have no gradient. They count
+        only with `entropies`, and need a z_loss of 0.
       options: logit_scale, soft_cap (or None) and temperature of the logits; label_smoothing and z_loss of the losses;
         head_gradient, whether dhead is computed.
     """
@@ -215,8 +217,8 @@ def in_chunks(
     Args:
       compute: the function of one chunk: it takes the chunk's slice [B, t, ...] of each of `arrays`, and returns its
         Results.
-      arrays: a tuple of arrays [B, T, ...], or None in place of one, which `compute` then gets too. Zeros are appended
-        to fill the last chunk; the results of these tokens are left out.
+      arrays: a tuple of arrays [B, T] or [B, T, n], or None in place of one but the first, which `compute` then gets
+        too. Zeros are appended to fill the last chunk; the results of these tokens are left out.
       chunk_length: t, the number of tokens of each row in a chunk. If it is T or more, `compute` is called once, with
         `arrays` as they are.
       head: [V, D], whose dtype and number of rows the head's gradient gets.
