@@ -1,10 +1,11 @@
 """The names of the formats of quantised weights, such as "nf4", for configurations and commands, which need them before
-JAX is imported: LOADED are those to which weights can be quantised on loading, READ those that only files have, and
-QAT_GROUPS those of quantisation-aware training with the sizes of groups that share a scale."""
+JAX is imported: LOADED are those to which weights can be quantised on loading, READ those that only files have, which
+are decoded when a model is loaded, and QAT_GROUPS those of quantisation-aware training with the sizes of groups that
+share a scale, which `qat_group_size` checks."""
 
 # {name: file of jaxtune/pallas/formats whose FORMAT declares it}. LOADED are the formats that model.load_in accepts,
-# READ those in which checkpoints are read or written but which no model keeps. Checkpoints are searched for them in
-# this order.
+# READ those in which checkpoints are read or written but which no model keeps. jaxtune.pallas.formats imports the files
+# and makes its table FORMATS from both, in this order, in which checkpoints are searched for them.
 LOADED = {"nf4": "four_bit", "fp8": "fp8", "nvfp4": "nvfp4", "int8": "int8"}
 READ = {"mxfp4": "mxfp4"}
 
@@ -28,7 +29,8 @@ QAT_GROUPS: dict[str, tuple[int | None, ...]] = {
 def qat_group_size(format: str, group_size: int | None) -> str | None:
     """The reason why a format of quantisation-aware training (a key of QAT_GROUPS) has no groups of this size, or None
     if it has. The configuration (qat.group_size) and FakeQuant put it into their errors. group_size: weights of a row
-    that share a scale; None: as many as the format itself says."""
+    that share a scale; None: as many as the format itself says, which some formats, such as int4, do not allow. An
+    unknown format raises KeyError."""
     sizes = QAT_GROUPS[format]
     if group_size in sizes:
         return None

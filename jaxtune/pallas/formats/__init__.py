@@ -1,12 +1,13 @@
 """Quantised weights: the formats in which they are stored, encoded and decoded.
 
 A format is a file of this folder with a subclass of `Stored` and a declaration `FORMAT`, and an entry in
-jaxtune/pallas/format_names.py. FORMATS is the table of all formats, {name: Format}, which reading and writing models,
-the planner, exports, the configuration and jaxtune.compat use. Four functions look things up in it: `layouts` returns
-the layouts in checkpoints of all formats, `load_in` the formats to which a model can be quantised when it is loaded,
-`exports` those to which it can be exported, and `format_of` the format of a weight. The package also exports the
-classes of weights (NF4, FP4 and their base FourBit, FP8, MXFP4, NVFP4, their interface Stored), the classes of which a
-Format consists (Layout, Export), and `dense`, which returns the array of a weight that may be quantised.
+jaxtune/pallas/format_names.py. FORMATS is the table of all formats, {name: Format}, which the reading and writing of
+models, precision maps, the planner, exports, quantisation-aware training, `jaxtune sensitivity` and jaxtune.compat use.
+Four functions look things up in it: `layouts` returns the layouts in checkpoints of all formats, `load_in` the names of
+the formats to which a model can be quantised when it is loaded, `exports` the formats to which it can be exported, and
+`format_of` the format of a weight. The package also exports the classes of weights (NF4, FP4 and their base FourBit,
+FP8, MXFP4, NVFP4, their interface Stored), Format and the classes of which it consists (Layout, Export), and `dense`,
+which returns the array of a weight that may be quantised.
 """
 
 import importlib
@@ -28,20 +29,22 @@ FORMATS: dict[str, Format] = {
 
 def layouts() -> list[Layout]:
     """The layouts of all formats, in the order of FORMATS, in which the loader of checkpoints asks each of them whether
-    it stores a checkpoint's tensors. A layout describes how files store a format's weights; a format may have
-    several."""
+    it is the one that config.json names, and which of the tensors are stored in it. A layout describes how files store
+    a format's weights; a format may have several."""
     return [layout for each in FORMATS.values() for layout in each.layouts]
 
 
 def load_in() -> list[str]:
     """The values that the option model.load_in accepts beside None: the names of the formats to which weights can be
-    quantised when a model is loaded, such as "nf4"."""
+    quantised when a model is loaded, such as "nf4". The loader checks the option by it, the reader of adapters the
+    format that they record, and jaxtune/export takes the exports in these formats from `exports`."""
     return [name for name in FORMATS if name not in format_names.READ]
 
 
 def exports() -> dict[str, Format]:
     """{name, a value of the option --to of `jaxtune export`: format} for all formats to which a model can be exported.
-    The table of targets in jaxtune/export has these and others."""
+    The table of targets in jaxtune/export has the same names and others; it takes from here those whose formats are in
+    `load_in`, and has functions of its own for MXFP4."""
     return {each.export.name: each for each in FORMATS.values() if each.export is not None}
 
 
@@ -52,7 +55,7 @@ def format_of(weight: Stored | type[Stored] | Layout) -> Format:
 
     Raises:
       ValueError: a class, or the class of a weight, that belongs to no format.
-      StopIteration: a layout that belongs to no format.
+      StopIteration: a layout that belongs to no format. It must be an object of `layouts`, not another of its class.
     """
     if isinstance(weight, Layout):
         return next(each for each in FORMATS.values() if weight in each.layouts)

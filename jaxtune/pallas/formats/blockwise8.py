@@ -6,7 +6,7 @@ moments like this, and NF4's double quantisation its absmax (less their mean).
 
 `dynamic_map` returns a map, `encode` quantises an array of any shape, and `decode` returns its numbers; `in_blocks`
 divides an array into blocks, `nearest_codes` finds the indices of scaled numbers, and `upper_bounds` returns the
-numbers at which one index ends.
+numbers at which one index ends and the next begins.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SIGNED_ZERO = 127  # index of 0 in the signed map
 @functools.cache
 def dynamic_map(signed: bool) -> np.ndarray:
     """The dynamic map of arXiv 2110.02861, the 256 values that a byte stands for: float32[256] in ascending order,
-    equal bit for bit to that of bitsandbytes. It is computed once; callers must not change the array.
+    equal bit for bit to that of bitsandbytes. `decode` reads it, NF4's double quantisation stores it as nested_map, and
+    8-bit Adam's kernel decodes by it. It is computed once for each map; callers must not change the array.
 
     Decade d, from 0 to 6, covers 10^(d-7) to 10^(d-6) with the centres of n equal intervals; n is 2^d on either side of
     0 if signed, else 2^(d+1). With 0 and 1 these are 256 values; -1 is not among them.
@@ -61,8 +62,8 @@ def _intervals(signed: bool, decade: int) -> int:
 @functools.cache
 def upper_bounds(signed: bool) -> np.ndarray:
     """For each magnitude of the map except 1, ascending from 0, the largest float32 to which it is the nearest
-    magnitude: float32[128] if signed, else float32[255]. `nearest_codes` compares with it. It is computed once; callers
-    must not change the array.
+    magnitude: float32[128] if signed, else float32[255]. `nearest_codes` compares with it, and 8-bit Adam's kernel
+    encodes by a table that is made from it. It is computed once for each map; callers must not change the array.
 
     It is the middle between the magnitude and the next, rounded down, so that a float32 is above it exactly if it is
     above the middle. signed: True: the map with negative values. False: the map without.
@@ -97,15 +98,16 @@ def _edges(signed: bool) -> list[float]:
 
 def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
     """Quantises numbers to the map: uint8 in x's shape, the index of the map's value that is nearest to each number;
-    ties go towards 0. Numbers are not clipped: the caller divides by the largest magnitude first. `encode` and
-    NF4.encode (for its absmax) call it.
+    ties go towards 0. Callers divide by the largest magnitude first; a number beyond the map would get the index of its
+    last value on that side. `encode` and NF4.encode (for its absmax) call it.
 
     A binary search would read the map eight times per element, each read waiting for the one before. Within a decade
     the map is linear, so a product gives the index or one less: it is computed 1/4 of an interval too low, which is far
     more than its rounding error. Comparing with the exact bound between the two indices decides.
 
     Args:
-      x: float32 of any shape, from -1 to 1, or from 0 if not signed.
+      x: float32 of any shape, from -1 to 1; if not signed, from 0 to 1, and a negative number would get the index of
+        its magnitude.
       signed: True: the map with negative values. False: the map without.
     """
     magnitude = jnp.abs(x)
@@ -123,10 +125,11 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
 
 
 def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
-    """Quantises values of any shape to eight bits, in float32 arithmetic. Returns (codes uint8[blocks, 256], absmax
-    float32[blocks]); the values are flattened, and the last block is padded with zeros. A block whose largest magnitude
-    is below the smallest normal float32, 2^-126, becomes zeros; values that are not finite make their block
-    meaningless. 8-bit Adam (pallas/adam8) stores its moments like this.
+    """Quantises values of any shape to eight bits, in float32 arithmetic with XLA's division, so codes may differ
+    between devices. Returns (codes uint8[blocks, 256], absmax float32[blocks]); the values are flattened, and the last
+    block is padded with zeros. A block whose largest magnitude is below the smallest normal float32, 2^-126, becomes
+    zeros; values that are not finite make their block meaningless. 8-bit Adam (pallas/adam8) stores its moments like
+    this.
 
     Args:
       values: floating-point numbers, which must not be negative if not signed.
@@ -143,9 +146,9 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
-    """Decodes what `encode` returned: float32[blocks, 256], each number of the map times its block's absmax, which is
-    the encoded value up to the error of quantisation. The padding of the last block is included. 8-bit Adam reads its
-    moments with it.
+    """Decodes what `encode` returned: float32[blocks, 256], for each code the map's value times its block's absmax,
+    which is the encoded value up to the error of quantisation. The padding of the last block is included. 8-bit Adam
+    reads its moments with it.
 
     Args:
       codes: uint8[blocks, 256].

@@ -11,7 +11,8 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
     """x / y for float32 arrays of one shape, rounded to the nearest float32, so that it is the same on every device.
     XLA's own division on an NVIDIA GPU (div.full.f32) may be off by two units in the last place; where x, y or the
     quotient is zero, subnormal or not finite, XLA's quotient is returned as it is, and may differ between devices.
-    Formats compute scales and scaled numbers with it, so that their bytes do not depend on the device."""
+    Formats of weights, GGUF's among them, and the rounding of activations to int8 divide with it when they encode, so
+    that their bytes do not depend on the device."""
     return _rounded_quotient(x, y, x / y)
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 def as_float16(x: jax.Array) -> jax.Array:
     """Rounds x, float32 of any shape, to the nearest float16 numbers, and returns them in float32. Numbers beyond
-    float16's range become infinite. Int8.encode rounds weights so, and quantisation-aware training the scales of q4_0
-    and q8_0, because the programs whose results they must equal store float16.
+    float16's range become infinite. Int8.encode rounds weights so, because bitsandbytes quantises float16 weights, and
+    quantisation-aware training the scales of q4_0 and q8_0, because GGUF files store them in float16.
 
     A cast is not used, because XLA may leave out a conversion to float16 and back; and reduce_precision turns float16's
     subnormal numbers, which are multiples of 2^-24, into zeros, so they are rounded separately.

@@ -3,7 +3,9 @@
 The tensor is flattened row by row and divided into blocks of 64, the last of which may be shorter. A block has its
 absmax (the largest magnitude, float32), and each element the index of the table entry nearest to element / absmax. Two
 indices make a byte, the first in the high nibble. Double quantisation stores absmax minus their mean in 8 bits, in
-blocks of 256, as indices into a signed dynamic map (arXiv 2110.02861). All bytes equal those of bitsandbytes.
+blocks of 256, as indices into a signed dynamic map (arXiv 2110.02861). Codes and float32 absmax equal those of
+bitsandbytes byte for byte; with double quantisation the offset and nested absmax may differ by rounding errors, and
+then a few of the 8-bit indices.
 
 NF4 and FP4 are the classes of weights, and FourBit is their base; `NF4.encode` quantises a tensor. BitsAndBytes
 describes how checkpoints store them, and FORMAT declares the format to jaxtune.pallas.formats.
@@ -149,8 +151,8 @@ class FourBit(Stored):
         experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself.
 
         The values are exactly those of the rows, which must be whole blocks of 64 (BitsAndBytes.splitting checks it).
-        The result has float32 absmax if the rows do not begin and end with whole groups of 256 blocks, which share a
-        nested absmax.
+        With double quantisation the absmax stay quantised if the rows begin and end with whole groups of 256 blocks,
+        which share a nested absmax; otherwise the result has float32 absmax.
         """
         columns = self.shape[2]
         first, size = (index * self.shape[1] + start) * columns, rows * columns
@@ -236,8 +238,9 @@ class NF4(FourBit):
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray, double_quant: bool = True) -> NF4:
         """Quantises a tensor of any shape in bfloat16, float16 or float32 on its device; the bytes are equal on every
-        device, and equal to those of bitsandbytes. Loading a model with model.load_in "nf4" and exports call it, by
-        Format.encode.
+        device. Codes and float32 absmax equal those of bitsandbytes; quantised absmax decode to nearly the same
+        numbers, because bitsandbytes adds their mean in another order. Loading a model with model.load_in "nf4" and
+        exports call it, by Format.encode.
 
         Elements are converted to float32. Values that are not finite make their block meaningless, and with double
         quantisation the whole tensor, whose `offset` is then not finite either.
@@ -262,7 +265,8 @@ class NF4(FourBit):
 class FP4(FourBit):
     """A tensor in FP4, the 4-bit float of older bitsandbytes checkpoints: sign, two exponent bits, one fraction bit.
     It stores a code of four bits for each element and the largest magnitude (absmax) of each 64, as FourBit, its base,
-    explains. Such weights are read and decoded; jaxtune does not quantise to it."""
+    explains. Checkpoints in it are read, trained over and written again, as the format "nf4" of FORMATS, which has both
+    classes; jaxtune does not quantise weights to it."""
 
     quant_type = "fp4"
     table = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
@@ -337,7 +341,8 @@ class BitsAndBytes(Layout):
 
     Beside `X.weight` (the codes, as bytes of any dtype) there are `X.weight.absmax`, `.quant_map`, with double
     quantisation `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or `__fp4`), the bytes
-    of a JSON object with shape, dtype and block sizes. The attributes and methods are explained in Layout.
+    of a JSON object with shape, dtype, block sizes and, with double quantisation, the offset. The attributes and
+    methods are explained in Layout.
     """
 
     title = "bitsandbytes' in four bits"
@@ -353,8 +358,8 @@ class BitsAndBytes(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "bitsandbytes", and load_in_4bit (or _load_in_4bit) is set. The loader of checkpoints calls it
-        to find a checkpoint's layout (Layout.recognises)."""
+        quant_method is "bitsandbytes", and load_in_4bit, or where it is missing _load_in_4bit, is true. The loader and
+        the planner learn a checkpoint's format by it (Layout.recognises)."""
         four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(four_bit)
 
@@ -487,8 +492,8 @@ class BitsAndBytes(Layout):
 
         Args:
           weight: the weight, or the same object with shapes (jax.ShapeDtypeStruct) in place of its arrays.
-          make: a function that quantises the weight and returns it; it is called only if `weight` has double
-            quantisation and no jax.Array as offset, so that an offset is not computed twice.
+          make: a function that quantises the weight, for experts the whole tensor, and returns it; it is called only if
+            `weight` has double quantisation and no jax.Array as offset, so that an offset is not computed twice.
         """
         assert isinstance(weight, FourBit)
         if weight.offset is None:

@@ -75,7 +75,8 @@ class FP8(Stored):
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray, block: Block = ROW) -> FP8:
         """Quantises an array [..., out, in] in bfloat16, float16 or float32 on its device; the bytes are equal on every
-        device. Loading with model.load_in "fp8", exports and quantisation-aware training call it.
+        device. Loading with model.load_in "fp8" and exports call it, and quantisation-aware training, which also rounds
+        activations with it.
 
         A block's scale is its largest magnitude over 448 in float32, at least 2^-126, and 1 for a block of zeros.
         Numbers whose magnitude is below 2^-126, which are zero on some devices, become zero. Scaled numbers are rounded
@@ -177,8 +178,8 @@ class FP8(Stored):
 
 def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
     """(blocks along out, blocks along in) of a tensor whose shape is [..., out, in]: the last two axes of its scales. A
-    last block that is not full counts too. `encode` and the checks of files need it. block: (rows, columns) that share
-    a scale; None in place of a number stands for all rows or all columns."""
+    last block that is not full counts too. `encode`, FP8.problem and the functions that read and check files need it.
+    block: (rows, columns) that share a scale; None in place of a number stands for all rows or all columns."""
     along = [1 if size is None else -(-whole // size) for whole, size in zip(shape[-2:], block, strict=True)]
     return along[0], along[1]
 
@@ -230,8 +231,9 @@ class FP8Files(Layout):
       one for each row ("channel"), for the whole matrix ("tensor") or, in files that are read, for each 128 x 128
       numbers ("block").
 
-    Both kinds tell servers such as vLLM to quantise activations too, with scales computed while they serve. The
-    attributes and methods are explained in Layout.
+    The entry that is written with either kind tells servers such as vLLM to quantise activations too, with scales
+    computed while they serve; checkpoints that do not say so are read too. The attributes and methods are explained in
+    Layout.
     """
 
     title = "FP8 (quant_method fp8, or compressed-tensors' float-quantized)"
@@ -241,17 +243,18 @@ class FP8Files(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "fp8", or "compressed-tensors" with the format "float-quantized". The loader of checkpoints
-        calls it to find a checkpoint's layout (Layout.recognises)."""
+        quant_method is "fp8", or "compressed-tensors" with the format "float-quantized". The loader and the planner
+        learn a checkpoint's format by it (Layout.recognises)."""
         method, kind = settings.get("quant_method"), settings.get("format")
         return method == "fp8" or (method == "compressed-tensors" and kind == "float-quantized")
 
     def check(self, settings: Settings) -> None:
         """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
         setting that is not supported. Supported are weights in e4m3 with a scale for each row, each 128 x 128 numbers
-        or the matrix, and activation scales that are computed while serving ("dynamic"). Of compressed-tensors a
-        quantised key/value cache is refused too; of "fp8" it is not looked for. The loader calls it before it reads any
-        tensor."""
+        or the matrix, and activation scales that are computed while serving ("dynamic") or missing. Of
+        compressed-tensors the size of blocks is not checked here but by `describe`, and a quantised key/value cache and
+        a quantization_status other than "compressed" are refused too; of "fp8" these are not looked for. The loader
+        calls it before it reads any tensor."""
         method = settings.get("quant_method")
         if method == "fp8":
             known = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
@@ -313,7 +316,8 @@ class FP8Files(Layout):
           arrays: {key: array}, the content of the tensors in `found`.
           dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
         Raises:
-          ValueError: a scale is out of range (negative, too small, or so large that decoded numbers are not finite).
+          ValueError: a scale is out of range (`_check_scales`): negative, below 2^-126 unless it is 0 and so are its
+            block's codes, or so large that 448 times it is not finite in `dtype_name`.
         """
         codes, (key,) = arrays[self.codes], [key for key in self.others if key in arrays]
         block: Any = found.details
@@ -323,8 +327,9 @@ class FP8Files(Layout):
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
         """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
-        tensor [E, out, in], or None if they can. The reason is that their scales differ in block or dtype, or that a
-        block would cross from one matrix into the next. The loader refuses the checkpoint with this reason.
+        tensor [E, out, in], or None if they can. The reason is that their scales differ in block or dtype, or, if an
+        expert has several matrices, that a block would cross from one into the next: each matrix has one scale, or 128
+        x 128 blocks and rows that are no multiple of 128. The loader refuses the checkpoint with this reason.
 
         Args:
           pieces: the matrices, as `describe` found them, in the order of their rows in the tensor.
@@ -392,9 +397,9 @@ class FP8Files(Layout):
 
 def _check_group(where: str, group: Any) -> None:
     """Raises ValueError unless `group`, an entry of compressed-tensors' config_groups, describes weights that can be
-    read: symmetric floats of 8 bits with a scale for each row, block or matrix, and activation scales that are computed
-    while serving. FP8Files.check calls it for each group. where: the entry's path in quantization_config, for the
-    message."""
+    read: symmetric floats of 8 bits with a scale for each row, block (of any size, which FP8Files.describe checks) or
+    matrix, and activation scales that are computed while serving, if it names activations. FP8Files.check calls it for
+    each group. where: the entry's path in quantization_config, for the message."""
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
     wanted: list[tuple[str, Any, tuple]] = [
         ("weights.type", weights.get("type"), ("float",)),
@@ -413,15 +418,16 @@ def _check_group(where: str, group: Any) -> None:
 
 def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: Block, dtype_name: str) -> None:
     """Raises ValueError if a finite scale is out of range, as in a damaged file: negative, below 2^-126, or so large
-    that decoded numbers would not be finite. A scale of 0 is allowed for a block whose codes are all 0. Scales that are
-    not finite are ignored here, because the loader refuses them. FP8Files.read calls it.
+    that 448 times it, the largest number that its block can have, would not be finite. A scale of 0 is allowed for a
+    block whose codes are all 0. Scales that are not finite are ignored here, because the loader refuses them.
+    FP8Files.read calls it.
 
     Args:
       entry: the header of the scales' tensor, for the message.
       scales: float32, in the shape that the file has.
       codes: float8_e4m3fn[out, in].
       block: (rows, columns) that share a scale.
-      dtype_name: the dtype that the model computes in, in which decoded numbers must be finite.
+      dtype_name: the dtype that the model computes in, in which 448 times a scale must be finite.
     """
     most = min(float(jnp.finfo(dtype_name).max), float(np.finfo(np.float32).max)) / LARGEST
     wrong = np.isfinite(scales) & ~((scales >= LEAST_SCALE) & (scales <= most))

@@ -1,8 +1,8 @@
 """int8 with a scale per row: the weights of LLM.int8() (arXiv 2208.07339), as bitsandbytes stores them.
 
-A weight is its code times the largest magnitude of its row over 127. In its forward pass LLM.int8() also quantises
-activations, and multiplies columns with outliers in 16 bits. That is not done here: weights are decoded for each
-product, forward and backward, as bitsandbytes does for gradients.
+A weight is its code times the largest magnitude of its row, divided by 127. In its forward pass LLM.int8() also
+quantises activations, and multiplies columns with outliers in 16 bits. That is not done here: weights are decoded for
+each product, forward and backward, as bitsandbytes does for gradients.
 
 Int8 is the class of weights, with `Int8.encode`. LLMInt8 describes how checkpoints store them, and FORMAT declares the
 format to jaxtune.pallas.formats.
@@ -56,7 +56,7 @@ class Int8(Stored):
         """Quantises an array [..., out, in] of floats to an Int8, whose `decode` returns the array's dtype by default.
         Numbers are rounded to float16 first, and then to the nearest code, with the largest magnitude of each row at
         127; a row of zeros has absmax 0. The bytes equal those of bitsandbytes on a CPU. Loading with model.load_in
-        "int8", exports and quantisation-aware training call it.
+        "int8", exports, and quantisation-aware training in int8 by rows call it.
 
         Rows with numbers beyond float16's range, for which bitsandbytes stores infinity, are quantised from float32.
         """
@@ -70,7 +70,7 @@ class Int8(Stored):
 
     def problem(self) -> str | None:
         """Returns the reason why the arrays cannot belong to one tensor (absmax has not one number for each row of the
-        codes), or None. `decode` and the operations refuse such a weight with this reason."""
+        codes), or None. Dtypes are not checked. `decode` and the operations refuse such a weight with this reason."""
         if self.absmax.shape == self.shape[:-1]:
             return None
         return f"absmax is {list(self.absmax.shape)}; codes of {list(self.shape)} need {list(self.shape[:-1])}"
@@ -106,8 +106,8 @@ class Int8(Stored):
         return (axis, None if axis == self.ndim - 1 else axis)
 
     def _decode(self, dtype) -> jax.Array:
-        """The decoded tensor [..., out, in] in `dtype`, or in that of dtype_name if it is None: code * absmax / 127 in
-        float32, multiplied in bitsandbytes' order so that the result is the same, then cast."""
+        """The decoded tensor [..., out, in] in `dtype`, or in that of dtype_name if it is None: (code * absmax) * (1 /
+        127) in float32, the order of bitsandbytes, so that the result is the same, then cast."""
         numbers = self.codes * self.absmax[..., None] * np.float32(1 / _LARGEST)  # in bitsandbytes' order
         return numbers.astype(dtype or self.dtype)
 
@@ -115,7 +115,8 @@ class Int8(Stored):
 @jax.jit
 def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises an array [..., out, in] and returns (codes int8[..., out, in], absmax float32[..., out], the largest
-    magnitude of each row). It is the jitted computation of Int8.encode."""
+    magnitude of each row, after its numbers were rounded to float16 if none is beyond float16's range). It is the
+    jitted computation of Int8.encode."""
     exact = array.astype(jnp.float32)
     half = as_float16(exact)  # bitsandbytes quantises weights that were rounded so
     numbers = jnp.where(jnp.isfinite(half).all(-1, keepdims=True), half, exact)
@@ -143,8 +144,8 @@ class LLMInt8(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "bitsandbytes", and load_in_8bit (or _load_in_8bit) is set. The loader of checkpoints calls it
-        to find a checkpoint's layout (Layout.recognises)."""
+        quant_method is "bitsandbytes", and load_in_8bit, or where it is missing _load_in_8bit, is true. The loader and
+        the planner learn a checkpoint's format by it (Layout.recognises)."""
         eight_bit = settings.get("load_in_8bit", settings.get("_load_in_8bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(eight_bit)
 

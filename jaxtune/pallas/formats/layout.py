@@ -38,8 +38,8 @@ Read = Callable[[str], np.ndarray]  # takes a tensor's key and returns its bytes
 
 class Header(Protocol):
     """A tensor's entry in the header of a safetensors file (models/files/headers.TensorEntry is one): its name in the
-    file, its dtype by safetensors' name, such as F8_E4M3, its shape, the path of the file, and the bytes of its
-    data."""
+    file, its dtype by safetensors' name, such as F8_E4M3, its shape, the path of the file, and the number of bytes of
+    its data. A layout sees of a tensor no more than this before it is read."""
 
     @property
     def name(self) -> str:
@@ -73,13 +73,16 @@ Headers = Mapping[str, Header]  # by key
 
 
 class FileTensor(NamedTuple):
-    """A tensor that is to be written to a file: its shape and dtype, which the file's header needs before the weights
-    have been quantised, and the function `of`, which returns the tensor's array later. Layout.tensors makes it; the
-    writer gives it a name."""
+    """A tensor that is to be written to a file: its shape and dtype, which the file's header needs before the values
+    have been computed, and the function `of`, which returns the tensor's array later. Layout.tensors makes those of
+    quantised weights; jaxtune/models/files and jaxtune/export make those of other tensors. It has no name: the key of
+    the dictionary that has it names it."""
 
     shape: tuple[int, ...]  # its dimensions
     dtype: np.dtype  # its dtype
-    of: Of  # takes the quantised weight that the tensor stores, or helps to store, and returns the tensor's array
+    # takes the weight that the tensor stores, or helps to store (a quantised one, if Layout.tensors made this), and
+    # returns the tensor's array
+    of: Of
 
     @property
     def size_bytes(self) -> int:
@@ -102,7 +105,8 @@ def check_weights(settings: Settings, wanted: Mapping[str, object]) -> None:
     whose weights are stored in another way than a layout reads, or a quantised key/value cache. The layouts
     CompressedTensors of MXFP4 and of NVFP4 call it in `check`.
 
-    wanted: {key, such as "num_bits": the only value that is supported}; a key that a group lacks has that value."""
+    wanted: {key, such as "num_bits": the only value that is supported}; a key that a group lacks is taken to have that
+    value. Only the weights' settings of a group are checked, not those of activations."""
     for name, group in (settings.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
         for key, value in wanted.items():
@@ -142,11 +146,12 @@ class Layout:
     and `config`; the other methods have defaults.
 
     To read, the loader asks `recognises` whether a config.json names this layout, and `check` whether its settings are
-    supported. It divides the tensors' names into module and key (`key_of`), asks `claims` whether a module's tensors
-    are a quantised weight, and makes the weight with `describe` (from headers) and `read` (from arrays); `decoded`
-    returns its array if the layout is `decoded_on_load`. `digested` lists the tensors that enter the base model's
-    checksum. To write, it uses the first layout of a format that `can_store` the weight, and `tensors` and `config`;
-    `header_number` returns a number that must be known before a file's header is written.
+    supported. Whatever config.json names, it then searches the tensors for those of every layout: it divides their
+    names into module and key (`key_of`), asks `claims` whether a module's tensors are a quantised weight, and makes the
+    weight with `describe` (from headers) and `read` (from arrays); `decoded` returns its array if the layout is
+    `decoded_on_load`. `digested` lists the tensors that enter the base model's checksum. To write, it uses the first
+    layout of a format that `can_store` the weight, and `tensors` and `config`; `header_number` returns a number that
+    must be known before a file's header is written.
 
     A checkpoint may store an experts' matrix [E, out, in] in pieces, which are separate matrices, one or more for each
     expert. `joining` and `splitting` return the reason why pieces cannot be joined to one tensor, or cut from it, or
@@ -177,9 +182,10 @@ class Layout:
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a checkpoint's config.json, says that the weights are stored
-        in this layout. The loader asks the layouts in the order of FORMATS, leaving out those whose `families` lack the
-        model type, and takes the first that returns True; if none does, it refuses the checkpoint. Each layout
-        implements it."""
+        in this layout. registry.weights_stored_in, which names a checkpoint's format for the loader and the planner,
+        asks the layouts in the order of FORMATS, leaving out those whose `families` lack the model type, and takes the
+        first that returns True; if none does, the checkpoint is refused. The tensors are found by `claims` alone. Each
+        layout implements it."""
         raise NotImplementedError
 
     def check(self, settings: Settings) -> None:
@@ -237,7 +243,7 @@ class Layout:
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
         """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
         tensor [E, out, in] (Stored.joined), such as blocks that would cross from one matrix into the next; None if they
-        can, as by default. The loader then refuses the checkpoint with this reason.
+        can, as by default. The loader refuses the checkpoint with a reason.
 
         Args:
           pieces: the matrices, as `describe` found them, in the order of their rows in the tensor.
@@ -269,28 +275,29 @@ class Layout:
     def splitting(self, weight: Stored, rows: int) -> str | None:
         """The reason why `weight`, experts [E, out, in], cannot be written as separate matrices, such as blocks that
         would be cut, or None if it can, as by default. rows: the number of rows of each matrix, which Stored.piece cuts
-        from the tensor. Writing a checkpoint then fails with this reason."""
+        from the tensor. Writing a checkpoint fails with a reason."""
         del weight, rows
         return None
 
     def header_number(self, weight: Stored, make: Callable[[], Stored]) -> float | None:
         """Returns a number of the weight that is part of the files' headers or sizes, and must therefore be known
         before the weights are written, such as NF4's offset of double quantisation; None, as by default, if the layout
-        has no such number. It is passed to `tensors`.
+        has no such number. It is passed to `tensors`. For experts that are written in pieces it is asked for once, of
+        the first piece, and the number is passed for all.
 
         Args:
           weight: the weight, or the same object with shapes (jax.ShapeDtypeStruct) in place of its arrays.
-          make: a function without arguments that quantises the weight and returns it with its arrays; it is called only
-            if the number is needed and `weight` has only shapes.
+          make: a function without arguments that quantises the weight and returns it with its arrays, for experts the
+            whole tensor; it is called only if the number is needed and `weight` has only shapes.
         """
         del weight, make
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """Describes the tensors of a file that store `weight`, a matrix [out, in]: {key: FileTensor}. A FileTensor has
-        a shape, a dtype, and a function that later takes the same weight with its arrays and returns the array to
-        write. A file's header is written before the weights have been quantised, so `weight` may contain shapes and
-        dtypes (jax.ShapeDtypeStruct) instead of arrays. Each layout implements it. The code that writes checkpoints
-        calls it.
+        """Describes the tensors of a file that store `weight`, a matrix [out, in], or of gpt-oss experts [E, out, in]:
+        {key: FileTensor}. A FileTensor has a shape, a dtype, and a function that later takes the same weight with its
+        arrays and returns the array to write. A file's header is written before the weights have been quantised, so
+        `weight` may contain shapes and dtypes (jax.ShapeDtypeStruct) instead of arrays. Each layout implements it. The
+        code that writes checkpoints calls it.
 
         number: what `header_number` returned; None if the layout has no such number.
         """
@@ -301,7 +308,7 @@ class Layout:
         layout. Each layout implements it. The entry is written with a model that is saved or exported.
 
         Args:
-          weights: all weights in this format.
+          weights: all weights in this format; () from the export of gpt-oss.
           plain: the names of the linears that are not quantised, including the head's.
           dtype: the name of the dtype that the model computes in.
         """
@@ -309,19 +316,21 @@ class Layout:
 
     def rounding_activations(self, config: Config) -> Config:
         """Returns a copy of `config`, the entry quantization_config that the method `config` returned, with what makes
-        servers round activations to the format too. An export of a model that was trained with rounded activations
-        calls it. Layouts that can say so implement it; others raise NotImplementedError."""
+        servers round activations to the format too. The export mxfp4-mxfp4 calls it. The layout CompressedTensors of
+        MXFP4 implements it; others raise NotImplementedError: FP8's entry says so always, and NVFP4 stores a scale
+        beside each weight instead (Stored.with_input_scale)."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """A format as a target of `jaxtune export`, a command that writes a checkpoint for servers, with all weight
-    matrices of the layers in this format, except those that `keeps` names."""
+    """A format as a target of `jaxtune export`, a command that writes a checkpoint for servers, with the linears and
+    experts of the layers in this format, except the linears that `keeps` names and matrices whose rows are not whole
+    blocks. Of gpt-oss, MXFP4 stores the experts alone."""
 
     name: str  # the value of the command's option --to
     title: str  # its description in the command's help
-    keeps: tuple[str, ...] = ()  # linears whose names end with one of these stay in 16 bits
+    keeps: tuple[str, ...] = ()  # linears whose names end with one of these stay in the model's dtype
     # the reason with which a model with experts is refused; None: such a model is exported too
     without_experts: str | None = None
 
@@ -334,7 +343,9 @@ class Format:
     """Everything that jaxtune knows about a format of quantised weights, except its kernels: its classes, its layouts
     in checkpoints, and how options and messages call it. The table of all formats is formats.FORMATS."""
 
-    name: str  # the value of model.load_in, by which messages and records call the format
+    # the key of FORMATS, by which messages and records call the format; a value of model.load_in, except those of
+    # format_names.READ
+    name: str
     title: str  # a phrase such as "in four bits (NF4)"
     kinds: tuple[type[Stored], ...]  # the classes of its weights; that of the first one quantises 16-bit weights
     layouts: tuple[Layout, ...]  # how checkpoints store it; a weight is written in the first one that `can_store` it
@@ -348,7 +359,8 @@ class Format:
 
     def encode(self, array: jax.Array) -> Stored:
         """Quantises a 16-bit or 32-bit weight, `array` [..., out, in], to this format. Returns a Stored of the first
-        class of `kinds`. Loading with model.load_in and exports call it."""
+        class of `kinds`. Its options are that class's defaults. Loading with model.load_in or a precision map, exports,
+        quantisation-aware training and `jaxtune sensitivity` call it."""
         return self.kinds[0].encode(array)
 
     def layout(self, weight: Stored) -> Layout:

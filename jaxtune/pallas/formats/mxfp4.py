@@ -80,9 +80,9 @@ class MXFP4(Stored):
         """Quantises a tensor float[..., n], n a multiple of 32; exact if its numbers are MXFP4 numbers already.
 
         A block's scale is one of two powers of two, that with the smaller sum of squared errors: the one that the
-        specification gives, with which numbers above 6 times the scale are clipped to it, or twice that power. Numbers
-        are rounded to nearest, ties to even, and must be finite. Exports to MXFP4 and quantisation-aware training call
-        it.
+        specification gives, with which numbers above 6 times the scale are clipped to it, or twice that power. Where
+        both sums are equal, or overflow float32, it is the first. Scales are from 2^-126 to 2^125. Numbers are rounded
+        to nearest, ties to even, and must be finite. Exports to MXFP4 and quantisation-aware training call it.
 
         Raises:
           ValueError: the last axis is not a multiple of 32.
@@ -167,9 +167,9 @@ class MXFP4(Stored):
 
 def to_e2m1(size: jax.Array) -> jax.Array:
     """Rounds magnitudes, `size` float32 of any shape and not negative, to the nearest number of e2m1, the four-bit
-    float of MXFP4 and NVFP4, whose encoders call it. Above 6, the largest number, they are rounded to multiples of 2,
-    which callers clip. The numbers of e2m1 are 0.5 apart below 2, 1 apart below 4 and 2 apart above; ties go to the
-    even code, as jnp.round has them."""
+    float of MXFP4 and NVFP4, whose encoders call it. Returns these numbers in float32, not their codes. Above 6, the
+    largest number, they are rounded to multiples of 2, which callers clip. The numbers of e2m1 are 0.5 apart below 2, 1
+    apart below 4 and 2 apart above; ties go to the even code, as jnp.round has them."""
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     return jnp.round(size / step) * step
 
@@ -211,7 +211,8 @@ class Published(Layout):
 
     For the array NAME [E, in, out] of a layer's experts in the model, a file has `NAME_blocks` uint8[E, out, in / 32,
     16], the codes, and `NAME_scales` uint8[E, out, in / 32]. They are decoded when they are loaded, because no model
-    trains over MXFP4; `jaxtune export --to mxfp4` writes them. The attributes and methods are explained in Layout.
+    trains over MXFP4; `jaxtune export --to mxfp4` writes them for gpt-oss. The attributes and methods are explained in
+    Layout.
     """
 
     title = "gpt-oss's in MXFP4"
@@ -224,7 +225,7 @@ class Published(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "mxfp4". The loader of checkpoints calls it to find a checkpoint's layout
+        quant_method is "mxfp4". The loader and the planner learn by it that weights are decoded on loading
         (Layout.recognises)."""
         return settings.get("quant_method") == "mxfp4"
 
@@ -258,9 +259,9 @@ class Published(Layout):
         return Found(name, tensors, (experts, groups * BLOCK, out_size))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
-        """Makes the quantised experts of a layer, an MXFP4 of the shape [E, out, in], from the content of their two
-        tensors. The axes are in the checkpoint's order; `decoded` swaps them to the model's. The loader of checkpoints
-        calls it.
+        """Makes the quantised experts of a layer, an MXFP4 of the shape [E, out, in] with jax.Arrays as leaves, from
+        the content of their two tensors. The axes are in the checkpoint's order; `decoded` swaps them to the model's.
+        The loader of checkpoints calls it.
 
         Args:
           found: what `describe` returned.
@@ -275,7 +276,7 @@ class Published(Layout):
     def decoded(self, weight: Stored, dtype: str) -> jax.Array:
         """The experts' array that the model has, [E, in, out] in `dtype`, of a weight that is stored as [E, out, in].
         No model keeps MXFP4, so the loader calls it for every weight. It is exact in dtypes that can represent the
-        scales."""
+        numbers."""
         assert isinstance(weight, MXFP4)
         return _decoded(weight, dtype)
 
@@ -307,7 +308,7 @@ class Published(Layout):
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of config.json, a copy of that of the published gpt-oss, which names
         the modules that stay in 16 bits. The arguments weights, plain and dtype, which other layouts need, are not
-        used. The entry is written with a model that is saved or exported."""
+        used. `jaxtune export --to mxfp4` writes the entry with a gpt-oss model."""
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 
@@ -357,14 +358,15 @@ class CompressedTensors(Layout):
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
-        quant_method is "compressed-tensors" and the format is "mxfp4-pack-quantized". The loader of checkpoints calls
-        it to find a checkpoint's layout (Layout.recognises)."""
+        quant_method is "compressed-tensors" and the format is "mxfp4-pack-quantized". The loader and the planner learn
+        by it that weights are decoded on loading (Layout.recognises)."""
         return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "mxfp4-pack-quantized")
 
     def check(self, settings: Settings) -> None:
         """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
         setting that is not supported. Supported are weights that are symmetric floats of 4 bits in groups of 32,
-        without a quantised key/value cache. The loader calls it before it reads any tensor."""
+        without a quantised key/value cache; a key that is missing is taken to have that value, and settings of
+        activations are ignored. The loader calls it before it reads any tensor."""
         check_weights(settings, {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True})
 
     def claims(self, tensors: Headers) -> bool:
@@ -384,7 +386,7 @@ class CompressedTensors(Layout):
           tensors: {".weight_packed": header of the codes, ".weight_scale": header of the scales}.
           read: a function that returns a tensor's bytes; it is not called, because the headers say everything.
         Raises:
-          ValueError: the scales are missing, or their shape does not fit the codes.
+          ValueError: the scales are missing, their shape does not fit the codes, or the codes are no matrix.
         """
         codes, scales = tensors[self.codes], tensors.get(".weight_scale")
         wanted = [codes.shape[0], 2 * codes.shape[1] // BLOCK] if len(codes.shape) == 2 else None
@@ -424,8 +426,8 @@ class CompressedTensors(Layout):
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
-        layout, with activations in 16 bits; `rounding_activations` adds those in MXFP4. The entry is written with a
-        model that is saved or exported.
+        layout, with activations in 16 bits; `rounding_activations` adds those in MXFP4. The exports mxfp4 and
+        mxfp4-mxfp4 write the entry; a model that is saved has no weights in MXFP4.
 
         Args:
           weights: not used.
