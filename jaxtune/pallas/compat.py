@@ -21,8 +21,8 @@ from jaxtune.pallas import dispatch, meshes
 
 def triton_refusal() -> str | None:
     """The reason why Triton kernels cannot run on the GPU that is compiled for (no NVIDIA GPU, one of a compute
-    capability below 8.0, or jax-triton is not installed); None if they can. The functions by
-    which Triton implementations refuse calls ask it."""
+    capability below 8.0, or jax-triton is not installed); None if they can. The functions by which
+    Triton implementations refuse calls ask it."""
     capability = dispatch.compute_capability()
     if capability is None:
         return "no NVIDIA GPU"
