@@ -21,8 +21,8 @@ from jaxtune.pallas import dispatch, meshes
 
 def triton_refusal() -> str | None:
     """The reason why Triton kernels cannot run on the GPU that is compiled for (no NVIDIA GPU, one of a compute
-    capability below 8.0, or jax-triton is not installed); None if they can. The `refusal` of every Triton
-    implementation asks it first."""
+    capability below 8.0, or jax-triton is not installed); None if they can. The functions by which
+    Triton implementations refuse calls ask it."""
     capability = dispatch.compute_capability()
     if capability is None:
         return "no NVIDIA GPU"
@@ -53,8 +53,9 @@ def triton_call(
     **constants: int | float,
 ) -> list[jax.Array]:
     """Calls a Triton kernel, a function under triton.jit that takes pointers to `arguments` and to the outputs, and
-    `constants`, through jax-triton, whatever its version. On a mesh of several devices each device calls it on plain
-    local arrays. It may only be called where `triton_refusal` returns None.
+    `constants`, through jax-triton, whatever its version. Within a shard_map each device calls it on its local arrays;
+    on a mesh of several devices without one, each device calls it on the whole arrays. It may only be called where
+    `triton_refusal` returns None.
 
     Args:
       kernel: the function.
@@ -112,13 +113,14 @@ def triton_graph_call(
 ) -> list[jax.Array]:
     """Calls a Triton kernel as XLA launches its own kernels: the call becomes a node of a CUDA graph beside the kernels
     around it, and costs no time between kernels. The calls of jax-triton, which `triton_call` makes, are no nodes of
-    graphs. The kernel must be one of a few in a program, because each call has the kernel's whole assembly with it. On
-    a mesh of several devices each device calls it on plain local arrays. It may only be called where `triton_refusal`
-    returns None.
+    graphs. A program should have only a few such calls, because each contains the kernel's whole assembly. Within a
+    shard_map each device calls it on its local arrays; on a mesh of several devices without one, each device calls it
+    on the whole arrays. It may only be called where `triton_refusal` returns None.
 
     Args:
       kernel: a function under triton.jit that takes pointers to `arguments` and to the outputs, and `constants`.
-      arguments: its input arrays; they and the outputs are bfloat16, float16, float32, int32 or float8_e4m3fn.
+      arguments: its input arrays; they and the outputs are bfloat16, float16, float32, int32 or float8_e4m3fn (another
+        dtype is a KeyError).
       out_types: shapes and dtypes of its outputs.
       grid: number of programs along each axis.
       warps, stages: Triton's num_warps and num_stages.
@@ -165,7 +167,7 @@ class _Assembly:
 @functools.cache
 def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stages: int, capability) -> _Assembly:
     """For `triton_graph_call`: compiles a Triton kernel to an _Assembly, once for equal arguments, for arrays whose
-    memory is aligned to 16 bytes; needs no GPU.
+    memory is aligned to 16 bytes; needs no GPU. A kernel that needs scratch memory of some size fails an assertion.
 
     Args:
       kernel: the function under triton.jit.

@@ -4,7 +4,8 @@ calls that they refuse.
 
 score[q, k] = scale * query[q] . key[k];  soft cap: cap * tanh(score / cap);  key k is visible to query q iff
 doc_start[q] <= k <= q < doc_end[q] and q - k < window. A sink is one more logit of its head without a value (gpt-oss).
-lse is the natural logarithm of the softmax denominator, sink included. Rows that see nothing give 0.
+lse is the natural logarithm of the softmax denominator, sink included. out is 0 for a query that sees nothing
+(padding).
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ def _visible(start, end, first, length, window):
 
 
 def _chunked(length, per_query):
-    """(chunk, padded length): the number of queries at a time that keeps the scores within _MAX_SCORES, and `length`
-    rounded up to a multiple of it. A chunk has at least one query. `forward` and `backward` divide a row's queries so,
-    to bound their memory. per_query: the number of scores of one query position, over all rows, heads and keys."""
+    """(chunk, padded length): the number of queries of a chunk, and `length` rounded up to a multiple of it. The row is
+    divided evenly into as few chunks as keep the scores of one within _MAX_SCORES; a chunk has at least one query, even
+    if its scores are more. `forward` and `backward` divide a row's queries so, to bound their memory. per_query: the
+    number of scores of one query position, over all rows, heads and keys."""
     chunk = max(1, min(length, _MAX_SCORES // max(1, per_query)))
     count = -(-length // chunk)
     chunk = -(-length // count)
@@ -84,12 +86,12 @@ def _join(array, length):
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """Returns (out [B, T, heads, D], lse float32[B, heads, T] in the natural logarithm) of packed causal attention,
-    computed by plain jnp, in chunks of queries. out has query's dtype. Padding gives 0 (lse: a large negative number
-    without sinks). Kernels are compared with it, and calls that they refuse use it.
+    computed by plain jnp, in chunks of queries. out has query's dtype. At padding out is 0, and lse has no meaning (a
+    large negative number, or the sink). Kernels are compared with it, and calls that they refuse use it.
 
     Args:
       query: [B, T, heads, D].
-      key, value: [B, T, kv_heads, D].
+      key, value: [B, T, kv_heads, D]; like query, finite at padding too.
       layout: the bounds of the documents; a query sees only its own document.
       scale: the factor on scores.
       window: how many keys a query sees, itself included; None: all of its document before it.
@@ -147,7 +149,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
 
     Args:
       query, key, value: the operands of `forward`, [B, T, heads, D] and [B, T, kv_heads, D] each.
-      out, lse: its results, which were saved; lse is float32[B, heads, T].
+      out, lse: the saved results of a forward, by whatever implementation; lse is float32[B, heads, T].
       dout: the gradient of out, [B, T, heads, D], taken as 0 at padding.
       layout, scale, window, soft_cap, sinks: the arguments of `forward`.
     """

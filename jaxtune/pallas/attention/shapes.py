@@ -30,8 +30,9 @@ class Case:
 
     def segments(self) -> np.ndarray | None:
         """int32[rows, length] segment ids, counted from 1 in each row, without padding, for packed_layout; None if
-        every row is one document. Log-normal lengths have a mean of 512 tokens and a sigma of 0.8, and are the same at
-        every call. A number of documents must divide the length; otherwise rows are shorter."""
+        `documents` is None, so that packed_layout guarantees one document a row. Log-normal lengths have a mean of 512
+        tokens and a sigma of 0.8, and are the same at every call. A number of documents must divide the length;
+        otherwise rows are shorter."""
         if self.documents is None:
             return None
         if isinstance(self.documents, int):
@@ -43,8 +44,8 @@ class Case:
 def log_normal_segments(rows: int, length: int, mean: float, sigma: float, seed: int = SEED) -> np.ndarray:
     """int32[rows, length]: segment ids of rows filled with documents of log-normal lengths, as in instruction data,
     without padding, for `Case.segments` and benchmarks. Ids count from 1 in each row, a document has at least one
-    token, and the row's last one is cut at its end. mean: the mean length in tokens; sigma: the standard deviation of a
-    length's logarithm. seed: of the random numbers; the same seed gives the same rows."""
+    token, and the last document of a row is cut at the row's end. mean: the mean length in tokens; sigma: the standard
+    deviation of a length's logarithm. seed: of the random numbers; the same seed gives the same rows."""
     rng = np.random.default_rng(seed)
     segments = np.zeros((rows, length), np.int32)
     for row in range(rows):

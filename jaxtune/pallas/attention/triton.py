@@ -1,5 +1,6 @@
 """Packed attention as Triton kernels, for every NVIDIA GPU since Ampere (compute capability 8.0): `forward` and
-`backward` call the kernels, `refusal` says which calls they cannot compute, and `tiles` how they divide the work.
+`backward` call the kernels, `refusal` says which calls they cannot or should not compute, and `tiles` how they divide
+the work.
 
 A tile of queries visits keys from the lower bound of its first token to its own last token, a tile of keys visits
 queries up to the upper bound of its last token; bounds never fall along a row. Blocks start at the bound itself, not at
@@ -31,7 +32,7 @@ class Tile:
     queries: int  # queries at a time
     keys: int  # keys at a time
     warps: int  # warps of a program
-    stages: int  # blocks of the visited side that are loaded at a time
+    stages: int  # Triton's num_stages: blocks of the visited side that are loaded at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +79,9 @@ def width(dim: int) -> int:
 
 
 def tiles(dim: int) -> Tiles:
-    """The tiles for a head dim from 64 to 512 on the GPU that is compiled for, those of its width; an unknown GPU gets
-    those that fit everywhere."""
+    """Returns the tiles of the kernels for a head dim from 64 to 512 on the GPU that is compiled for, for `forward` and
+    `backward`. They are those of the dim's `width` and of the GPU's shared memory; a GPU that _SHARED_MEMORY_KB does
+    not list, or none, gets those for 99 KB, which fit everywhere."""
     capability = dispatch.compute_capability()
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99][width(dim)]
 
@@ -109,8 +111,8 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap):
-    """Calls one of the kernels of triton_kernels.py and returns its outputs, a list in the order of out_types. A
-    program has `own` queries, or `own` keys, of one head of one row.
+    """For `forward` and `backward`: calls one of the kernels of triton_kernels.py and returns its outputs, a list in
+    the order of out_types. A program has `own` queries, or `own` keys, of one head of one row.
 
     Args:
       kernel: the function under triton.jit.
@@ -153,8 +155,8 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     computed by the Triton kernels. out has query's dtype; both are 0 at padding.
 
     Args:
-      query: [B, T, heads, D].
-      key, value: [B, T, kv_heads, D].
+      query: [B, T, heads, D] bfloat16 or float16.
+      key, value: [B, T, kv_heads, D] in query's dtype; like query, finite at padding too.
       layout: the bounds of the documents; a query sees only its own document.
       scale: the factor on scores, which must be above 0.
       window: how many keys a query sees, itself included; None: all of its document before it.
@@ -190,7 +192,7 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
 
     Args:
       query, key, value: the operands of `forward`, [B, T, heads, D] and twice [B, T, kv_heads, D].
-      out, lse: its results, which were saved, [B, T, heads, D] and float32[B, heads, T].
+      out, lse: the saved results of a forward, by whatever implementation, [B, T, heads, D] and float32[B, heads, T].
       dout: the gradient of out, [B, T, heads, D], finite at padding.
       layout, scale, window, soft_cap, sinks: the arguments of `forward`.
     Raises:

@@ -69,10 +69,10 @@ def _store(
 
 @triton.jit
 def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """For forward_kernel and query_kernel: returns, for each of `queries` (positions in the row, int32), the first key
-    that it sees, int32. A query of a document sees the keys from that one to itself, and at most WINDOW of them if
-    WINDOW is not 0. Padding and positions past the row see nothing and get query + 1, so that the result never falls
-    along the row.
+    """For forward_kernel and query_kernel: returns, for each of `queries` (positions in the row, int32, a block or a
+    scalar), the first key that it sees, int32. A query of a document sees the keys from that one to itself, and at most
+    WINDOW of them if WINDOW is not 0. Padding and positions past the row see nothing and get query + 1, so that the
+    result never falls along the row.
 
     starts and ends point to the row's document bounds, int32[LENGTH] each.
     """
@@ -85,10 +85,10 @@ def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """For key_kernel: returns, for each of `keys` (positions in the row, int32), the query after the last that sees it,
-    int32. A key of a document is seen by the queries from itself to before that one, and by at most WINDOW of them if
-    WINDOW is not 0. Padding is seen by none and gets its own position, so that the result never falls along the row;
-    positions past the row get a number that is not above them.
+    """For key_kernel: returns, for each of `keys` (positions in the row, int32, a block or a scalar), the query after
+    the last that sees it, int32. A key of a document is seen by the queries from itself to before that one, and by at
+    most WINDOW of them if WINDOW is not 0. Padding is seen by none and gets its own position, so that the result never
+    falls along the row; positions past the row get a number that is not above them.
 
     ends points to the ends of the documents of the row's tokens, int32[LENGTH].
     """
@@ -102,7 +102,8 @@ def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 def _capped(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
     """(x, slope) of scores, the raw products of queries and keys before the factor SCALE: the final score in log2 is x
     * UNIT, where UNIT is (CAP, or SCALE without a cap) * log2(e). UNIT stays outside, so that it can be a part of later
-    multiply-adds. slope is the derivative of the soft cap CAP, 1 without one (CAP = 0)."""
+    multiply-adds. The loops of all three kernels compute scores by it. slope is the derivative of the soft cap CAP, 1
+    without one (CAP = 0)."""
     if CAP > 0.0:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
         tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * SCALE / CAP * _LOG2E)))
@@ -133,13 +134,13 @@ def _attend(
     MASKED: tl.constexpr,
 ):
     """Online softmax (arXiv 2205.14135) over the keys begin .. end - 1, in blocks of KEYS: returns the updated (acc,
-    top, total).
+    top, total). forward_kernel calls it for the masked blocks at the lower bound, the whole ones, and those at the end.
 
-    acc [QUERIES, WIDTH] is the weighted sum of values so far, top and total [QUERIES] the maximum (in log2) and the sum
-    of weights. query [QUERIES, WIDTH] is loaded; key and value point to their head's first row, of LENGTH rows that are
-    STRIDE numbers apart. rows and lower are the queries' positions and the first keys that they see. SCALE and CAP are
-    the factor on scores and the soft cap (0: none). MASKED: a bound may cross the blocks, so scores are masked;
-    otherwise all keys are seen by all queries.
+    acc float32[QUERIES, WIDTH] is the weighted sum of values so far, not divided by the sum of weights; top and total
+    float32[QUERIES] are the largest score (in log2) and the sum of weights. query [QUERIES, WIDTH] is loaded; key and
+    value point to their head's first row, of LENGTH rows that are STRIDE numbers apart. rows and lower are the queries'
+    positions and the first keys that they see. SCALE and CAP are the factor on scores and the soft cap (0: none).
+    MASKED: a bound may cross the blocks, so scores are masked; otherwise all keys are seen by all queries.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
@@ -291,7 +292,7 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """Writes dquery [B, LENGTH, HEADS, DIM] of one tile of QUERIES queries of one head, walking the keys in blocks of
     KEYS as the forward does, and delta float32[B, HEADS, LENGTH], the sum of out * dout over a head, which key_kernel
-    needs.
+    and the gradient of sinks need.
 
     query, out and its gradient dout are [B, LENGTH, HEADS, DIM], key and value [B, LENGTH, KV_HEADS, DIM]; lse is the
     forward's float32[B, HEADS, LENGTH], and starts and ends int32[B, LENGTH] are the document bounds of each token.
@@ -339,10 +340,10 @@ def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
     """Adds to dk / SCALE and dv of a tile of keys what the queries begin .. end - 1 of one head contribute, in blocks
     of QUERIES: returns the updated (dk, dv), [KEYS, WIDTH] each, which are the sums so far.
 
-    k and v [KEYS, WIDTH] are loaded already; query, dout (rows STRIDE numbers apart), lse and delta point to the head's
-    first token, of LENGTH. columns and upper [KEYS] are the positions of the keys, and for each the query after the
-    last that sees it. Scores have keys in rows. SCALE and CAP are the factor on scores and the soft cap (0: none).
-    MASKED: a bound may cross the blocks, so weights are masked; otherwise all queries see all keys.
+    k and v [KEYS, WIDTH] are loaded already; query, dout (rows STRIDE numbers apart), lse (natural logarithm) and delta
+    point to the head's first token, of LENGTH. columns and upper [KEYS] are the positions of the keys, and for each the
+    query after the last that sees it. Scores have keys in rows. SCALE and CAP are the factor on scores and the soft cap
+    (0: none). MASKED: a bound may cross the blocks, so weights are masked; otherwise all queries see all keys.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, QUERIES):

@@ -21,12 +21,13 @@ KERNELS = ("forward", "dquery", "dkey", "dvalue")
 
 
 def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
-    """Returns the blocks to try for a kernel and a head dim, a list of dictionaries (fields of mosaic.Blocks), those of
-    mosaic.HEURISTIC first. Some exceed the shared memory; the tuner skips them.
+    """Returns the blocks to try for a kernel and a head dim, a list of dictionaries (the fields of Blocks that are not
+    the defaults), those of mosaic.HEURISTIC first; for heads of 512 there are only those. Some exceed the shared
+    memory; the tuner skips them.
 
     Args:
       kernel: one of KERNELS: "forward", "dquery", "dkey" or "dvalue".
-      dim: a head dim for which this kernel exists.
+      dim: a head dim of the kernels (mosaic.kernel_dim) for which this kernel exists.
     """
     first = mosaic.HEURISTIC[kernel][dim]
     if dim == mosaic.HALVED:  # nothing else fits shared memory, and these kernels take no turns
@@ -51,13 +52,13 @@ def tune(
     say: Callable[[str], None] = lambda text: None,
     path: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Times the blocks of the kernels on one case and stores the fastest for calls like it (tuning.py). Needs a Hopper
-    GPU.
+    """Times the blocks of the kernels on one case and stores the fastest for calls like it (tuning.py). It needs a
+    Hopper GPU, for which `jaxtune tune` checks first.
 
     Args:
       case: shapes, documents, window, soft cap; whether it has sinks is not used.
-      kernels: some of "forward", "dquery", "dkey" (which also makes dv, except for heads of 512) and "dvalue"; those
-        that the head dim does not have are left out.
+      kernels: some of "forward", "dquery", "dkey" (which also makes dv, except for head dims above 256) and "dvalue";
+        those that the head dim does not have are left out.
       dtype: of the operands, bfloat16 or float16.
       say: gets text for the user, in two pieces for each candidate: its blocks before it runs, so that one that hangs
         is known, then its time or the problem, and a line break.
@@ -65,7 +66,7 @@ def tune(
     Returns:
       {kernel: the entry that tuning.measure returned: the fastest blocks, their time, and what was tried}.
     Raises:
-      RuntimeError: the heuristic's blocks are wrong on this GPU, no candidate runs, or there is no GPU.
+      RuntimeError: the heuristic's blocks are wrong on this GPU, or no candidate runs.
       OSError: the file `path` cannot be written.
     """
     dim = mosaic.kernel_dim(case.dim)
@@ -110,15 +111,15 @@ def tune(
 
 
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
-    """Times one kernel with each of its candidate blocks, for the rows and head dim of `case`, and returns the entry
-    that tuning.measure made and stored: the fastest blocks, their time, and what was tried. A candidate whose result
-    differs from that of the first one, the heuristic's, by more than 2 % is not chosen.
+    """For `tune`: times one kernel with each of its candidate blocks, and returns the entry that tuning.measure made,
+    and stored for the class of calls of `case` (mosaic.bucket): the fastest blocks, their time, and what was tried. A
+    candidate whose result differs from that of the first one, the heuristic's, by more than 2 % is not chosen.
 
     Args:
       kernel: one of KERNELS.
-      case: shapes, documents and window.
+      case: only its head dim, its window, and whether each row is one document are used, which name the class.
       dtype: of the operands.
-      prepare: a function without arguments that compiles the kernel with the blocks under test (it is called within
+      prepare: a function without arguments that compiles the kernel with the blocks under test (threads call it within
         tuning.forced) and returns a function that runs it once.
       say: gets text for the user, two pieces that make a line for each candidate.
       path: the file that stores the entry; None: the user's cache.

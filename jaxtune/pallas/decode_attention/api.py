@@ -20,7 +20,7 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
     call, or None}, in the order of preference; dispatch.choose takes the first that does not refuse. The names are
     "mosaic", "triton" and "reference" (plain jnp, which refuses nothing), in this order; for caches of at most 1,024
     keys "triton" comes first, because its kernel for those is faster on Hopper too. The functions may compare a kernel
-    with the reference on this GPU first, which takes seconds.
+    with the reference on this GPU first, which takes seconds. `decode_attention` chooses from them.
 
     Args:
       query, keys: of the call, [B, heads, D] and [B, kv_heads, capacity, D]; only shapes and dtypes matter.
@@ -88,8 +88,8 @@ def decode_attention(
     sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Attention of the newest token of each row over the row's key/value cache, which contains that token already: a
-    step of sampling, after `written`. The kernels have no derivative.
+    """Attention of the newest token of each row over the row's key/value cache, a step of sampling. The cache contains
+    that token already: `written`, or few_rows.placed, has put it there. The kernels have no derivative.
 
     Args:
       query: [B, heads, D] bfloat16, float16 or float32, of the newest tokens.

@@ -1,5 +1,6 @@
 """What prompts need that are prefilled in chunks: chunk_attention computes the attention of a chunk of new tokens over
-each other and over the cache of earlier tokens; chunk_written then writes the chunk's keys or values into the cache.
+each other and over the cache of earlier tokens; chunk_written writes the chunk's keys or values into the cache, for
+the tokens after them.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ def chunk_attention(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of the next N tokens of each row over each other and over the row's cache, for prompts that are
-    prefilled in chunks. chunk_written puts the new tokens into the cache afterwards.
+    prefilled in chunks. It reads the cache from before the new tokens; chunk_written makes the next one.
 
     It is computed by XLA, 128 of the N tokens at a time over the whole capacity.
 
     Args:
-      query: [B, N, heads, D] bfloat16, float16 or float32.
+      query: [B, N, heads, D] bfloat16, float16 or float32, heads a multiple of kv_heads.
       new_keys, new_values: [B, N, kv_heads, D] in query's dtype, of the new tokens, which are not in the cache yet.
       keys, values: [B, kv_heads, capacity, D], the cache of the tokens before them, in query's dtype or float8_e4m3fn
         (without scales). The token at position p is at index p % capacity. Entries that are not visible must be finite
@@ -48,7 +49,8 @@ def chunk_attention(
     Returns:
       [B, N, heads, D] in query's dtype.
     Raises:
-      TypeError, ValueError: an array does not fit this description; sinks and the numbers are not checked.
+      TypeError, ValueError: an array does not fit this description. sinks, the numbers and the ratio of heads are not
+        checked.
     """
     check = Arguments("chunk_attention")
     check.array("query", query, "B N heads D", FLOATS)
@@ -109,9 +111,9 @@ def chunk_attention(
 
 @on_any_mesh
 def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array) -> jax.Array:
-    """Writes the keys or values of the next N tokens of each row, which chunk_attention has just used, into the cache
-    at the index `position % capacity`, and returns it. A cache shorter than its row (a ring, for a sliding window)
-    keeps the last `capacity` tokens.
+    """Writes the keys or values of the next N tokens of each row into the cache at the index `position % capacity`, and
+    returns it, for the tokens after them; chunk_attention of these N tokens needs the cache from before. A cache
+    shorter than its row (a ring, for a sliding window) keeps the last `capacity` tokens.
 
     Args:
       cache: [B, kv_heads, capacity, D].

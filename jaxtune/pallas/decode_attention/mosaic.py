@@ -3,8 +3,9 @@ splits. `decode` calls them, `refusal` says which calls they cannot compute, and
 work.
 
 XLA writes the splits (splits.py) into a table (`work_of`), the longest first, and each multiprocessor runs one program
-that works through it; tiles of keys that their row does not see are neither read nor waited for. The second kernel
-combines the splits of each row in order.
+that works through its share of it. Splits of which their row sees no key are skipped, and of the others only the tiles
+of keys from the first to the last with a visible key are read. The second kernel combines the splits of each row in
+order.
 
 All query heads of a KV head are rows of one tensor-core tile of 64, most of which are unused: the products take a third
 of the time that reading the cache takes.
@@ -101,7 +102,7 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
       step: keys of a tile.
     Returns:
       table: int32[B * splits, 6], the longest splits first: row, split, first tile, tiles, index of the row's newest
-        key, and how many keys the row sees.
+        key, and how many tokens its newest one may see (seen_of), which can be more than the capacity.
       lines: int32[1], how many lines of the table have tiles.
       order: int32[B, splits], the order in which the splits of a row are combined: those that have tiles, ascending,
         before the others.
@@ -202,7 +203,8 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
 
     Args:
       query: [B, heads, D], of the newest tokens.
-      keys, values: the caches, [B, kv_heads, capacity, D]. The token at position p is at index p % capacity.
+      keys, values: the caches, [B, kv_heads, capacity, D] in query's dtype. The token at position p is at index p %
+        capacity.
       lengths: int32[B], tokens of each row with the newest one.
       scale: factor on query . key.
       window: how many tokens the newest one sees, itself included; None: all.

@@ -1,5 +1,6 @@
 """The bodies of the two Mosaic kernels of decode attention for Hopper, which mosaic.py describes and calls:
-split_kernel attends over each split of a row's keys, and combine_kernel adds up the splits."""
+split_kernel attends over each split of a row's keys (`product` computes its scores), and combine_kernel adds up the
+splits."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from jaxtune.pallas.decode_attention import mosaic_lanes
 from jaxtune.pallas.decode_attention.mosaic_lanes import TILE
 from jaxtune.pallas.decode_attention.splits import MASKED
 
-LINE = 128  # numbers of a partial result that the combining kernel has in one register per thread
+LINE = 128  # numbers of a partial result that take one register of each thread of the combining kernel
 AHEAD = 4  # how many partial results the combining kernel reads at a time
 MOST_HEADS = 8  # the most heads of a program of the combining kernel
 
@@ -40,15 +41,15 @@ def split_kernel(
     time.
 
     A worker is a warpgroup. Of n workers it takes every n-th item; an item is one KV head of one line of the table. It
-    copies the tiles of its next items into its own slots of shared memory while it computes, and waits for no other
-    warpgroup. Splits without tiles get no results.
+    copies its next tiles, also those of later items, into its own slots of shared memory while it computes, and waits
+    for no other warpgroup. Splits without tiles get no results.
 
     Args:
       q_ref: the queries, [B, kv_heads, heads, D], in global memory as all refs; heads are the query heads of a KV head,
         padded.
       k_ref, v_ref: the caches of keys and values, [B, kv_heads, capacity, D].
       table_ref: int32[lines, 6], the work: row, split, first tile, tiles, index of the row's newest key, and how many
-        keys the row sees (mosaic.work_of).
+        tokens its newest one may see (mosaic.work_of).
       count_ref: int32[1], how many lines of the table have tiles.
       out_ref: float32[B, kv_heads, splits, heads, D], the output over each split alone, normalised by the split's own
         sum of weights.
@@ -176,8 +177,8 @@ def product(left, right, shape, interpreted):
 def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, *, heads, dim):
     """The body of the kernel that combines the results of a row's splits, in ascending order, and the heads' sinks, and
     divides by the sum of all weights. A row without keys gets 0. A program has `heads` heads of one KV head of one row.
-    The outputs of its heads are concatenated and cut into lines of LINE numbers, one of which the program has in one
-    register per thread; it reads AHEAD splits at a time.
+    The outputs of its heads are concatenated and cut into lines of LINE numbers, each of which takes one register of
+    each thread; it reads AHEAD splits at a time.
 
     Args:
       part_ref: float32[B, kv_heads, splits, lines, LINE], the output over each split alone, the heads of a group

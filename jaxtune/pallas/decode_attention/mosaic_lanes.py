@@ -2,9 +2,10 @@
 registers (load_rows), and stored from them (store_rows).
 
 The few rows that are query heads are read from memory directly into registers, and written from registers to memory, so
-that shared memory contains only keys and values. A tile is 64 rows in Layout.WGMMA: warp w has the rows 16 w to 16 w +
-15, lane l the rows l / 4 and l / 4 + 8 of these, and of every 8 columns the columns 2 (l % 4) and 2 (l % 4) + 1. The
-interpreter cannot run this; mosaic_kernels.py has the equivalent in jnp beside each call.
+that shared memory contains only keys and values; the tile's other rows repeat them, and are not stored. A tile is 64
+rows in Layout.WGMMA: warp w has the rows 16 w to 16 w + 15, lane l the rows l / 4 and l / 4 + 8 of these, and of every
+8 columns the columns 2 (l % 4) and 2 (l % 4) + 1. The interpreter cannot run this; mosaic_kernels.py has the equivalent
+in jnp beside each call.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def load_rows(ref, chunk, shape: tuple[int, int]):
     Args:
       ref: the buffer in global memory, of any shape; read as a sequence of matrices [rows, columns].
       chunk: int32[], the index of the matrix in this sequence.
-      shape: (rows, columns), at most 64 rows. The other rows of the tile repeat rows of the matrix.
+      shape: (rows, columns), at most 64 rows, and columns a multiple of 8. The other rows of the tile repeat rows of
+        the matrix.
     """
     (rows, columns), dtype = shape, jnp.dtype(ref.dtype)
 

@@ -20,8 +20,8 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
 
     Args:
       query: [B, heads, D], of the newest tokens.
-      keys, values: the caches, [B, kv_heads, capacity, D], of which the whole capacity is read. The token at position p
-        is at index p % capacity.
+      keys, values: the caches, [B, kv_heads, capacity, D], converted to query's dtype; the whole capacity is read, and
+        must be finite. The token at position p is at index p % capacity.
       lengths: int32[B], tokens of each row with the newest one; of a row longer than the capacity the last `capacity`
         tokens are there.
       scale: factor on query . key.

@@ -1,7 +1,7 @@
 """How the keys of a row are divided into splits, which different programs of a kernel take at the same time
-(flash-decoding), for the kernels of all GPUs but Triton's for short caches. `live_tiles` says which tiles of keys each
-split reads, `seen_of` and `newest_of` which keys of a row are visible, `order_of` in which order splits are combined,
-and `log2_sinks` converts sinks to the kernels' units.
+(flash-decoding), for all kernels of decode attention except Triton's kernel for short caches. `live_tiles` says which
+tiles of keys each split reads, `seen_of` and `newest_of` which keys of a row are visible, `order_of` in which order
+splits are combined, and `log2_sinks` converts sinks to the kernels' units.
 
 The keys are divided at multiples of SPLIT, whatever the batch or the capacity, and a split is summed in one order, from
 its first tile that the row sees to its last. A row's result therefore has the same bits alone, in any batch and in any
@@ -19,8 +19,9 @@ MASKED = -1e30  # score of a key that is not visible
 
 def live_tiles(lengths, capacity: int, window: int | None, step: int):
     """For the functions `decode` of the kernels: which tiles of keys each split of a row must read: (first, count),
-    both int32[B, splits]. A split is SPLIT consecutive entries of the cache and consists of tiles of `step` keys. It
-    reads the tiles from the first to the last that contain a key which the row's newest token sees.
+    both int32[B, splits]. A split is SPLIT consecutive entries of the cache (the last one may have fewer) and consists
+    of tiles of `step` keys. It reads the tiles from the first to the last that contain a key which the row's newest
+    token sees.
 
     `first` is the number of the first of these tiles, counted from the start of the cache; `count` is how many there
     are, 0 for a split without visible keys, whose `first` means nothing. Tiles between the first and the last of them

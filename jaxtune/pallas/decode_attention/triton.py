@@ -27,7 +27,7 @@ class Tile:
 
     step: int  # keys of a tile
     warps: int  # warps of a program
-    stages: int  # tiles that are being copied at a time
+    stages: int  # Triton's num_stages: tiles that are being copied at a time
 
 
 # By the head dim, a power of two. Two stages of keys and values fit the 99 KB of shared memory of every GPU.
@@ -67,9 +67,9 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """Returns the tile sizes of the kernel over splits for such a query, as a string. It becomes a part of the name of
-    the check at first use, so that kernels with other tiles are checked separately. Of query [B, heads, D], only the
-    head dim matters."""
+    """Returns the tile sizes of the kernel over splits for such a query, as a string, which api.py asks for, also for
+    short caches. It becomes a part of the name of the check at first use, so that kernels with other tiles are checked
+    separately. Of query [B, heads, D], only the head dim matters."""
     return str(TILES[width(query.shape[-1])])
 
 

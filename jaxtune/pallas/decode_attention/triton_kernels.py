@@ -32,7 +32,8 @@ def _scores(q, k, first, newest, seen, SCALE: tl.constexpr, CAP: tl.constexpr, C
 
     q is [GROUP, WIDTH] and k [STEP, WIDTH], the keys from place `first` of the cache on; `newest` is the place of the
     token's own key, and `seen` the number of keys that the token sees, its own and those before it, place CAPACITY - 1
-    being before place 0. SCALE is the factor on scores, and CAP their soft cap (0: none)."""
+    being before place 0; it may be more than CAPACITY, and then all places are seen. SCALE is the factor on scores, and
+    CAP their soft cap (0: none)."""
     scores = tl.dot(q, tl.trans(k)) * SCALE
     if CAP > 0.0:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
@@ -126,9 +127,9 @@ def decode_whole_kernel(
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention of one KV head of one row over all keys that it sees, in the order of their places in the cache: writes
-    out [B, HEADS, DIM], 0 for an empty row. It serves caches that are too short to be divided into splits. Grid:
-    (KV_HEADS, B).
+    """Computes the attention of the query heads of one KV head, for the newest token of one row, over all keys that it
+    sees, in the order of their places in the cache, and writes it to out [B, HEADS, DIM]; an empty row gets 0. It
+    serves caches that are too short to be divided into splits. Grid: (KV_HEADS, B).
 
     query is as out; keys and values are caches [B, KV_HEADS, CAPACITY, DIM], and lengths int32[B] the tokens of each
     row, its new one included, which may be more than CAPACITY: a cache is a ring, in which token t is at place t modulo

@@ -42,9 +42,9 @@ def _check_layout(check: Arguments, layout) -> None:
 
 
 def _check_tokens(check: Arguments, key, value, decay, beta) -> None:
-    """Checks the arrays of tokens of a call: key [B, T, key_heads, K] bfloat16, float16 or float32, value [B, T, heads,
-    V] in key's dtype, decay and beta float32[B, T, heads], and that heads is a multiple of key_heads. check: the
-    checker of the call (Arguments), which binds these sizes.
+    """For all functions of the rule here: checks the arrays of tokens of a call, except query: key [B, T, key_heads, K]
+    bfloat16, float16 or float32, value [B, T, heads, V] in key's dtype, decay and beta float32[B, T, heads], and that
+    heads is a multiple of key_heads. check: the checker of the call (Arguments), which binds these sizes.
 
     Raises:
       TypeError, ValueError: an array is not as described here.
@@ -69,13 +69,15 @@ def gated_delta_rule(
     implementation: str | None = None,
 ) -> jax.Array:
     """The output of the gated delta rule (arXiv 2412.06464) for each token of packed documents; differentiable with
-    respect to query, key, value, decay and beta. It is what a layer of linear attention computes in training.
+    respect to query, key, value, decay and beta. It is what a layer of linear attention computes in training, and for
+    whole prompts.
 
     The state of a value head is a matrix that is 0 at the start of a document. Each token decays the state, replaces
     the share beta of what the state stores at the token's key by the token's value, and then reads the state at its
     query; reference.py has the formula. Query and key are normalised to unit vectors first, and the output is divided
-    by sqrt(K). Decays, beta, states and sums are float32; the Triton kernels round factors of matrix products to key's
-    dtype, the other implementations do not.
+    by sqrt(K). Decays, beta, states and sums are float32. The Triton kernels round factors of matrix products to key's
+    dtype; "chunked" leaves them float32, but multiplies 16-bit calls with the device's default precision (TF32 on
+    GPUs).
 
     Args:
       query, key: [B, T, key_heads, K] bfloat16, float16 or float32.
@@ -115,7 +117,7 @@ def delta_rule_state(
       decay: float32[B, T, heads], the logarithm of the factor on the state, at most 0.
       beta: float32[B, T, heads], in [0, 1], the share of what the state stores at the key that is replaced by the
         value.
-      lengths: int[B], from 0 to T; tokens after them are ignored, but must be finite.
+      lengths: int[B], from 0 to T; tokens from there on are ignored, but must be finite.
     Returns:
       float32[B, heads, K, V]; 0 for a row of length 0.
     Raises:
@@ -159,10 +161,10 @@ def delta_rule_step(
 def delta_rule_chunk(
     query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The next T tokens of each row, whose document began before them, for prompts that are prefilled chunk by chunk:
-    returns their outputs of the gated delta rule and the next state. There are no document bounds: all tokens continue
-    the document. Queries and keys are normalised to unit vectors first, and the output is divided by sqrt(K), as in
-    gated_delta_rule.
+    """The next T tokens of each row, whose document began before them or begins with them, for prompts that are
+    prefilled chunk by chunk: returns their outputs of the gated delta rule and the next state. There are no document
+    bounds: all tokens continue the document. Queries and keys are normalised to unit vectors first, and the output is
+    divided by sqrt(K), as in gated_delta_rule.
 
     Args:
       query, key: [B, T, key_heads, K] bfloat16, float16 or float32.

@@ -63,9 +63,9 @@ def state(key, value, decay, beta, lengths):
 
 
 def chunk(query, key, value, decay, beta, state):
-    """Returns (out [B, T, heads, V], the next state) for the next T tokens of each row, whose document started before
-    them: a prompt that is prefilled chunk by chunk, for delta_rule_chunk. out has value's dtype, and the next state is
-    as `state`.
+    """Returns (out [B, T, heads, V], the next state) for the next T tokens of each row, which continue the document of
+    `state` (0 at its start): a prompt that is prefilled chunk by chunk, for delta_rule_chunk. out has value's dtype,
+    and the next state is as `state`.
 
     query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
     beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; state, before the tokens, is

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 def forward(x, weight, layout):
     """Returns silu of the causal convolution of each channel of x [B, T, C] along its document, [B, T, C] in x's dtype,
     0 at padding. weight [C, k]: the last column multiplies the token itself, the first the token k - 1 before it.
-    layout: the document bounds, which the convolution does not cross. The derivative stores x and recomputes the
-    float32 sums, which are twice as large. short_convolution calls this."""
+    layout: the document bounds, which the convolution does not cross. The derivative stores x and weight and recomputes
+    the float32 sums, which are twice as large as a 16-bit x. short_convolution calls this."""
     length, taps = x.shape[1], weight.shape[1]
     index = jnp.arange(length)
     total = jnp.zeros(x.shape, jnp.float32)
