@@ -1,7 +1,8 @@
 """`kernel`, by which all Mosaic GPU kernels of jaxtune are made, in place of Pallas' `plgpu.kernel`. It gives a kernel
 a name that profiles show, traces equal kernels once, and makes XLA's compilation cache recognise them. Within
 `interpreted`, kernels run in Pallas' interpreter, for tests without a GPU. `compile_beside` compiles a program's
-kernels in parallel, before XLA would compile them one by one.
+kernels in parallel, before XLA would compile them one by one. Tests on a Hopper GPU run the kernels there even within
+`interpreted`.
 
 jaxlib 0.11 puts a name for dumps into each kernel's module, with a number that counts the modules of the process. The
 number is part of the key of XLA's compilation cache, so a program whose kernels are lowered in another order than last
@@ -32,9 +33,9 @@ _interpret: Any = None
 
 @contextlib.contextmanager
 def interpreted():
-    """A context in which Mosaic kernels run in Pallas' GPU interpreter, on any machine, for tests. It affects those
-    kernels whose caller passes `interpreter()` to `kernel`, in all threads. On a Hopper GPU it changes nothing: there
-    the same tests run the kernels on the GPU."""
+    """A context in which Mosaic kernels run in Pallas' GPU interpreter, for tests on a machine without a Hopper GPU. It
+    affects those kernels whose caller passes `interpreter()` to `kernel`, in all threads. On a Hopper GPU it changes
+    nothing: there the same tests run the kernels on the GPU."""
     global _interpret
     if dispatch.compute_capability() == (9, 0) and jax.default_backend() == "gpu":
         yield
@@ -49,18 +50,21 @@ def interpreted():
 def interpreter() -> Any:
     """What a caller passes to `kernel` as `interpret`: within `interpreted` the parameters of Pallas' GPU interpreter,
     otherwise None. The functions that say why a kernel cannot run also ask for it, because the interpreter needs no
-    Hopper GPU."""
+    Hopper GPU, and so do the kernels' bodies and callers, which replace what the interpreter cannot run, such as inline
+    PTX, and take fewer programs."""
     return _interpret
 
 
 def kernel(body, name: str, interpret=None, **options):
     """Returns a Mosaic GPU kernel as a function of arrays, plgpu.kernel(body, **options). On a mesh of several devices
-    each device runs it on its local arrays (meshes.on_each_device).
+    each device runs it, within a shard_map on its part of the arrays, and elsewhere on whole arrays, so that all do the
+    same work (meshes.on_each_device).
 
     Args:
       body: the kernel's body, a function of references: a module's function, or a functools.partial of one. The
         arguments of the partial, and the options, must be hashable, or lists and dictionaries of hashable values: they
-        identify the kernel, so that equal kernels are traced and lowered once.
+        identify the kernel, so that equal kernels are traced and lowered once for the same shapes. A function that is
+        defined anew for each call would be traced each time, and kept. An interpreted kernel is not jitted.
       name: the kernel's name, a scope in the op_names of the program, by which jaxtune.profile recognises the kernel.
       interpret: the interpreter's parameters, from `interpreter()`, with which the interpreter runs the kernel; None:
         the GPU runs it.
@@ -100,9 +104,9 @@ _TARGET = "mosaic_gpu_v2"
 
 
 def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> list[Future[None]]:
-    """Starts to compile the Mosaic kernels of a lowered program in parallel, and returns a future for each, which has
-    no result but raises what the compilation raised. It shortens the start of a run, whose training program (Engine)
-    calls it after lowering.
+    """Starts to compile the different Mosaic kernels of a lowered program in parallel, and returns a future for each,
+    which has no result but raises what the compilation raised. It shortens the start of a run, whose training program
+    (Engine) calls it after lowering and then lets XLA compile the program.
 
     XLA would compile them one by one at the end of a program, and also those of a program that it takes from its cache.
     Mosaic does not compile a kernel again that the process has compiled before, in any program, so XLA then finds them

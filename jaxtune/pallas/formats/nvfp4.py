@@ -4,8 +4,9 @@ A number is TABLE[code] times the scale of its block, divided by the tensor's sc
 contain 448 * 6 / the largest magnitude) or multiplied by it (nvidia-modelopt, whose files contain the inverse). The
 scale is kept as the file has it, so that a file is written again byte for byte.
 
-NVFP4 is the class of weights, with `encode` (weights) and `encode_activations`. CompressedTensors and ModelOpt describe
-the two kinds of checkpoints; FORMAT declares the format to jaxtune.pallas.formats.
+NVFP4 is the class of weights, with `encode` (weights) and `encode_activations`; `global_scale` computes a tensor's
+scale for both. CompressedTensors and ModelOpt, whose base is _Files, describe the two kinds of checkpoints; FORMAT
+declares the format to jaxtune.pallas.formats.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class NVFP4(Stored):
     # float32[..., 1, 1], one for each matrix; or float32[..., out, 1], one for each row, of experts [E, out, in] whose
     # matrices were quantised and stored separately
     tensor_scale: jax.Array
-    # the scale by which servers quantise activations, kept so that it can be written to files again, in the shape of
-    # tensor_scale; None if the file has none. Products here do not use it
+    # the scale of the whole tensor with which servers quantise activations, as the file has it, in the shape of
+    # tensor_scale; None if the file has none. It is kept only to be written to files again: products here do not use it
     input_scale: jax.Array | None = None
     # True: scales are divided by tensor_scale (compressed-tensors); False: multiplied by it (nvidia-modelopt)
     divides: bool = dataclasses.field(default=True, metadata=dict(static=True))
@@ -76,8 +77,8 @@ class NVFP4(Stored):
     def encode(array: jax.Array | np.ndarray) -> NVFP4:
         """Quantises an array [..., out, in] in bfloat16, float16 or float32 on its device, as compressed-tensors does:
         the scales of the result are divided by tensor_scale (`divides` is True). Scales follow from the largest
-        magnitudes of blocks and of each matrix. The bytes are equal on every device. Loading with model.load_in
-        "nvfp4", exports and quantisation-aware training call it.
+        magnitudes of blocks and of each matrix. The result's `decode` gives the array's dtype by default. The bytes are
+        equal on every device. Loading with model.load_in "nvfp4", exports and quantisation-aware training call it.
 
         Raises:
           TypeError: another dtype.
@@ -106,11 +107,11 @@ class NVFP4(Stored):
     def global_scale(largest: jax.Array, dtype) -> jax.Array:
         """The scale of a whole tensor, float32 in the shape of `largest`, as compressed-tensors computes it
         (generate_gparam): 448 * 6 / the largest magnitude, so that the largest scale of a block is the largest number
-        of e4m3. It is 1 for zeros and where it would be infinite. `encode` gets the scale of weights by it, and
-        quantisation-aware training that of activations.
+        of e4m3. It is 1 for zeros and where it would be infinite in `dtype`. `encode` gets the scale of weights by it,
+        and quantisation-aware training that of activations.
 
-        largest: float32, the largest magnitude of each tensor. dtype: that of the tensor's numbers, in which the
-        quotient is rounded."""
+        largest: float32, the largest magnitude of each tensor. dtype: that of the tensor's numbers, to which both
+        1 / largest and the result are rounded."""
         largest = jnp.maximum(largest, jnp.finfo(dtype).tiny)
         inverse = _rounded(divide(jnp.ones_like(largest), largest), dtype)  # as torch divides a number by a tensor
         scale = _rounded(inverse * (LARGEST * _LARGEST_SCALE), dtype)
@@ -161,7 +162,8 @@ class NVFP4(Stored):
     def with_input_scale(self, scale: float) -> NVFP4:
         """The same weight with `scale` as its scale of activations: input_scale is float32[..., 1, 1], `scale`
         everywhere. An export calls it for a model that was trained with rounded activations
-        (Stored.with_input_scale)."""
+        (Stored.with_input_scale). scale: as `global_scale` computes it, because encoded weights have `divides` True; it
+        is not inverted here."""
         of_inputs = jnp.full((*self.shape[:-2], 1, 1), scale, jnp.float32)
         return dataclasses.replace(self, input_scale=of_inputs)
 
@@ -175,9 +177,10 @@ class NVFP4(Stored):
         is divided if the tensor is divided into `parts` equal parts along `axis`, for the sharding of a model's
         weights.
 
-        Codes and scales are always divided. The scales of the tensor and of the activations are divided only if they
-        have an entry for each index of the axis, as those of experts have along `out`; otherwise the entry is None, and
-        each part has all of them. Returns None instead of the tuple if the parts would cut a block.
+        Codes and scales are always divided. The scales of the tensor and of the activations, which have one shape, are
+        divided only if they have an entry for each index of the axis, such as one for each expert or, of experts that
+        were stored one by one, for each row. Otherwise their entries in the tuple are None, and each part has all of
+        them. Returns None instead of the tuple if the size is not a multiple of `parts` or the parts would cut a block.
         """
         cut = super().divided(axis, parts)
         if cut is None:
@@ -233,8 +236,8 @@ class NVFP4(Stored):
 
     def block_scales(self) -> jax.Array:
         """float32[..., out, in / 16]: the factor by which the numbers of each block are multiplied, which is the
-        block's scale divided by the tensor's scale, or multiplied by it if `divides` is False. Decoding multiplies by
-        it."""
+        block's scale divided by the tensor's scale, or multiplied by it if `divides` is False. `_decode` multiplies by
+        it; kernels that decode compute it themselves."""
         return _times_tensor_scale(self.scales.astype(jnp.float32), self.tensor_scale, self.divides)
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -273,8 +276,9 @@ def _rounded(value: jax.Array, dtype) -> jax.Array:
 @jax.jit
 def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
     """Quantises an array [..., out, in], whose rows must be whole blocks. It is the jitted computation of NVFP4.encode,
-    which checks the argument before, and of NVFP4.encode_activations. tensor_scale: float32[..., 1, 1], the scale of
-    each matrix; None: it follows from the matrix's largest magnitude."""
+    which checks the argument before, and of NVFP4.encode_activations. The result has `divides` True and the array's
+    dtype as dtype_name. tensor_scale: float32[..., 1, 1], the scale of each matrix; None: it follows from the matrix's
+    largest magnitude (NVFP4.global_scale)."""
     wide = array.astype(jnp.float32)
     if tensor_scale is None:
         tensor_scale = NVFP4.global_scale(jnp.abs(wide).max((-2, -1), keepdims=True), array.dtype)
@@ -297,11 +301,13 @@ def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
 
 class _Files(Layout):
     """The base of the layouts of both kinds of checkpoints in NVFP4, CompressedTensors and ModelOpt, which differ in
-    the names of tensors and in whether scales are divided or multiplied by the tensor's scale. A subclass also
-    implements `recognises` and `config`. The other attributes and methods are explained in Layout.
+    the names of tensors, in the shape of the tensor's scale, and in whether scales are divided or multiplied by it. A
+    subclass sets the attributes and implements `recognises`, `claims` and `config`. Those that are not explained here
+    are explained in Layout.
 
     `others` are, in this order, the keys of the scales of blocks, of the tensor's scale, and of the scale of
-    activations, which may be missing. Further keys are those of scales of FP8 key/value caches, which are ignored.
+    activations, which may be missing. Further keys are those of scales of FP8 key/value caches: `describe` checks their
+    headers, and their content is not used.
     """
 
     divides: bool  # whether files in this layout have tensor scales by which scales are divided (NVFP4.divides)
@@ -316,8 +322,8 @@ class _Files(Layout):
           tensors: {key, such as ".weight_scale": header}.
           read: a function that returns a tensor's bytes; it is not called, because the headers say everything.
         Raises:
-          ValueError: the blocks' or the tensor's scale is missing, or a scale has another dtype or shape than the codes
-            need.
+          ValueError: the codes are no matrix whose rows are whole blocks, the blocks' or the tensor's scale is missing,
+            or a scale (also one of a key/value cache) has another dtype or shape than the codes need.
         """
         codes = tensors[self.codes]
         rows, pairs = codes.shape if len(codes.shape) == 2 else (0, 0)
@@ -367,12 +373,12 @@ class _Files(Layout):
         return isinstance(weight, NVFP4) and weight.divides == self.divides
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """Describes the tensors of a file that store `weight`, an NVFP4 [out, in] (the scale of activations only if the
-        weight has one), {key, such as ".weight_scale": FileTensor}. A FileTensor has a shape, a dtype, and a function
-        that later takes the same weight with its arrays and returns the array to write. A file's header is written
-        before the weights have been quantised, so `weight` may contain shapes and dtypes (jax.ShapeDtypeStruct) instead
-        of arrays. number: the number that some layouts put into the header, from `header_number`; this layout has none
-        and ignores it."""
+        """Describes the tensors of a file that store `weight`, an NVFP4 [out, in] with one tensor scale (the scale of
+        activations only if the weight has one), {key, such as ".weight_scale": FileTensor}. A FileTensor has a shape, a
+        dtype, and a function that later takes the same weight with its arrays and returns the array to write. A file's
+        header is written before the weights have been quantised, so `weight` may contain shapes and dtypes
+        (jax.ShapeDtypeStruct) instead of arrays. The code that writes checkpoints calls it. number: the number that
+        some layouts put into the header, from `header_number`; this layout has none and ignores it."""
         assert isinstance(weight, NVFP4)
         scales, of_tensor, of_inputs, *_ = self.others
         shape, one = self.scalar, np.dtype(np.float32)
@@ -411,7 +417,8 @@ class CompressedTensors(_Files):
     def check(self, settings: Settings) -> None:
         """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
         setting that is not supported. Supported are weights that are symmetric floats of 4 bits in groups of 16,
-        without a quantised key/value cache. The loader calls it before it reads any tensor."""
+        without a quantised key/value cache; a setting that is missing is accepted, and activations are not looked at.
+        The loader calls it before it reads any tensor."""
         check_weights(settings, {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True})
 
     def claims(self, tensors: Headers) -> bool:

@@ -26,8 +26,9 @@ class Stored:
     `divided` says how the tensor is divided over devices; `joined` and `piece` make a tensor of experts from matrices
     that files have one by one, and cut one out; `random_like` and `kind` are for the check of a kernel at its first
     use; `product_time` and `decoded_share` are for the planner's forecasts. `rescaled`, `with_input_scale` and
-    `largest` are for quantisation-aware training and the export of its models; only formats that it rounds to implement
-    them.
+    `largest` are for quantisation-aware training and the export of its models; they have no defaults, and a format
+    implements those that it needs. Code that needs the numbers calls `decode`, which checks the arrays before
+    `_decode`.
     """
 
     shape: tuple[int, ...]  # of the decoded tensor
@@ -36,7 +37,7 @@ class Stored:
     # them, such as a table
     shared: ClassVar[tuple[str, ...]] = ()
     # the value of model.compute with which products use this format without decoding, by their own kernels
-    # (quant_matmul/as_stored.py); None: products decode it
+    # (quant_matmul/as_stored.py; for experts AS_STORED of grouped_matmul/api.py); None: products decode it
     compute: ClassVar[str | None] = None
 
     # the axes of the tensor along which all numbers share the float32 scale that `rescaled` changes, such as (-1,) for
@@ -70,7 +71,8 @@ class Stored:
     @staticmethod
     def encode(array: jax.Array) -> Stored:
         """Quantises an array [..., out, in] and returns it as this format's Stored; the stored bytes are the same on
-        every device. Each format to which jaxtune quantises weights implements it; others raise NotImplementedError."""
+        every device. Each format to which jaxtune quantises weights implements it; others raise NotImplementedError. It
+        is called for model.load_in, exports and quantisation-aware training (Format.encode)."""
         raise NotImplementedError
 
     def problem(self) -> str | None:
@@ -142,8 +144,8 @@ class Stored:
 
     def with_input_scale(self, scale: float) -> Self:
         """The same weight with a scale of activations, which files store beside it and by which servers round what they
-        multiply by it. An export calls it for a model that was trained with such a scale. Formats whose files have one
-        implement it; others raise NotImplementedError."""
+        multiply by it. An export calls it for a model that was trained with such a scale. NVFP4 implements it; other
+        formats raise NotImplementedError. scale: the number that the files store."""
         raise NotImplementedError
 
     def largest(self) -> jax.Array:

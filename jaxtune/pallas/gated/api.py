@@ -1,5 +1,5 @@
 """The backward of an MLP's gated activation, activation(gate) * up: the public function `gated_backward`, and the
-choice of its implementation (`implementations`)."""
+choice of its implementation (`implementations`). `_first_use` checks the kernel before a GPU uses it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ def gated_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The backward of an MLP's gated activation. Returns (activation(gate) * up, the gradient of gate, the gradient of
     up), all in the shape and dtype of the arguments. The first is computed again, so that a forward need not keep it
-    for the down projection's gradient. The kernel writes over its arguments, so that three arrays of this size are live
-    and not six, at what is otherwise the peak of a training step's memory.
+    for the down projection's gradient. The kernel writes over its arguments if nothing else reads them, so that three
+    arrays of this size are live and not six, at what is otherwise the peak of a training step's memory. The backward of
+    the MLP (models/layers/mlp.py) calls it.
 
     Args:
       gate, up: the arrays of the forward, of one shape and one dtype: bfloat16, float16 or float32.
       dgated: the gradient of activation(gate) * up, in the same shape and dtype.
       activation: "silu", "gelu_tanh" or "gelu".
-      implementation: "mosaic" (the results reuse the arguments' memory if nothing else reads them), "reference" (plain
-        JAX), or None for the first that supports the call. "mosaic" needs a Hopper GPU, bfloat16, "silu" or
-        "gelu_tanh", and a multiple of 1,024 elements.
+      implementation: "mosaic" (the kernel), "reference" (plain JAX), or None for the first that supports the call.
+        "mosaic" needs a Hopper GPU, bfloat16, "silu" or "gelu_tanh", and a multiple of 1,024 elements, fewer than 2^32;
+        on several devices this is asked for the whole arrays and for the part of each device.
     Raises:
       TypeError, ValueError: an argument is not as described here, or the named implementation does not support the
         call.
@@ -53,8 +54,8 @@ def gated_backward(
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
     """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
     reason why the implementation refuses the call, or None}, in the order in which they are tried: "mosaic", then
-    "reference", which refuses nothing. The first may compare the kernel with the reference on this GPU, which takes
-    seconds.
+    "reference", which refuses nothing. The function of "mosaic" may compare the kernel with the reference on this GPU,
+    which takes seconds. `gated_backward` chooses from the table, and `jaxtune info` prints why implementations refuse.
 
     Args:
       dtype: of the arrays.
@@ -70,9 +71,9 @@ def implementations(dtype, size: int, activation: str) -> dispatch.Table:
 
 def _first_use(activation: str) -> str | None:
     """Compares the Mosaic kernel with the plain JAX implementation on a small random case, once for each activation on
-    a GPU; a pass is stored in the user's cache. Returns the reason why this GPU must not run the kernel for
-    `activation`, a key of ACTIVATIONS, or None, also without a check if there is no GPU, or if the check is not done in
-    this call (dispatch.first_use)."""
+    a kind of GPU; a pass is stored in the user's cache. Returns the reason why this GPU must not run the kernel for
+    `activation`, "silu" or "gelu_tanh", or None, also without a check if there is no GPU, or if the check is not done
+    in this call (dispatch.first_use). `implementations` asks it after mosaic.refusal."""
 
     def compare():
         gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)

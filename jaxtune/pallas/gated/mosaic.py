@@ -1,6 +1,7 @@
 """The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, `gated_backward`: from gate, up and the
 gradient of activation(gate) * up it computes activation(gate) * up and the gradients of gate and up, and writes these
-over its three inputs. `refusal` says which calls it cannot compute on this GPU, `unsupported` which on any.
+over its three inputs. `refusal` says which calls it cannot compute on this GPU, `unsupported` which on any GPU. In the
+kernel's body, `_kernel`, `_results` computes the results of a chunk, from the `_share` of the activation.
 
 Its time is that of reading and writing memory. A lane reads 16 bytes of each array and writes 16 bytes of each result
 to the same address. As a lane needs few registers, many warps run on each multiprocessor and keep the memory busy.
@@ -109,7 +110,7 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
 def gated_backward(gate, up, dgated, activation: str):
     """Computes (activation(gate) * up, the gradient of gate, the gradient of up) by the kernel, all bfloat16 in the
     shape of the arguments, with float32 inside. The results are written over the arguments' memory if nothing else
-    reads it; otherwise XLA copies the arguments first.
+    reads it; otherwise XLA copies the arguments first. api.gated_backward calls it on each device.
 
     Args:
       gate, up: bfloat16 arrays of one shape.

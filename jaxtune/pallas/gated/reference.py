@@ -1,5 +1,5 @@
 """The gated activation and its gradients in plain JAX (`gated_backward`), with which the kernel's results are compared,
-and which computes the calls that it refuses; ACTIVATIONS has the activations by name."""
+and which computes the calls that the kernel refuses; ACTIVATIONS has the activations by name, for models too."""
 
 from __future__ import annotations
 

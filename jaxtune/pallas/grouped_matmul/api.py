@@ -2,9 +2,10 @@
 with derivatives, and the choice of their implementation.
 
 `grouped_matmul` is the product, with the adapters of a GroupedLora; `grouped_bias` adds biases. The products of
-jaxtune.pallas.routing, which gather the rows from tokens, use its parts: `checked` checks the arguments, `prepared`
-chooses one of the `implementations` and makes the Static settings, `forward` and `backward` compute, and `gathers` says
-whether the implementation gathers rows itself. `fills_adapters` and `filled_adapter` are for samplers.
+jaxtune.pallas.routing, which gather the rows from tokens or sum the results by token, use its parts: `checked` checks
+the arguments, `prepared` chooses one of the `implementations` and makes the Static settings, `forward` and `backward`
+compute, and `gathers` says whether the implementation gathers rows itself. `fills_adapters` and `filled_adapter` are
+for samplers.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _MOSAIC = ("mosaic", _AHEAD)  # their kernels also multiply by an adapter's A an
 class GroupedLora:
     """The LoRA adapters of all experts of a layer: for each expert's weight [out, in] the addition scale * b a. It is
     not added to the weight: rows are multiplied by the transposed `a`, and the result, which has r columns (the rank),
-    by the transposed `b`. A layer of experts makes it from its parameters for calls of grouped_matmul and of
-    jaxtune.pallas.routing."""
+    by the transposed `b`. A layer of experts makes it from its parameters for the products of jaxtune.pallas.routing,
+    which are grouped products too, and samplers for those of jaxtune.pallas.few_rows."""
 
     a: jax.Array  # [E, r, in]; cast to the dtype of the rows on use
     b: jax.Array  # [E, out, r]; cast to the dtype of the rows on use
@@ -61,12 +62,14 @@ class GroupedLora:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """The static settings of a call of grouped_matmul, which `prepared` makes. They are hashable, because the functions
-    with a custom derivative take them as a static argument."""
+    """The static settings of a call of grouped_matmul, or of a product of jaxtune.pallas.routing, which `prepared`
+    makes. They are hashable, because the functions with a custom derivative take them as a static argument."""
 
     transposed: bool  # True: weights are [E, in, out]; False: [E, out, in]
     scale: float  # the factor of the adapter's product, GroupedLora.scale; 1 without an adapter
-    implementation: str  # the name of the implementation that multiplies, such as "mosaic"
+    # the name of the implementation that multiplies, such as "mosaic"; for an FP8 weight that is multiplied without
+    # decoding, of the one that multiplies by the adapter's A and B, and by the weight if no FP8 kernel does
+    implementation: str
     # True: the backward computes the adapter's gradients before that of x, so that x can be freed; False: in any order
     adapter_first: bool
     # for an FP8 weight that is multiplied without decoding, a tuple of one: the FP8 implementation that the caller
@@ -94,8 +97,9 @@ def implementations(
     dtype, in_size: int, out_size: int, groups: Groups, weight=None, implementation: str | None = None
 ) -> dispatch.Table:
     """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
-    reason why the implementation refuses the call, or None}, in the order in which they are tried. `prepared` chooses
-    from it, and `jaxtune info` prints why implementations refuse.
+    reason why the implementation refuses the call, or None}, in the order in which they are tried. Such a function may
+    compare its kernel with plain JAX on this GPU (first_use.py). `prepared` chooses from the table, and `jaxtune info`
+    prints why implementations refuse.
 
     Args:
       dtype: of the rows, x.
@@ -137,24 +141,26 @@ def implementations(
 
 
 def gathers(implementation: str) -> bool:
-    """Whether products by `implementation` read the rows of tokens at given indices while they multiply. True:
-    `forward` and `backward` may get `tokens`, and no sorted copy of the tokens is made. False: the caller must pass
-    sorted rows. It is True for "mosaic" only, if its kernel passes its check on this GPU, which compares gathered
-    products with plain JAX at the first use."""
+    """Whether products by `implementation` read the rows of tokens at given indices while they multiply. True: the
+    caller may pass tokens, with `tokens` of `forward` or `dout_tokens` of `backward`, and no sorted copy of them is
+    made. False: it must pass sorted rows there. It is True for "mosaic" only, unless its kernel fails its check on this
+    GPU, which compares gathered products with plain JAX at the first use. jaxtune.pallas.routing asks it."""
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 
 def _product(x, weight, groups, contract, extra, static: Static, tokens):
-    """The product of sorted rows with their experts' weights, plus the adapter's, [rows, n] in x's dtype. A quantised
-    weight is decoded once x is computed and not earlier, so that XLA keeps no decoded weights; or it is multiplied
-    without decoding, by "mosaic_ahead", or in FP8 if static.fp8 says so.
+    """The product of sorted rows with their experts' weights, plus the adapter's, [rows, n] in x's dtype, for `forward`
+    and for the gradient of the rows in `backward`. An array is cast to x's dtype. A quantised weight is decoded once x
+    is computed and not earlier, so that XLA keeps no decoded weights; or it is multiplied without decoding it first, by
+    "mosaic_ahead", which decodes in its kernel, or in FP8 if static.fp8 says so.
 
     Args:
       x: [rows, K], or [T, K] with `tokens`.
       weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), an array or quantised.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       contract: the axis of the weight that is summed over, 1 or 2.
-      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
+      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's. u is multiplied by
+        static.scale already.
       static: the settings of the call, which name the implementation.
       tokens: int32[rows], the row of x for each sorted row, T for an empty row; None: x is sorted.
     """
@@ -171,8 +177,8 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
 
 def _thin(x, weight, groups, contract, implementation, tokens):
     """The product of sorted rows with one side of an adapter, in x's dtype: [rows, n], n being the rank. `forward`
-    takes A with it, `backward` B. With a Mosaic implementation n is padded with zero columns to a multiple of 64, as
-    the kernel of the next product needs it.
+    multiplies x by A with it, `backward` dout by B; the adapter's scale is not in the result. With a Mosaic
+    implementation n is padded with zero columns to a multiple of 64, as the kernel of the next product needs it.
 
     Args:
       x: the rows [rows, K], or [T, K] with `tokens`.
@@ -190,11 +196,12 @@ def _thin(x, weight, groups, contract, implementation, tokens):
 def _contracted(thin, wide, groups, rank, implementation, tokens):
     """The gradient of an adapter's A, or of its B transposed: float32[E, rank, n], which is thin^T wide, summed over
     the rows of each expert. A Mosaic kernel computes it if `implementation` is a Mosaic one and the kernel passes its
-    check on this GPU; otherwise plain JAX multiplies, and for a Mosaic implementation another kernel (mosaic_sums.py)
-    adds up tiles.
+    check on this GPU; otherwise plain JAX multiplies, and for a Mosaic implementation another kernel adds up tiles if
+    it can (mosaic_sums.py).
 
     Args:
-      thin: the factor with the adapter's rank as columns, [rows, at least rank]; columns from `rank` on are padding.
+      thin: the factor with the adapter's rank as columns, [rows, at least rank]; columns from `rank` on are padding. It
+        is multiplied by the adapter's scale already.
       wide: the other factor, the rows x or the gradients of their products: [rows, n], or [T, n] with `tokens`.
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       rank: of the adapter.
@@ -227,7 +234,8 @@ def _weight_gradient(left, right, groups, dtype, implementation):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _grouped(x, weight, lora, groups, static: Static):
-    """The grouped product as a function with a custom derivative, [rows, out].
+    """The grouped product as a function with a custom derivative, [rows, out] in x's dtype. grouped_matmul calls it
+    with what `prepared` returns.
 
     Args:
       x: the sorted rows [rows, in].
@@ -271,7 +279,8 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
       static: the settings of the call, as in `forward`.
       residuals: from `forward`.
       dout: the gradient of the product, [rows, out], or [T, out] with `dout_tokens`.
-      x_tokens: int32[rows], the row of the residuals' x [T, in] for each sorted row; None: x is sorted.
+      x_tokens: int32[rows], the row of the residuals' x [T, in] for each sorted row, for any implementation; None: x is
+        sorted.
       dout_tokens: int32[rows], the row of dout for each sorted row, for an implementation that `gathers`; None: dout is
         sorted.
     Returns:
@@ -319,7 +328,8 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None:
     """Checks that an argument is a Groups, the layout of sorted rows, and that its arrays have the dtypes and shapes
-    that fit each other.
+    that fit each other. Afterwards `check` also knows the number of experts, E, which the arguments that are checked
+    later must have. `checked`, grouped_bias and jaxtune.pallas.routing call it.
 
     Args:
       check: the object that checks the arguments of the call (Arguments).
@@ -391,8 +401,10 @@ def prepared(
       lora: the adapter, or None.
       transposed: whether each expert's weight is [in, out].
       derivative_follows: True: a weight that has to be decoded is decoded here, once for the forward and the gradient
-        of x; the returned weight is then an array without a gradient. False: each product decodes it.
-      fp8: whether a weight in FP8 is multiplied without decoding.
+        of x, and the returned weight is then an array without a gradient; the backward computes the adapter's gradients
+        first (Static.adapter_first). False: each product decodes the weight.
+      fp8: whether a weight in FP8 is multiplied without decoding. A requested implementation is then also that of the
+        FP8 product, which may refuse it later, in `forward`.
       weight_trains: whether the backward computes the gradient of a weight that is an array.
       implementation: the name that the caller requests, or None.
     Raises:
@@ -425,7 +437,9 @@ def grouped_matmul(
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies the rows of each expert of a mixture by the expert's weight, and adds the product with its adapter. It
-    is a matrix product for each expert, of as many rows as tokens chose it.
+    is a matrix product for each expert, of as many rows as tokens chose it. Layers of experts call it for rows that are
+    sorted already, such as an adapter's products in quantisation-aware training; most of their products are those of
+    jaxtune.pallas.routing, which gather rows or sum results by token too.
 
     Empty rows, with which each expert's rows are padded to whole tiles, must be zero; their results are zero.
     Differentiable with respect to x, a weight that is an array and trains, and the adapter.
@@ -434,7 +448,8 @@ def grouped_matmul(
       x: [rows, in] bfloat16, float16 or float32, sorted by expert as `groups` says; its dtype is the compute dtype, to
         which other weights are cast.
       weight: an array or a quantised weight (Stored), [E, out, in], or [E, in, out] if `transposed`. A quantised one is
-        decoded for each product; "mosaic_ahead" decodes one in four bits while it multiplies.
+        decoded for each product, but see derivative_follows and fp8; "mosaic_ahead" decodes one in four bits while it
+        multiplies.
       groups: which expert each tile of rows belongs to, from `routing.route(choice, E).groups`.
       lora: the adapter, or None.
       transposed: True: each expert's weight is [in, out]. False: [out, in].
@@ -445,9 +460,10 @@ def grouped_matmul(
         that are rounded to e4m3 (fp8_experts.py); adapters multiply x unrounded. False: it is decoded. For other
         weights it has no effect.
       weight_trains: whether the weight's gradient is computed; False: it is zero, and no kernel of it is compiled or
-        checked. For a quantised weight it has no effect.
+        checked. A quantised weight has no gradient in either case.
       implementation: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX), or None for the first that supports
-        the call. On several devices "mosaic_ahead" is only used if it is requested.
+        the call. On several devices "mosaic_ahead" is only used if it is requested. For a weight that is multiplied in
+        FP8 the FP8 product must have the requested implementation too: it has no "mosaic_ahead".
     Returns:
       [rows, out] in x's dtype.
     Raises:

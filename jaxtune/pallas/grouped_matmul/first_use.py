@@ -23,20 +23,21 @@ _TOKENS = 150
 
 def refusal(name: str, product: Callable, weight, *, gathering: bool = False) -> str | None:
     """Compares `product` with the plain JAX implementation (reference.product) on a small random case, once on each
-    kind of GPU: a pass is stored in the user's cache. Without a GPU nothing is compared, and the result is None.
-    Returns the reason why this GPU must not run it (a computation failed, or a result differs by more than
-    dispatch.first_use allows), or None.
+    kind of GPU: a pass is stored in the user's cache. Returns the reason why this GPU must not run it (a computation
+    failed, or a result differs by more than dispatch.first_use allows), or None, also if nothing is compared in this
+    call, as without a GPU or where dispatch.first_use only queues the check. `implementations` and `gathers` of api.py
+    ask it.
 
-    The case is computed with contract = 2, as the forward needs it, and with contract = 1, the product with the
-    transposed weight, which the gradient of x needs.
+    The case is computed with an adapter, in bfloat16: with contract = 2, as the forward needs it, and with contract =
+    1, the product with the transposed weight, which the gradient of x needs.
 
     Args:
       name: the implementation's name.
       product: a function with the arguments and the result of reference.product; if `gathering`, it takes as another
         argument tokens, int32[rows], the row of x for each sorted row.
       weight: a quantised weight: the case has a random weight in the same format. None: the case has a bfloat16 array.
-      gathering: True: the case is also computed with rows that `product` gathers from tokens while it multiplies.
-        False: with sorted rows only.
+      gathering: True: the case is also computed with rows that `product` gathers from tokens while it multiplies, and
+        so are narrow products, as with an adapter's A. False: with sorted rows only.
     """
 
     def compare():

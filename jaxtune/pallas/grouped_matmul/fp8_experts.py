@@ -1,16 +1,17 @@
 """Products of rows sorted by expert with experts' weights in FP8, which are multiplied without decoding them:
-`product`, which grouped_matmul calls with `fp8`.
+`product`, which grouped_matmul and the products of jaxtune.pallas.routing call with `fp8`.
 
 As in quant_matmul/fp8_product.py, both operands are e4m3 and sums are float32. A weight is [E, A, B], and a product
 sums along B in the forward, along A for the gradient of the rows (or the reverse). If each row of an expert's matrix,
-an index along A, has a scale, the scales multiply the result of a sum along B. In a sum along A they are factors of the
-summed axis; each sorted row belongs to one expert and is multiplied by them before it is rounded. Scales of 128 x 128
-numbers are inside both sums. Tensor cores accept e4m3 with the summed axis contiguous only, so for a sum along A the
-codes are transposed first, in each product (two bytes per weight).
+an index along A, or the whole matrix has a scale, the scales multiply the result of a sum along B. In a sum along A
+they are factors of the summed axis; each sorted row belongs to one expert and is multiplied by them before it is
+rounded. Scales of 128 x 128 numbers are inside both sums. Tensor cores accept e4m3 with the summed axis contiguous
+only, so for a sum along A the codes are transposed first, in each product (two bytes per weight).
 
-On Hopper fp8_rounding.py rounds rows, which it can gather from the tokens, and fp8_mosaic.py multiplies. On other GPUs
-that multiply in FP8, XLA rounds and fp8_triton.py multiplies. Elsewhere, and if these refuse, rows are rounded all the
-same and the decoded values are multiplied in 16 bits, which gives the same values without a gain in speed.
+On Hopper fp8_mosaic.py multiplies. fp8_rounding.py rounds the rows before, which it can gather from the tokens; with
+scales of 128 x 128 numbers XLA does. On other GPUs that multiply in FP8, and where these kernels refuse, XLA rounds and
+fp8_triton.py multiplies. Elsewhere, and if that refuses too, rows are rounded all the same, and their decoded values
+are multiplied in x's dtype. The results then differ only by the rounding to that dtype, without a gain in speed.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ def product(
     implementation: str | None = None,
 ) -> jax.Array:
     """The grouped product in FP8: x, rounded to e4m3 here, times each expert's weight -> [rows, n] in x's dtype.
-    grouped_matmul calls it with `fp8`, in the forward and for the gradient of x.
+    api._product calls it with `fp8`: in the forward, and for the gradient of x, with the result's gradient as x.
 
     Args:
       x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.
       weight: the experts' weights, [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
       groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       contract: the axis of the weight that is summed over, 1 or 2.
-      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's, which is not
-        rounded.
+      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's, whose scale is in u
+        and which is not rounded to e4m3.
       tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
       plain: a function with the arguments and the result of reference.product, which multiplies arrays in 16 or 32
-        bits; it is used if no FP8 kernel supports the call.
+        bits; it is used if no FP8 kernel supports the call, or "reference" is requested.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     Raises:
-      ValueError: the requested implementation refuses the call.
+      ValueError: the requested implementation is unknown or refuses the call.
     """
     blocks, sizes = fp8_product.in_blocks(weight), (weight.shape[contract], weight.shape[3 - contract])
     rank = 0 if extra is None else extra[1].shape[contract]
@@ -115,8 +116,9 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
 
 def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, plain: Callable = reference.product):
     """The grouped product in FP8 in plain JAX: used if no FP8 kernel supports the call, and compared with such a kernel
-    at its first use. Rows are rounded to FP8 all the same, and their values are multiplied by the weight's values in
-    x's dtype, so that the results, [rows, n] in x's dtype, are those of the kernels, without their speed.
+    at its first use. Rows are rounded to FP8 all the same, and their decoded values, in x's dtype, are multiplied by
+    the weight's, so that the results, [rows, n] in x's dtype, differ from those
+    of the kernels only by the rounding to that dtype. It is slower than they are.
 
     Args:
       x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.
@@ -181,14 +183,15 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """Compares an FP8 kernel with plain JAX on a small random case, once on each GPU (dispatch.first_use). Returns the
-    reason why this GPU must not run it, or None, also without a GPU, where nothing is compared. The case is computed
-    with contract = 2, as the forward needs it, and with contract = 1, as the gradient of x does; with sorted rows and
-    with rows gathered from tokens; and with an adapter unless `rank` is 0.
+    """Compares an FP8 kernel with plain JAX on a small random case, once on each kind of GPU. `product` asks it.
+    Returns the reason why this GPU must not run it, or None, also if nothing is compared in this call, as without a GPU
+    (dispatch.first_use). The case is computed with contract = 2, as the forward needs it, and with contract = 1, as the
+    gradient of x does; with sorted rows and with rows gathered from tokens; and with an adapter unless `rank` is 0.
 
     Args:
       name: the kernel's name, "mosaic" or "triton".
-      blocks: True: the weight has a scale for each 128 x 128 numbers. False: one for each row.
+      blocks: True: the weight has a scale for each 128 x 128 numbers. False: one for each row; kernels take a
+        scale for the whole matrix as one for each row too.
       dtype: the compute dtype, in which rows are before they are rounded.
       rank: the adapter's; the case has as many columns as the kernel pads it to. 0: no adapter.
       whole: True: the length of the summed axis is a multiple of 128. False: it is not, and the kernel's steps along it

@@ -1,9 +1,10 @@
 """Copies of rows of tokens from global to shared memory, for products of experts that read the tokens at given indices
-while they multiply, so that the rows need not be copied to a sorted buffer first.
+while they multiply, so that the rows need not be copied to a sorted buffer first. The kernels of mosaic.py and, for
+adapters' gradients, mosaic_contract.py copy so.
 
 TMA copies boxes, and on Hopper it cannot gather rows. Here the 128 lanes of a warpgroup copy 16 bytes each at a time
 (cp.async), eight of them the 128 bytes of a row, to the addresses where TMA would put them: tiles of 8 rows of 128
-bytes, swizzled. A lane has every 16th row, and always the same 16 bytes of a row.
+bytes, swizzled. A lane has every 16th row, and always the same 16 bytes of each 128 of a row.
 
 The loading warpgroup loads the rows' indices (`numbers`), starts the copies (`bring`), and makes them signal a barrier
 when they arrive (`tell`); only the multiplying warpgroups wait for it (`wait`). `barriers` allocates the barriers, and
@@ -46,7 +47,8 @@ _TILE = 8 * 128  # bytes of a tile
 
 def _layout(rows: int):
     """The layout in registers of the indices of `rows` rows (a multiple of 16), int32[8 rows], because each index is
-    needed by the eight lanes that copy the row: lane t has those of the rows t // 8 + 16 i, for every i."""
+    needed by the eight lanes that copy the row: lane t has those of the rows t // 8 + 16 i, for every i. `numbers`
+    returns them in it, and `bring` takes them."""
     return plgpu.Layout.WG_STRIDED((8 * rows,), rows // _EVERY)
 
 
@@ -59,7 +61,8 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
       tokens_ref: int32 in global memory, the token of each sorted row.
       first: int32[], the index of the first sorted row.
       rows: the number of rows, a multiple of 16.
-      interpreted: True: Pallas' interpreter runs the kernel, and the result is a plain int32[rows]. False: a GPU does.
+      interpreted: True: Pallas' interpreter runs the kernel, and the result is a plain int32[rows]. False: a GPU does,
+        and the result is int32[8 rows] in the layout that `_layout` returns.
     """
     if interpreted:
         return tokens_ref[pl.ds(first, rows)]
@@ -85,12 +88,13 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
 def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
     """Starts to copy rows of x_ref, at some of its columns, to `target` in shared memory; all lanes of the loading
     warpgroup must call it. The rows have arrived once a barrier was signalled (`tell`) and waited for (`wait`). Nobody
-    may still read what `target` had before.
+    may still read what `target` had before, for which the caller must have waited.
 
     Args:
       x_ref: the tokens [T, K] in global memory, in a 16-bit dtype.
       tokens: the indices of the rows, from `numbers`. For the index T zeros are copied.
-      target: [rows, columns] in shared memory; its shape says how many rows and columns are copied.
+      target: [rows, columns] in shared memory; its shape says how many rows (those of `tokens`) and columns (a multiple
+        of 64) are copied.
       first_column: int32[], the first of the columns of x_ref, a multiple of 8.
       transforms: the layout of `target`, tiles of (8, 64) swizzled by 128 bytes.
       interpreted: True: Pallas' interpreter runs the kernel, and the copy is made at once. False: a GPU does.
@@ -194,7 +198,8 @@ def wait(barriers_ref, slot, parity, interpreted: bool):
       barriers_ref: the array that `barriers` describes.
       slot: int32[], the number of the barrier.
       parity: int32[], 0 for the first, third, ... wait at this barrier, and 1 for the second, fourth, ...
-      interpreted: True: Pallas' interpreter runs the kernel, whose copies have arrived already. False: a GPU does.
+      interpreted: True: Pallas' interpreter runs the kernel, whose copies have arrived already, and it only makes them
+        visible. False: a GPU does.
     """
     if interpreted:
         plgpu.commit_smem()  # the fence below
