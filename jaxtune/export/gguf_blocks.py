@@ -42,18 +42,21 @@ class BlockType:
     exactly: Callable[[jax.Array, str], jax.Array] | None = None
 
 
-def _of_32(encode: Callable, decode: Callable, steps: int, worst: float, exactly: Callable | None = None) -> BlockType:
+def _of_32(
+    encode: Callable, decode: Callable, steps: int, worst: float, exactly: Callable | None = None, f16: int = 1
+) -> BlockType:
     """Makes a BlockType with blocks of 32 numbers, for BLOCK_TYPES.
 
     Args:
       encode, decode: its encoder, float32[n, 32] -> uint8[n, bytes of a block], and the decoder, which makes float32[n,
         32] of these bytes.
       steps, worst: a decoded number may differ from the original by `worst` steps, where a step is the largest
-        magnitude of its block divided by `steps`; gguf_codes.allowed adds what rounding the scale to f16 explains.
+        magnitude of its block divided by `steps`; gguf_codes.allowed adds what rounding to f16 explains.
       exactly: called with (blocks, name of a dtype), encodes blocks that QAT rounded; None: QAT does not round to the
         type.
+      f16: the argument of gguf_codes.allowed.
     """
-    bound = functools.partial(gguf_codes.allowed, steps=steps, worst=worst)
+    bound = functools.partial(gguf_codes.allowed, steps=steps, worst=worst, f16=f16)
     return BlockType(gguf_codes.NUMBERS, encode, decode, bound, exactly)
 
 
@@ -68,7 +71,7 @@ BLOCK_TYPES = {  # by gguf's names
     "Q8_0": _of_32(gguf_codes.encode_q8_0, gguf_codes.decode_q8_0, 127, 0.5, gguf_codes.encode_q8_0),
     "Q4_0": _of_32(gguf_codes.encode_q4_0, gguf_codes.decode_q4_0, 8, 1.0, gguf_codes.encode_q4_0),
     "Q5_0": _of_32(gguf_codes.encode_q5_0, gguf_codes.decode_q5_0, 16, 1.0),
-    "Q5_1": _of_32(gguf_codes.encode_q5_1, gguf_codes.decode_q5_1, 31, 1.0),
+    "Q5_1": _of_32(gguf_codes.encode_q5_1, gguf_codes.decode_q5_1, 31, 1.0, f16=3),
     "Q4_K": _of_256(4),
     "Q5_K": _of_256(5),
     "Q6_K": _of_256(6),

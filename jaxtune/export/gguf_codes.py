@@ -129,10 +129,12 @@ def decode_q5_1(coded: jax.Array) -> jax.Array:
     return _f16_of(coded[:, :2]) * _five_bits(coded[:, 4:8], coded[:, 8:]) + _f16_of(coded[:, 2:4])
 
 
-def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, steps: int, worst: float) -> jax.Array | np.ndarray:
-    """Returns the largest error that rounding to a type can cause in each block, that of its scale to f16 included:
-    float32[n, 1]. An export ends with an error if values decode to ones that differ by more, because the encoder is
-    wrong then. A step is the difference between the values of neighbouring codes.
+def allowed(
+    blocks: jax.Array | np.ndarray, numpy: ModuleType, *, steps: int, worst: float, f16: int = 1
+) -> jax.Array | np.ndarray:
+    """Returns a bound on the error that rounding to a type can cause in each block, with what f16 adds: float32[n, 1].
+    An export ends with an error if values decode to ones that differ by more, because the encoder is wrong then.
+    A step is the difference between the values of neighbouring codes.
 
     Args:
       blocks: the values, float32[n, 32].
@@ -141,6 +143,8 @@ def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, steps: int, wo
       worst: the largest error, in steps. It is 0.5 for Q8_0, which rounds to the nearest code. It is 1 for Q4_0 and
         Q5_0, which have a code for the value of magnitude M, but none for its negative. It is 1 for Q5_1 too, which
         rounds to the nearest code, but whose steps are up to twice as large, because they divide a range of up to 2 M.
+      f16: what rounding the block's numbers to f16 adds, in units of 2^-11 M: 1 for a scale alone. It is 3 for Q5_1: 2
+        for the scale, which codes multiply up to 2 M, and 1 for the least value.
     """
     largest = numpy.abs(blocks).max(-1, keepdims=True)
-    return largest * numpy.float32(worst * 1.001 / steps + 2.0**-11) + numpy.float32(steps * 2.0**-25)
+    return largest * numpy.float32(worst * 1.001 / steps + f16 * 2.0**-11) + numpy.float32(steps * 2.0**-25)

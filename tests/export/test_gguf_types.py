@@ -13,6 +13,7 @@ from tiny_models import adapted_model
 gguf = pytest.importorskip("gguf")
 
 from jaxtune.export import api, gguf_types  # noqa: E402
+from jaxtune.export.gguf_blocks import BLOCK_TYPES  # noqa: E402
 from jaxtune.export.gguf_tensors import Tensor  # noqa: E402
 from jaxtune.models.files.quant import quantize  # noqa: E402
 from tests.export.test_gguf import dequantised, encoded, expected_tensors, our_name  # noqa: E402
@@ -48,6 +49,18 @@ def drawn(name: str) -> np.ndarray:
         "parts of other sizes": normal * 10.0 ** draw.integers(-2, 2, (64, 16)).repeat(32, 1),
         "positive": np.abs(normal),
     }[name].astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_no_block_is_further_off_than_rounding_explains(kind):
+    """An export would end with an error. Rounding the scale and the least value of Q5_1 to f16 adds up."""
+    made, draw = BLOCK_TYPES[kind], np.random.default_rng(0)
+    normal, edges = draw.standard_normal((6_400_000,)), draw.choice([-1.0, 1.0], 640_000)
+    for values in (normal, edges * (1 + 2.0**-11 * draw.random(640_000))):
+        blocks = values.reshape(-1, made.numbers)
+        given = jnp.asarray(blocks, jnp.float32)
+        error = jnp.abs(made.decode(made.encode(given)) - given)
+        assert not (error > made.allowed(given, jnp)).any()
 
 
 @pytest.mark.parametrize("kind", STEPS)
