@@ -246,8 +246,8 @@ class CompatModel(ModelMethods):
         **others: Any,
     ) -> None:
         """Saves a GGUF file for llama.cpp for each method in quantization_method (f32, f16, bf16, q8_0, q6_k, q4_k_m or
-        q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m, "not_quantized" f16), in a folder named after this type
-        below save_directory. An adapter is merged. tokenizer: is in the file; None: the model's. others: as in
+        q4_0; "fast_quantized" is q8_0, "quantized" q4_k_m, "not_quantized" f16), in a folder below save_directory with
+        the type's name, such as q8_0. An adapter is merged. tokenizer: is in the file; None: the model's. others: as in
         save_pretrained. Another method is a ValueError."""
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)

@@ -89,7 +89,8 @@ def prepare_model_for_kbit_training(
 
 
 class PeftModel:
-    """PEFT's class, of which scripts use one function: from_pretrained puts a saved adapter on a model."""
+    """PEFT's class, of which scripts use one function: from_pretrained returns a new model, the given one with a saved
+    adapter on it, which can be trained further whatever is_trainable says."""
 
     @staticmethod
     def from_pretrained(

@@ -72,7 +72,7 @@ def write_stored(
 
     Args:
       to: the format. Its field `export` says what its readers cannot load: experts (`without_experts`), or linears of
-        certain names (`keeps`), which are decoded and written in the model's dtype. It must not be None.
+        certain names (`keeps`), which are decoded and written in the model's dtype. `export` must not be None.
       weights: the model's weights, in any format or none.
       folder: an empty folder.
       tokenizer: written too; None: none is written.

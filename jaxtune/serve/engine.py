@@ -102,9 +102,9 @@ class Answers:
 
     def close(self) -> None:
         """Cancels the rows that have not ended, so that their slots (places in the sampler's batch) become free, and
-        takes all rows off the number that may wait or decode (Engine.forget). The request's handler calls it when the
-        answer is complete (a stream: sent), has failed, or the client left, and Engine.submit if it raises; a second
-        call does nothing."""
+        takes all rows off the number of those that wait or decode, which Engine.submit limits (Engine.forget). The
+        request's handler calls it when the answer is complete (a stream: sent), has failed, or the client left, and
+        Engine.submit if it raises; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._engine.forget(self)
@@ -149,9 +149,9 @@ class Engine:
         thread is in. If this is cancelled, the rows are too.
 
         Raises:
-          ApiError: 400 for a ValueError: the sampler refuses a prompt or a setting, or there is too little memory to
-            make a sampler anew; 429 if more than 1,024 rows of all models would wait or be decoded; 500 for any other
-            failure; the error given to `end`, if the server is stopping.
+          ApiError: 400 if the sampler refuses a prompt or a setting; 429 if more than 1,024 rows of all models would
+            wait or be decoded; 500 for any other failure, also if there is too little memory to make a sampler anew;
+            the error given to `end`, if the server is stopping.
         """
         if self._rows + len(rows) > _MOST_ROWS:
             message = f"{self._rows} answers wait or are being made, and at most {_MOST_ROWS} may: ask again later"
@@ -250,9 +250,9 @@ class Engine:
         the rows' tokens; it gets the numbers of the rows in the sampler.
 
         Raises:
-          ValueError: the sampler refuses a row, and those submitted before it are cancelled; or there is too little
-            memory to make the sampler anew.
-          Exception: what else a device or a compiler raises when a sampler is made anew.
+          ValueError: the sampler refuses a row; those submitted before it are cancelled.
+          Exception: what a device or a compiler raises when a sampler is made anew; RuntimeError if there is too little
+            memory for it.
         """
         name = answers.model
         if name not in self._samplers:

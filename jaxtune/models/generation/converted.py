@@ -1,13 +1,14 @@
 """Weights that a sampler converts once instead of in each step, those of as many layers as there is free memory for: it
-decodes quantised weights, and casts and pads adapters of experts to the form that the kernels of experts read.
+decodes the quantised weights of linears, except those that multiply in FP8 or round their weights (QAT), and casts and
+pads adapters of experts to the form that the kernels of experts read. Quantised experts stay as they are.
 `Converted` does it, after `Convertible` has measured what it would take; `head_of_step` gives the head in the form by
 which each step multiplies.
 
 The values of decoded weights are those that each product would decode, so the tokens are those of the quantised model,
 up to the rounding of products.
 A step of some dozen rows multiplies weights of 16 bits at the speed at which it reads them, which no product that
-decodes reaches. Layers are decoded whole, because a step has the fewest kernels where all weights of a layer are plain
-arrays.
+decodes reaches. All such linears of a layer are decoded together, because a step has the fewest kernels where they are
+all plain arrays.
 """
 
 from __future__ import annotations

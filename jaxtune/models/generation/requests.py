@@ -1,6 +1,7 @@
-"""What is requested of the sampler (sampler.py), and what it returns (`Row`, `Piece`): the state of one row that it
-continues (`Request`), stop strings, at which a text ends (`StopStrings`, by a tokenizer that `Decodes`), checks of
-prompts and lengths (`checked_prompt`, `checked_length`), and the seeds of rows (`seeds_of`)."""
+"""What the sampler (sampler.py) returns, a row that has ended (`Row`) and the new tokens of one step (`Piece`), and
+what is requested of it: the state of one row that it continues (`Request`), stop strings, at which a text ends
+(`StopStrings`, by a tokenizer that `Decodes`), checks of prompts and lengths (`checked_prompt`, `checked_length`), and
+the seeds of rows (`seeds_of`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Decode attention in plain jnp, which defines the result: kernels are compared with it, and it computes the calls that
-they refuse. It reads the whole capacity of the cache.
+"""Attention of the one newest token of each row over the row's key/value cache, in plain jnp, which defines the result:
+kernels are compared with it, and it computes the calls that they refuse. It reads the whole capacity of the cache.
 
 score[k] = scale * query . key[k], or cap * tanh(score / cap) with a soft cap. The key at index i of a ring with
 `capacity` entries was written `age` tokens before the row's newest one, age = (length - 1 - i) % capacity, and is

@@ -97,8 +97,8 @@ class Chunks:
 
     @property
     def numbers(self) -> int:
-        """The number of elements of a chunk, the part of a weight that a program decodes at a time. Kernels take the
-        shapes of their arrays from it."""
+        """The number of elements of a chunk, the part of a weight that a program decodes at a time. `out_layout` is for
+        as many, and the kernel that decodes a whole weight (mosaic.dequantize) returns [count, numbers]."""
         return self.lines * SMALLEST
 
     @property

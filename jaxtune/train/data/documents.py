@@ -117,8 +117,8 @@ class Documents:
         return end
 
     def held_out(self, firsts: np.ndarray, eval_rows: float, what: str) -> tuple[np.ndarray, np.ndarray]:
-        """Chooses the held-out rows: those `eval_rows` whose documents' tokens have the smallest hashes. The `split`
-        methods of TokenDataset and PairDataset use it.
+        """Chooses the held-out rows for data.eval_rows, which are taken out of data.train: those whose documents'
+        tokens have the smallest hashes. The `split` methods of TokenDataset and PairDataset use it.
 
         The choice depends neither on the order of the rows nor on a seed, so that other runs with the same rows hold
         out the same. Training rows whose document equals that of a held-out row are in neither result. Only the
