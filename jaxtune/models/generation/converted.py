@@ -7,7 +7,7 @@ which each step multiplies.
 The values of decoded weights are those that each product would decode, so the tokens are those of the quantised model,
 up to the rounding of products.
 A step of some dozen rows multiplies weights of 16 bits at the speed at which it reads them, which no product that
-decodes reaches. All such linears of a layer are decoded together, because a step has the fewest kernels where they are
+decodes reaches. All such linears of a layer are decoded, or none, because a step has the fewest kernels where they are
 all plain arrays.
 """
 
