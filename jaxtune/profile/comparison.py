@@ -114,8 +114,8 @@ def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_
     """Makes the row of a comparison for the step or for one category, scope, region or kernel. Its verdict on B is
     "same" if the means differ by no more than the noise, which is the larger of both profiles' `_spread`, or by at most
     0.05 % of A's step, or if the ranges of both profiles' times overlap. Otherwise it is "slower", "faster", or, if one
-    profile has no time in it, "only in A" or "only in B". The texts name and colour rows by it; `--fail-if-slower`
-    depends on the step's row alone.
+    profile has no time in it, "only in A" or "only in B". Text and HTML page show it in each row; `--fail-if-slower`
+    depends on the step's alone.
 
     Args:
       name: of the category, scope, region or kernel, or "step".

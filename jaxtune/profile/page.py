@@ -233,8 +233,9 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], id: s
 
 
 def _shares(title: str, shares: Sequence[Share], id: str) -> str:
-    """The HTML table of the time of each category or scope of a report. title: its heading. shares: its rows. id: the
-    id of the HTML element, "categories" or "scopes", which also decides the name of the first column."""
+    """The HTML table of the time of each category or scope of a report, for the page of a single profile; that of a
+    comparison has `_changes`. title: its heading. shares: its rows. id: the id of the HTML element, "categories" or
+    "scopes", which also decides the name of the first column."""
     rows = [(row.name, row.phase, f"{row.ms:.2f}", percent(row.share)) for row in shares]
     return _table(title, ("scope" if id == "scopes" else "category", "phase", "ms/step", "share"), rows, id)
 

@@ -107,8 +107,8 @@ def _remove_capture(folder: Path) -> None:
 
 def _settle() -> None:
     """Waits for the devices' work that this process has dispatched, so that a trace has the work of its block and no
-    other. It waits for JAX's side effects and until every live array is computed; work whose results were all deleted
-    is not waited for."""
+    other; `capture` calls it before the trace starts and at the block's end. It waits for JAX's side effects and until
+    every live array is computed; work whose results were all deleted is not waited for."""
     import jax
 
     jax.effects_barrier()

@@ -91,8 +91,9 @@ class Idle:
 
 @dataclasses.dataclass
 class ReportData:
-    """The tables of the report on one profile, without functions that show them (Report adds these). Times are ms of
-    device time per step, means over the captured steps."""
+    """The tables of the report on one profile, without functions that show them (Report adds these). text.py and
+    page.py, which report.py imports, are written for this class. Times are ms of device time per step, means over the
+    captured steps."""
 
     path: str  # the folder or file that was read, as the user gave it
     framework: str  # "jax" or "torch"
@@ -146,7 +147,7 @@ class Change:
 @dataclasses.dataclass
 class ComparisonData:
     """The tables of a comparison of two profiles, A (the base) and B, without functions that show them (Comparison adds
-    these)."""
+    these). text.py and page.py, which comparison.py imports, are written for this class."""
 
     a: ReportData  # the base
     b: ReportData  # its times are not scaled
