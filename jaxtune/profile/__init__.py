@@ -7,11 +7,12 @@
     print(jaxtune.profile.show("profiles/a"))
     print(jaxtune.profile.compare("profiles/a", "profiles/b"))
 
-`capture` records what runs in its `with` block. `show` returns a Report and `compare` a Comparison; both raise
-TraceError for a profile that cannot be read. `ceilings` measures the highest rates of this machine's device, once, and
-returns them as Ceilings. A report compares kernels with the rates measured on its device, or else with those of the
-data sheet. The package works on any JAX program and reads PyTorch's Chrome traces too. Of jaxtune it imports only
-`jaxtune.system`. README.md in this folder says how each number is made.
+`capture` records what runs in its `with` block; a training run uses it if `profile.steps` asks for a profile. `show`
+returns a Report and `compare` a Comparison, which `jaxtune profile` prints; both raise TraceError for a profile that
+cannot be read. `ceilings` measures the highest rates of this machine's device, once, and returns them as Ceilings;
+`jaxtune doctor` and `jaxtune profile ceilings` call it. A report compares kernels with the rates measured on its
+device, or else with those of the data sheet. The package works on any JAX program and reads PyTorch's Chrome traces
+too. Of jaxtune it imports only `jaxtune.system`. README.md in this folder says how each number is made.
 """
 
 from __future__ import annotations

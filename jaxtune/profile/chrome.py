@@ -64,7 +64,7 @@ class _Call:
 def read_chrome(data: bytes, path: str) -> Trace:
     """Reads `data`, the unpacked bytes of a Chrome trace file of PyTorch's profiler, and returns the Trace of the
     device with the longest sum of kernels, copies and memsets. In a trace from a machine without a GPU, CPU operators
-    count as kernels (device "CPU", with a note). path: the file's path, for the Trace and for error messages.
+    count as kernels (device "CPU", with a note). path: the file's, for the Trace and messages. reading.py calls it.
 
     Raises:
       TraceError: the bytes are not JSON, or no trace, or one with damaged events, or without work on its GPU (or CPU).
@@ -88,7 +88,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
     """Makes the Trace of the busiest device, with its steps, from a file's events as JSON, `rows` (the entry
     `traceEvents`), and its other top-level entries, `head`, such as the devices' properties and versions. path: the
     file, for messages. In a trace from a machine without a GPU, operators count as kernels. Raises TraceError if there
-    are no kernels, copies or memsets, and KeyError, TypeError and the like for damaged events."""
+    are no kernels, copies or memsets, and KeyError and the like for damaged events, which read_chrome converts."""
     device_rows, calls, launches = [], collections.defaultdict(list), {}
     for row in rows:
         if row.get("ph") != "X":
@@ -252,7 +252,7 @@ class _Forward:
         return any(_bare(around.name) == name for around in call.up())
 
     def of(self, node: _Call) -> _Call | None:
-        """The forward operator whose backward an autograd node is; None if the trace has none."""
+        """The forward operator whose backward `node`, an autograd node, is, for _scope; None if the trace has none."""
         number = node.args.get("Sequence number")
         thread = self._threads.get(node.args.get("Fwd thread id"))
         return None if number is None else self._calls.get((thread, number))
@@ -489,8 +489,8 @@ def _add_work(event: Event, operators: list[_Call]) -> None:
 
 
 def _peak_memory(rows: list[dict]) -> int:
-    """The largest number of bytes that were allocated on any one GPU, from the allocator's events among all the trace's
-    events `rows`. They exist in a profile taken with profile_memory=True; without them the result is 0."""
+    """The largest number of bytes that were allocated on any one GPU, for the report, from the allocator's events among
+    all the trace's events `rows`. They exist in a profile taken with profile_memory=True; without them it is 0."""
     peak = 0
     for row in rows:
         if row.get("name") == "[memory]":

@@ -55,10 +55,10 @@ class Comparison(ComparisonData):
 
 
 def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
-    """Compares two profiles, of which A is the base: which parts of the step became faster or slower in B. If the steps
-    of both have known, but different numbers of tokens, B's times in the rows are multiplied by A's number over B's.
-    The rows of scopes are for regions of the model instead (`region`) if the two programs name their scopes
-    differently.
+    """Compares two profiles, of which A is the base: which parts of the step became faster or slower in B. `jaxtune
+    profile compare` calls it. If the steps of both have known, but different numbers of tokens, B's times in the rows
+    are multiplied by A's number over B's. The rows of scopes are for regions of the model instead (`region`) if the two
+    programs name their scopes differently.
 
     The Comparison's notes are those of both reports. They also say if B's times were scaled, if only one of the two
     profiles knows its tokens, if the devices differ, or if a profile has a single step.
@@ -104,8 +104,9 @@ def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
 
 def region(scope: str) -> str:
     """The part of a model that a scope belongs to, such as "mlp" or "optimizer", under one name for every framework;
-    "elsewhere" if the scope's name does not tell. It is found by words in the scope's name. Profiles whose scopes have
-    different names are compared by it."""
+    "elsewhere" if the scope's name does not tell. It is found by words in the scope's name. `compare` makes its rows
+    for regions only where two profiles' scopes have different names (`_named_alike`); the sentences then name regions
+    too."""
     return next((name for name, pattern in _REGIONS if pattern.search(scope)), "elsewhere")
 
 
@@ -113,7 +114,8 @@ def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_
     """Makes the row of a comparison for the step or for one category, scope, region or kernel. Its verdict on B is
     "same" if the means differ by no more than the noise, which is the larger of both profiles' `_spread`, or by at most
     0.05 % of A's step, or if the ranges of both profiles' times overlap. Otherwise it is "slower", "faster", or, if one
-    profile has no time in it, "only in A" or "only in B".
+    profile has no time in it, "only in A" or "only in B". Text and HTML page show it in each row; `--fail-if-slower`
+    depends on the step's alone.
 
     Args:
       name: of the category, scope, region or kernel, or "step".
@@ -238,7 +240,8 @@ def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
 
 def _without_number(name: str) -> str:
     """A kernel's name without the numbers that the compiler appends, which change between compilations: "fusion_12"
-    becomes "fusion". By such names the kernels of two profiles are paired."""
+    becomes "fusion". By such names the kernels of two profiles are paired; a report on one profile keeps the
+    numbers."""
     return re.sub(r"([_.]\d+)+$", "", name)
 
 

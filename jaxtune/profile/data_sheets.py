@@ -1,6 +1,6 @@
 """Vendors' figures of devices: `data_sheet` finds the DataSheet of a device by its name in the table DATA_SHEETS,
-`known_devices` lists the names, and `refusal` says which devices jaxtune refuses. The planner, `known_ceilings` and
-`jaxtune doctor` use them.
+`known_devices` lists the names, and `refusal` says which devices jaxtune refuses. The planner uses all three.
+`known_ceilings` and a run's metric mfu use data sheets only, and `jaxtune doctor` data sheets and `refusal`.
 
 Sources are NVIDIA's data sheets of the data-centre and RTX professional cards, and its architecture papers (GA102,
 AD102, GB202, GA100, GH100) for the GeForce cards, whose 16-bit products with fp32 sums run at twice their fp32 rate.
@@ -38,7 +38,7 @@ class DataSheet:
 def _data_sheets() -> dict[str, DataSheet]:
     """Reads data_sheets.csv, whose columns are the fields of DataSheet, and returns {name of a device: its data sheet},
     for data-centre, workstation and GeForce cards. A host link of 63 GB/s is PCIe 5 with 16 lanes; PCIe 4 and 8 lanes
-    each halve it; one of 450 GB/s is NVLink-C2C. It is called once, for DATA_SHEETS."""
+    each halve it; one of 450 GB/s is NVLink-C2C. It is called once, for DATA_SHEETS, when this module is imported."""
     text = Path(__file__).with_name("data_sheets.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines())
     return {row.pop("device"): DataSheet(**{k: json.loads(v or "null") for k, v in row.items()}) for row in rows}
@@ -59,7 +59,8 @@ _TOO_OLD = re.compile(
 def data_sheet(device: str) -> DataSheet | None:
     """Looks up the data sheet of a device. device: its name, jax.Device.device_kind or a card's name such as "RTX
     4090", in any case of letters; of the sheets whose name occurs in it as whole words, that with the longest is taken.
-    Returns None if there is no sheet for it.
+    Returns None if there is no sheet for it. The planner, `known_ceilings`, `jaxtune doctor` and a run's metric mfu
+    look figures up by it.
 
     A laptop's chip has the name of a larger one, and a slice of a GPU (MIG) has only a part of its rates, so both give
     None.
@@ -71,7 +72,8 @@ def data_sheet(device: str) -> DataSheet | None:
 def refusal(device: str) -> str | None:
     """The reason, a sentence for users, why jaxtune does not run on a device of this name, if the name contains that of
     an NVIDIA card before Ampere, such as V100, T4, GTX 1080 or RTX 2080, whose compute capability is below 8.0
-    (_TOO_OLD). None for every other name. `jaxtune doctor` and the planner ask it."""
+    (_TOO_OLD). None for every other name. `jaxtune doctor` shows it as a finding. The planner, which also plans each
+    training run, raises it as an error."""
     if (found := _TOO_OLD.search(device)) is not None:
         return (
             f"{found[0]} is older than compute capability 8.0 (Ampere): it has no bfloat16 products, and none of the "
@@ -89,6 +91,6 @@ def known_devices() -> tuple[str, ...]:
 def _name_in(device: str, names) -> str | None:
     """The longest of `names`, an iterable of cards' names, that occurs in `device`, a device's name, in any case of
     letters; None if none occurs. No letter or digit may precede or follow it, so that "GH200" is not taken for "H200",
-    nor "RTX 4090D" for "RTX 4090"."""
+    nor "RTX 4090D" for "RTX 4090". Only `data_sheet` uses it; `refusal` has a pattern of its own."""
     found = [n for n in names if re.search(rf"(?<![A-Z0-9]){re.escape(n)}(?![A-Z0-9])", device, re.IGNORECASE)]
     return max(found, key=len) if found else None

@@ -48,9 +48,10 @@ class Ceilings:
 
 
 def cache_file(device: str) -> Path:
-    """The path of the JSON file in which `ceilings` stores what it measured on a kind of device; it may not exist yet.
-    device: jax.Device.device_kind, from which the file's name is made. The file is in the folder
-    ~/.cache/jaxtune/ceilings, or in $JAXTUNE_CACHE/ceilings if that environment variable is set."""
+    """The path of the JSON file in which `ceilings` stores what it measured on a kind of device, and from which
+    `known_ceilings` reads it; it may not exist yet. device: jax.Device.device_kind, from which the file's name is made.
+    The file is in the folder ~/.cache/jaxtune/ceilings, or in $JAXTUNE_CACHE/ceilings if that environment variable is
+    set."""
     root = os.environ.get("JAXTUNE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "jaxtune")
     return Path(root) / "ceilings" / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', device)}.json"
 
@@ -197,10 +198,10 @@ def _copy_tbps(device, num_bytes: int) -> float:
 
 def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
     """Measures copies between pinned host memory and devices that all copy at once, because they may share the link,
-    for the fields to_device_gbps and to_host_gbps of Ceilings. The planner computes the time of offloading from the
-    rate to the host, and `jaxtune doctor` shows both. devices: jax.Devices of one kind. num_bytes: the size of each
-    device's copy. Returns (GB/s to each device, GB/s from each device to the host). These are measured on a CPU too if
-    JAX has pinned host memory there; (0, 0) if the backend has none."""
+    for the fields to_device_gbps and to_host_gbps of Ceilings. The planner computes the time of offloading, in both
+    directions, from the rate to the host alone; `jaxtune doctor` shows both. devices: jax.Devices of one kind.
+    num_bytes: the size of each device's copy. Returns (GB/s to each device, GB/s from each device to the host). These
+    are measured on a CPU too if JAX has pinned host memory there; (0, 0) if the backend has none."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding

@@ -1,6 +1,7 @@
 """The optimised HLO of a program in a trace, made from its HloProto in an XPlane file: a `Module` of Computations of
 Instructions with Shapes. launches.py joins kernels with its `launches`, of which xplane.py reads FLOPs (`flops`), bytes
-(`moved_bytes`) and scopes. `trip_count` is how often a loop runs. Opcodes in SILENT launch nothing."""
+(`moved_bytes`) and scopes. `launches` repeats those of a loop as often as it runs (`trip_count`), as the trace does.
+`peak_buffers` gives the buffers at the memory peak. Opcodes in SILENT launch nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the array, rounded up, or the sum over all arrays of a tuple; 0 for an unknown type."""
+        """Bytes of the array, rounded up, or of a tuple's arrays; 0 for an unknown type. moved_bytes sums them."""
         if self.parts is not None:
             return sum(part.num_bytes for part in self.parts)
         return math.ceil(math.prod(self.dims) * self.bits / 8)
@@ -113,7 +114,7 @@ class Instruction:
 
     @property
     def operand_shapes(self) -> list[Shape]:
-        """The operands' shapes, in order, without those of operands that are not in the same computation."""
+        """The operands' shapes, in order, without those outside its computation. Work is counted by them."""
         assert self.computation is not None
         by_id = self.computation.by_id
         return [by_id[i].shape for i in self.operands if i in by_id]
@@ -126,7 +127,7 @@ class Instruction:
 
     @property
     def is_mosaic(self) -> bool:
-        """Whether it calls a Pallas kernel of Mosaic GPU. Only its name in `scope` tells what work that does."""
+        """Whether it calls a Pallas kernel of Mosaic GPU. Those are one class of launches.py; `scope` names each."""
         return "mosaic_gpu" in self.target
 
 
@@ -220,7 +221,7 @@ class Module:
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
         """{name: instruction} of every instruction that starts work on the device, in the entry, loop bodies and called
-        computations, but not inside fusions. A trace names kernels' instructions so."""
+        computations, but not inside fusions. `join` finds by it those that a trace names."""
         out, seen = {}, set()
         queue = [self.entry_id]
         while queue:
@@ -236,8 +237,8 @@ class Module:
         return out
 
     def peak_buffers(self) -> list[tuple[int, Instruction | None, str]]:
-        """The buffers that are live when the program needs the most device memory, the largest first, for the report,
-        as (bytes, instruction, kind). kind is "argument", "output", "temporary", "constant" or "fragmentation". The
+        """The buffers that are live when the program needs the most device memory, the largest first, for xplane.py:
+        (bytes, instruction, kind). kind is "argument", "output", "temporary", "constant" or "fragmentation". The
         instruction is the one whose result is in the buffer; None for unused bytes of an allocation ("fragmentation")
         and for smaller values that share an allocation with a listed one. Bytes may be 0."""
         return _peak_buffers(self._buffers, self)
@@ -309,12 +310,12 @@ def _shape(proto: Any) -> Shape:
 
 
 def flops(instruction: Instruction) -> int:
-    """FLOPs of the products in an instruction, two for each multiply-add, for the report's TFLOP/s; 0 where shapes do
-    not tell. Products are those of is_gemm, and those inside a fusion. A cuDNN attention call counts 2 products of
-    length x length a head in the forward, 5 in the backward, half if its mask is causal;
-    packed rows count as one document each, which is too much. Of Pallas kernels only Mosaic's `grouped_matmul` and
-    `fp8_matmul` count (x [., K] is the first operand, [rows, N] the result, rows that fill up tiles included); others,
-    attention among them, are 0."""
+    """FLOPs of the products in an instruction, two for each multiply-add; 0 where shapes do not tell. The report's
+    TFLOP/s and losses, and the category of a fusion, depend on it. Products are those of is_gemm, and those inside a
+    fusion. A cuDNN attention call counts 2 products of length x length a head in the forward, 5 in the backward, half
+    if its mask is causal; packed rows count as one document each, which is too much. Of Pallas kernels only Mosaic's
+    `grouped_matmul` and `fp8_matmul` count (x [., K] is the first operand, [rows, N] the result, rows that fill up
+    tiles included); others, attention among them, are 0."""
     operands = instruction.operand_shapes
     if instruction.is_mosaic:
         out = _first(instruction.shape).dims
@@ -380,7 +381,7 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
 
 
 def moved_bytes(instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes in memory, for the report's TB/s: each operand and result once,
+    """Bytes that an instruction reads and writes, for the report's TB/s and losses: each operand and result once,
     cuBLAS's workspace not. Of an operand that a fusion only slices or gathers from, the slices count; of one that it
     updates in place, the update. An asynchronous start (not all-reduce-start) counts its result, operands included."""
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):

@@ -35,7 +35,8 @@ _SATELLITES = (
 
 @dataclasses.dataclass(slots=True)
 class Launch:
-    """One kernel or copy of a trace, and the HLO instruction that launched it, which `join` finds."""
+    """One kernel or copy of a trace, and the HLO instruction that launched it, which `join` finds. xplane.py makes one
+    for each event of a program, passes them to `join`, and then reads the instruction."""
 
     name: str  # of the kernel or copy
     hlo_op: str  # the HLO instruction that the trace names, or a CUDA graph's name; "" if it names none
@@ -98,7 +99,8 @@ def join(module: Module, launches: Sequence[Launch]) -> None:
 
 class _Classes:
     """Finds the class of an instruction: a key that is equal for instructions that may launch the same kernel, such as
-    equal fusions, for which XLA compiles one kernel."""
+    equal fusions, for which XLA compiles one kernel. `join` makes one such object for a program, and matches kernels
+    with instructions within a class."""
 
     def __init__(self):
         self._keys: dict[int, Hashable] = {}
@@ -139,7 +141,8 @@ class _Classes:
 def _satellite(name: str) -> bool | None:
     """Whether a kernel's name is that of a helper kernel, which a library launches beside its main one, such as a
     memset or the reduction of a split product (_SATELLITES): True if its main kernel comes after it, False if before,
-    and None if it is no helper but a main kernel."""
+    and None if it is no helper but a main kernel. `join` leaves helpers out of its counts, and _attach_satellites
+    assigns them to the calls of their main kernels."""
     for pattern, before in _SATELLITES:
         if pattern.search(name):
             return before

@@ -67,8 +67,8 @@ def report_page(report: ReportData) -> str:
 def comparison_page(comparison: ComparisonData) -> str:
     """Returns the HTML text of a page that shows `comparison`, that of the profiles of two runs, A and B. The page says
     in words what changed from A to B. Its tables have the times of both by category, by scope (or region) and by
-    kernel, and it draws bars and timelines of both. B's times are multiplied by `comparison.scale`, except in its
-    headline and timeline. Comparison.to_html calls it."""
+    kernel, and it draws bars and timelines of both. Transfers and memory are not on it. B's times are multiplied by
+    `comparison.scale`, except in its headline and timeline. Comparison.to_html calls it."""
     kernels = {
         "sort": "diff",
         "sums": ["a", "b", "diff"],
@@ -176,8 +176,9 @@ def _page(
 
 
 def _words(title: str, lines: Sequence[str], ordered: bool = False) -> str:
-    """The HTML of a list of sentences, `lines` (plain text), below the heading `title`; "" without sentences. ordered:
-    True numbers them, False puts a dot before each."""
+    """The HTML of a list of sentences, `lines` (plain text), below the heading `title`; "" without sentences. The page
+    of a report lists its three largest losses so, that of a comparison what changed. ordered: True numbers them, False
+    puts a dot before each."""
     if not lines:
         return ""
     tag = "ol" if ordered else "ul"
@@ -187,13 +188,13 @@ def _words(title: str, lines: Sequence[str], ordered: bool = False) -> str:
 
 def _bars() -> str:
     """The empty section, as HTML, in which page.js draws a bar for each profile: the mean step, divided into its
-    categories."""
+    categories. The pages of reports and of comparisons have it."""
     return '<h2>One step, by category</h2>\n<div id="bars"></div>\n<ul class="legend" id="legend"></ul>\n'
 
 
 def _timelines() -> str:
     """The empty section, as HTML, in which page.js draws the middle step of each profile on a time axis, with a line
-    for each stream."""
+    for each stream. The pages of reports and of comparisons have it."""
     return (
         '<h2>One step, by stream</h2>\n<p class="soft">The wheel zooms, dragging moves.</p><div id="timelines"></div>\n'
     )
@@ -209,7 +210,7 @@ def _kernel_table() -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], id: str) -> str:
-    """The HTML of a table below a heading.
+    """The HTML of a table below a heading, for all tables but that of kernels, which page.js fills.
 
     Args:
       title: the heading.
@@ -232,8 +233,9 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], id: s
 
 
 def _shares(title: str, shares: Sequence[Share], id: str) -> str:
-    """The HTML table of the time of each category or scope of a report. title: its heading. shares: its rows. id: the
-    id of the HTML element, "categories" or "scopes", which also decides the name of the first column."""
+    """The HTML table of the time of each category or scope of a report, for the page of a single profile; that of a
+    comparison has `_changes`. title: its heading. shares: its rows. id: the id of the HTML element, "categories" or
+    "scopes", which also decides the name of the first column."""
     rows = [(row.name, row.phase, f"{row.ms:.2f}", percent(row.share)) for row in shares]
     return _table(title, ("scope" if id == "scopes" else "category", "phase", "ms/step", "share"), rows, id)
 
@@ -257,8 +259,8 @@ def _changes(title: str, rows: Sequence[Change], id: str) -> str:
 
 
 def _transfers(report: ReportData) -> str:
-    """The HTML section on a report's waits: a sentence on idle time, below the table of copies over the host link and
-    collectives if there are any."""
+    """The HTML section on a report's waits, which only the page of a single profile has: a sentence on idle time, below
+    the table of copies over the host link and collectives if there are any."""
     idle = report.idle
     text = (
         f"<p>Idle {idle.ms:.2f} ms a step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, "
@@ -285,7 +287,8 @@ def _transfers(report: ReportData) -> str:
 
 def _memory(report: ReportData) -> str:
     """The HTML table of a report's largest buffers (at most 12 groups) that are live at the peak of the program that
-    needs the most memory, with the peak memory in its heading; "" where the buffers are unknown."""
+    needs the most memory, with the peak memory in its heading; "" where the buffers are unknown. Only the page of a
+    single profile has it."""
     if not report.buffers:
         return ""
     rows = [(r["what"], r["kind"], str(r["count"]), f"{r['bytes'] / 1e9:.3f}") for r in report.buffers]

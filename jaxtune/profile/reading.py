@@ -22,8 +22,8 @@ _SMALL_BYTES = 16 << 20
 
 def read(path: str | Path) -> Trace:
     """Finds and reads the trace in a folder that `capture`, jax.profiler or PyTorch's profiler wrote, or in one file,
-    and adds what `capture` recorded beside it, if it did. Returns the Trace, from which `show` makes a report; its
-    `path` is the one given.
+    and adds what `capture` recorded beside it, if it did. Returns the Trace, from which `show` makes a report; nothing
+    else calls it; its `path` is the one given.
 
     Raises:
       TraceError: no trace can be read, or the record beside it is damaged; the message says why and what would help.
@@ -64,9 +64,10 @@ def _parse(file: Path, data: bytes) -> Trace:
 
 
 def _find(path: Path) -> Path:
-    """Finds the file to read: `path` itself if it is a file, else a trace in this folder. In a folder that `capture`
-    wrote it is trace.xplane.pb.gz. In others it is the newest file, in the folder or below it, of the first pattern in
-    _PATTERNS that any file but profile.json fits; XPlane files come before Chrome traces, because they say more.
+    """Finds the file that `read` reads: `path` itself if it is a file, else a trace in this folder. In a folder that
+    `capture` wrote it is trace.xplane.pb.gz. In others it is the newest file, in the folder or below it, of the first
+    pattern in _PATTERNS that any file but profile.json fits; XPlane files come before Chrome traces, because they say
+    more.
 
     Raises:
       TraceError: the path does not exist, or there is no trace in the folder.
@@ -88,7 +89,7 @@ def _find(path: Path) -> Path:
 
 
 def _bytes(file: Path) -> bytes:
-    """The bytes of a file, unpacked if it is compressed by gzip.
+    """The bytes of a trace's file, unpacked if it is compressed by gzip, for `read`.
 
     Raises:
       TraceError: it is damaged, or it unpacks to more than 16 MiB and more than 200 times its size, which no trace

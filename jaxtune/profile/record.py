@@ -26,7 +26,8 @@ def capture(
     folder: str | Path, meta: Mapping[str, Any] | None = None, programs: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
     """Traces a `with` block: `with capture("profiles/a"): run_three_steps()`. It writes the trace and a record,
-    profile.json, with meta, versions, the device and its peak memory. `show` then reads the folder.
+    profile.json, with meta, versions, the device and its peak memory. `show` then reads the folder. A training run with
+    `profile.steps` uses it for those steps; other programs may use it too.
 
     The devices are waited for before and after the block, so that the trace contains the block's work only. Python
     frames are not traced, because tracing them would slow the block. An earlier capture in the folder is replaced when
@@ -83,7 +84,7 @@ def _check_folder(folder: Path) -> None:
     """Checks that a capture can be written into the folder, which need not exist and may have an earlier one.
 
     Raises:
-      ValueError: it is a file, or has files that `capture` did not write.
+      ValueError: it is a file, or has files that `capture` did not write, so that it deletes none of these.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder for the profile")
@@ -97,8 +98,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _remove_capture(folder: Path) -> None:
-    """Removes an earlier capture from the folder, if it has one, so that none of its files stays beside those of the
-    new one."""
+    """Removes an earlier capture from the folder, if it has one, when the new trace has been recorded, so that none of
+    its files stays beside those of the new one."""
     shutil.rmtree(folder / HLO_FOLDER, ignore_errors=True)
     (folder / RECORD_FILE).unlink(missing_ok=True)
     (folder / TRACE_FILE).unlink(missing_ok=True)
@@ -106,8 +107,8 @@ def _remove_capture(folder: Path) -> None:
 
 def _settle() -> None:
     """Waits for the devices' work that this process has dispatched, so that a trace has the work of its block and no
-    other. It waits for JAX's side effects and until every live array is computed; work whose results were all deleted
-    is not waited for."""
+    other; `capture` calls it before the trace starts and at the block's end. It waits for JAX's side effects and until
+    every live array is computed; work whose results were all deleted is not waited for."""
     import jax
 
     jax.effects_barrier()
@@ -141,7 +142,9 @@ def _environment() -> dict[str, Any]:
 def _write_program(folder: Path, name: str, program: Any) -> dict[str, int]:
     """Writes the HLO text of a compiled program (jax.stages.Compiled) to hlo/NAME.txt.gz in the folder, where NAME is
     `name`, the program's name in `capture`. Returns the compiler's memory analysis for the record, {"argument_bytes",
-    "output_bytes", "temp_bytes", "alias_bytes", "host_temp_bytes": bytes}, 0 where it is unknown."""
+    "output_bytes", "temp_bytes", "alias_bytes", "host_temp_bytes": bytes}, 0 where it is unknown. The text is for
+    people: jaxtune does not read it, because the trace contains the HLO. The analysis gets into the report's `meta` and
+    from there only into its JSON."""
     (folder / HLO_FOLDER).mkdir(exist_ok=True)
     with gzip.open(folder / HLO_FOLDER / f"{name}.txt.gz", "wt", encoding="utf-8", compresslevel=6) as sink:
         sink.write(program.as_text())

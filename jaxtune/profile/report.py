@@ -49,8 +49,9 @@ class Report(ReportData):
 
 
 def show(path: str | Path) -> Report:
-    """Reads a profile and reports where the time of its step goes. path: the folder or file that `capture`,
-    jax.profiler or PyTorch's profiler (a Chrome trace) wrote.
+    """Reads a profile and reports where the time of its step goes. `jaxtune profile show` prints the result, and
+    `compare` calls it for each profile that is given as a path. path: the folder or file that `capture`, jax.profiler
+    or PyTorch's profiler (a Chrome trace) wrote.
 
     Raises:
       TraceError: there is none that can be read.
@@ -60,10 +61,10 @@ def show(path: str | Path) -> Report:
 
 
 def make_report(trace: Trace) -> Report:
-    """Makes the Report of a trace: all tables, and the losses against the device's known ceilings, which it reads from
-    their cache file or the data sheet. Work outside of the trace's steps, of which it has at least one, is left out. It
-    sets each event's `self_ns` in place, the time that is booked on it alone, so that no moment counts twice. Raises
-    ValueError if the cache file is damaged."""
+    """Makes the Report of a trace, for `show`: all tables, and the losses against the device's known ceilings, which it
+    reads from their cache file or the data sheet. Work outside of the trace's steps, of which it has at least one, is
+    left out. It sets each event's `self_ns` in place, the time that is booked on it alone, so that no moment counts
+    twice. Raises ValueError if the cache file is damaged."""
     charge(trace.events)
     num_steps = len(trace.steps)
     inside = [event for event in trace.events if event.step >= 0]
@@ -130,8 +131,8 @@ def _share(name: str, per_step: list[float], step_ms: float, phase: str = "") ->
 
 def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]]:
     """Sums the time that is booked on events, by any key and by step: {key: [ms in each of the num_steps steps]}.
-    events: with `self_ns` set, of these steps only. key: the function from an event to its key, such as its
-    category."""
+    events: with `self_ns` set, of these steps only. key: the function from an event to its key: its category, or its
+    scope and phase. The tables of these two are made from it; that of kernels is not."""
     out: dict[Any, list[float]] = collections.defaultdict(lambda: [0.0] * num_steps)
     for event in events:
         out[key(event)][event.step] += event.self_ns * _MS

@@ -22,7 +22,7 @@ LAUNCH_GAP_NS = 20_000
 @dataclasses.dataclass
 class Loss:
     """One reason why a step takes longer than it could on this device, with the time that would be saved without it.
-    The report lists the largest ones first."""
+    The text and the HTML page of a report show the sentences of the three largest; its JSON has all."""
 
     what: str  # the loss's short name, such as "GEMM", "idle" or "passes over memory: layer/mlp"
     won_ms: float  # milliseconds a step that would be saved without it
@@ -49,7 +49,7 @@ def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
 def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -> tuple[float, str]:
     """The least time that an operator could take on this device, by the roofline model: that of its FLOPs or that of
     its bytes at the device's ceilings, whichever is longer. The report's "of ceiling" and its losses are computed from
-    it.
+    it, and `_kind` asks it whether memory limits a product.
 
     Args:
       flops: its floating-point operations.
@@ -72,12 +72,13 @@ def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -
 def losses(
     events: Sequence[Event], num_steps: int, idle_ms: float, ceilings: Ceilings, *, wait: str = ""
 ) -> list[Loss]:
-    """Finds every loss of a step, the largest first, for the report's list of what could be saved. A moment of the step
-    counts in one loss only. Large matrix products, attention and experts lose the time beyond the ceiling's, copies
-    over the host link and collectives the time that the step waits for them, and all others their whole time: whatever
-    is recomputed, thin products (limited by memory), passes over memory, and idle time. Matrix products, attention and
-    experts lose nothing where the device's rate for their operands is unknown (0), such as that of FP8 on an A100. Nor
-    does one of these three kinds if none of its kernels has known FLOPs, as with Pallas attention.
+    """Finds every loss of a step, the largest first, for the report's list of what could be saved. The comparison of
+    two profiles does not use them. A moment of the step counts in one loss only. Large matrix products, attention and
+    experts lose the time beyond the ceiling's, copies over the host link and collectives the time that the step waits
+    for them, and all others their whole time: whatever is recomputed, thin products (limited by memory), passes over
+    memory, and idle time. Matrix products, attention and experts lose nothing where the device's rate for their
+    operands is unknown (0), such as that of FP8 on an A100. Nor does one of these three kinds if none of its kernels
+    has known FLOPs, as with Pallas attention.
 
     Args:
       events: those of the captured steps, with `self_ns` set.

@@ -1,6 +1,7 @@
 """What names in a trace mean: the scope and phase of an op_name (`scope_of`), the category of a kernel (`categorise`,
 one of CATEGORIES), and a kernel's name for a table (`readable`). `is_gemm_kernel`, `is_attention_kernel` and
-`is_collective` recognise kernels by their names. The readers of traces and the reports use these."""
+`is_collective` recognise kernels by their names. xplane.py reads scopes and collectives, launches.py asks for products
+and attention, both readers of traces categorise, and the reports shorten names."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ _SILENT = frozenset((*_CONTROL, *_TRANSFORMS, *_PHASES))
 @functools.lru_cache(maxsize=65536)
 def scope_of(op_name: str) -> tuple[str, str]:
     """Reads (scope, phase) from an HLO instruction's op_name; ("", "") from an empty one. The reader of XPlane files
-    (xplane.py) calls it for each kernel.
+    (xplane.py) calls it for each kernel and each buffer. chrome.py finds scopes in another way, from the ranges around
+    a call.
 
     JAX writes "jit(step)/transpose(jvp(layer))/mlp/dot_general": transformations wrap the scope around them, and the
     last part is the primitive; this has the scope "layer/mlp". Names of jitted functions, loops, transformations and
@@ -138,13 +140,14 @@ _DEVICE_COPY = re.compile(
 
 def is_collective(name: str) -> bool:
     """Whether the name of a kernel, or the opcode of an instruction, is that of a collective, such as NCCL's
-    all-reduce. The reader of XPlane files (xplane.py) gives such events the kind "collective"."""
+    all-reduce. The reader of XPlane files (xplane.py) gives such events the kind "collective". That of Chrome traces
+    does not ask it; `categorise` searches for the same pattern itself."""
     return bool(_COLLECTIVE.search(name))
 
 
 def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = None, target: str = "") -> str:
     """The category of an event, one of CATEGORIES, such as "GEMM", "attention" or "loss". Both readers of traces call
-    it.
+    it. The report sums times by category, and `losses` decides by it what could be saved.
 
     The first that fits is taken: copies over the host link and collectives, attention, dequantising, experts, products,
     the loss, the optimizer, copies within the device (also fusions that transpose, slice or broadcast) and memsets; all
@@ -185,13 +188,15 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
 
 def is_gemm_kernel(name: str) -> bool:
     """Whether a kernel's name is that of a matrix product of a library (cuBLAS, CUTLASS and the like) or of XLA. Where
-    the trace names no instruction for such a kernel, `join` (launches.py) looks for its instruction among products."""
+    the trace names no instruction for such a kernel, `join` (launches.py) looks for its instruction among products.
+    Nothing else calls it: `categorise` searches for the same pattern itself."""
     return bool(_GEMM_KERNEL.search(name))
 
 
 def is_attention_kernel(name: str) -> bool:
     """Whether a kernel's name is that of an attention kernel, such as one of cuDNN or FlashAttention. Where the trace
-    names no instruction for such a kernel, `join` (launches.py) looks for its instruction among attention calls."""
+    names no instruction for such a kernel, `join` (launches.py) looks for its instruction among attention calls. It
+    recognises helper kernels of attention by it too. `categorise` searches for the same pattern itself."""
     return bool(_ATTENTION_KERNEL.search(name))
 
 
@@ -199,7 +204,8 @@ def readable(kernel: str) -> str:
     """Shortens a kernel's name for a table: everything in angle brackets or parentheses, such as C++ template arguments
     and the argument list, and "void " at the start are cut off. A name of which at most 8 characters would be left
     keeps its first 100 characters after "void " instead; the name of a copy or memset is kept. Calls with equal
-    shortened names share a row in the table of kernels."""
+    shortened names share a row in the table of kernels if category, scope, phase and shape are equal too. The timeline
+    and the list of waits shorten names so too."""
     if kernel.startswith("Mem"):  # "Memcpy HtoD (Pinned -> Device)"
         return kernel
     name = kernel.removeprefix("void ")

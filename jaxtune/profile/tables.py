@@ -13,7 +13,8 @@ from jaxtune.profile.roofline import Loss
 
 @dataclasses.dataclass
 class Share:
-    """The time of one category or scope, a row of the report's tables "By category" and "By scope"."""
+    """The time of one category or scope, a row of the report's tables "By category" and "By scope". `compare` reads
+    `per_step_ms`, from which it computes means and noise."""
 
     name: str  # the category's or scope's, "(no scope)", or "idle"
     ms: float  # mean over the steps, of the time booked on its events alone (Event.self_ns); idle time is the rest
@@ -25,7 +26,7 @@ class Share:
 @dataclasses.dataclass
 class KernelRow:
     """The calls of one kernel with one category, scope, phase and shape, a row of the report's table of kernels.
-    Copies, memsets and collectives have rows too."""
+    Copies, memsets and collectives have rows too. `compare` pairs these rows of two profiles."""
 
     name: str  # the kernel's or copy's, shortened by scopes.readable
     category: str  # one of scopes.CATEGORIES, such as "GEMM"
@@ -61,7 +62,8 @@ class Transfer:
     @property
     def hidden(self) -> float:
         """The share of `ms` in which the device did other work too (kernels, memsets, copies within the device), from 0
-        to 1; collectives and copies from or to the host do not count as such. It is 0 if `ms` is 0."""
+        to 1; collectives and copies from or to the host do not count as such. It is 0 if `ms` is 0. The tables show it
+        as "under compute"."""
         return self.hidden_ms / self.ms if self.ms else 0.0
 
     @property
@@ -89,8 +91,9 @@ class Idle:
 
 @dataclasses.dataclass
 class ReportData:
-    """The tables of the report on one profile, without functions that show them (Report adds these). Times are ms of
-    device time per step, means over the captured steps."""
+    """The tables of the report on one profile, without functions that show them (Report adds these). text.py and
+    page.py, which report.py imports, are written for this class. Times are ms of device time per step, means over the
+    captured steps."""
 
     path: str  # the folder or file that was read, as the user gave it
     framework: str  # "jax" or "torch"
@@ -144,7 +147,7 @@ class Change:
 @dataclasses.dataclass
 class ComparisonData:
     """The tables of a comparison of two profiles, A (the base) and B, without functions that show them (Comparison adds
-    these)."""
+    these). text.py and page.py, which comparison.py imports, are written for this class."""
 
     a: ReportData  # the base
     b: ReportData  # its times are not scaled

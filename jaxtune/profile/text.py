@@ -57,8 +57,8 @@ def percent(value: float) -> str:
 
 
 def bar(share: float, width: int = 24) -> str:
-    """A bar of block characters whose length is this share (0 to 1) of `width` characters, for the table of
-    categories."""
+    """A bar of block characters whose length is this share (0 to 1) of `width` characters, for the table of categories
+    on the terminal; page.js draws the bars of HTML pages."""
     return "█" * round(share * width)
 
 

@@ -37,7 +37,8 @@ def charge(events: Sequence[Event]) -> None:
 
 def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Merges (start, end) intervals, which may overlap: returns disjoint ones in order that cover the same moments,
-    without those of length 0. The time in which a device was busy is the length of such a union."""
+    without those of length 0. The time in which a device was busy is the length of such a union: idle and exposed time
+    are found by it. The ms of categories, scopes and kernels are not; they are sums of self_ns."""
     out: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if out and start <= out[-1][1]:
@@ -50,7 +51,7 @@ def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 def length(intervals: Sequence[tuple[float, float]]) -> float:
     """The sum of the lengths of (start, end) intervals, in their unit (ns here); moments in two of them count twice, so
-    the callers pass disjoint ones."""
+    the callers pass disjoint ones (`union`). It measures how long transfers ran and were exposed."""
     return sum(end - start for start, end in intervals)
 
 
@@ -66,8 +67,8 @@ def _overlap(start: float, end: float, busy: list[tuple[float, float]], starts: 
 
 
 def gaps(events: Sequence[Event], start: float, end: float) -> list[tuple[float, float]]:
-    """The intervals (start, end) within `start` to `end` in which none of the events ran, in ns and in order: the
-    device's idle time."""
+    """The intervals (start, end) within `start` to `end` in which none of the events ran, in ns and in order. They are
+    the device's idle time in a step, which the report divides into launch gaps and waits."""
     busy = union(
         [(max(e.start_ns, start), min(e.end_ns, end)) for e in events if e.end_ns > start and e.start_ns < end]
     )

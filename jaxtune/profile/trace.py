@@ -13,14 +13,14 @@ KERNEL, MEMSET, COPY, TO_HOST, TO_DEVICE, COLLECTIVE = "kernel", "memset", "copy
 
 class TraceError(ValueError):
     """Raised if no trace can be read from a file or folder, or the record beside it is damaged; the message says why
-    and what would help."""
+    and what would help. It is a ValueError, of which the command line prints the message without a traceback."""
 
 
 @dataclasses.dataclass(slots=True)
 class Event:
     """One piece of work on the device: a kernel, a memset, a copy or a collective. In a trace from a machine without a
     device, operators on the CPU take the place of kernels. The readers of both formats of traces, XPlane and Chrome's,
-    make events, and the times in a report are sums over them."""
+    make events. The ms of categories, scopes and kernels in a report are sums of their self_ns."""
 
     start_ns: float  # device clock, counted from the trace's first event
     end_ns: float  # on the same clock

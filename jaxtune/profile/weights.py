@@ -41,7 +41,8 @@ def linear_of(product: Instruction) -> str:
     """The name of the linear layer whose weight a matrix product multiplies by: "up_proj", or "q_proj+k_proj" if the
     operand is made from several weights, of which three are named, followed by "+..." if there are more; "" where no
     operand is known to be a weight. If several operands are weights, the largest in bytes counts. The reader of XPlane
-    files adds the name to the scope of the product's kernel, unless that has it."""
+    files adds the name to the scope of the product's kernel, unless that has it. It names products in profiles only;
+    training does not use it."""
     computation = product.computation
     if computation is None:
         return ""

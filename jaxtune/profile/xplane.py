@@ -33,7 +33,8 @@ _MINOR = (0.0002, 0.002, 0.02)
 
 @dataclasses.dataclass(slots=True)
 class _Raw:
-    """An event of the trace as jax.profiler.ProfileData gives it, before it is joined with the HLO."""
+    """An event of the trace as jax.profiler.ProfileData gives it, before it is joined with the HLO. `_events` makes an
+    Event of each."""
 
     start_ns: float  # on the profile's clock
     end_ns: float  # on the same clock
@@ -105,8 +106,8 @@ def read_xplane(data: bytes, path: str) -> Trace:
 
 def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]]:
     """Reads from `data`, an XPlane file's bytes, what it records about programs and versions: ({program id, or else
-    name: the program's HLO}, {package: version}), which may be empty. path: the file's, for messages. Raises TraceError
-    if the bytes are damaged."""
+    name: the program's HLO}, {package: version}), which may be empty. The kernels are joined with these programs; the
+    versions are for the Trace. path: the file's, for messages. Raises TraceError if the bytes are damaged."""
     modules: dict[str, Module] = {}
     versions: dict[str, str] = {}
     try:
@@ -179,7 +180,8 @@ def _step_marks(plane) -> list[tuple[float, int]]:
 
 def _peak_memory(plane) -> int:
     """The largest peak of bytes in use that the allocator of any GPU reported in the host's plane, its own running peak
-    (peak_bytes_in_use), which may be from before the trace; 0 if the plane has no allocations on a GPU."""
+    (peak_bytes_in_use), which may be from before the trace; 0 if the plane has no allocations on a GPU. It is the
+    Trace's peak_memory_bytes, for which `read` takes that of the record if it is 0."""
     peak = 0
     for line in plane.lines:
         for event in line.events:
@@ -195,7 +197,8 @@ def _peak_memory(plane) -> int:
 
 def _kind(raw: _Raw) -> str:
     """The kind of an event (`raw`), one of those in trace.py: "kernel", "memset", "copy" (within the device or between
-    two), "to_host", "to_device" or "collective", by its name and its statistics."""
+    two), "to_host", "to_device" or "collective", by its name and its statistics. `_events` makes it "collective" too if
+    the instruction that is found later is one."""
     details = str(raw.stats.get("memcpy_details", ""))
     if raw.name in _COPY_KINDS or details:
         if "kind_src:device kind_dst:device" in details:
@@ -431,7 +434,8 @@ def _whole(
 
 def _buffers(modules: list[Module]) -> list[Buffer]:
     """The buffers that are live at the memory peak of that one of the programs (`modules`) which needs the most memory,
-    the largest first, for the Trace; an empty list without programs. Parts of no bytes are left out."""
+    the largest first, for the Trace and so for the report's table of memory; an empty list without programs. Parts of
+    no bytes are left out."""
     best: list[Buffer] = []
     for module in modules:
         peak = module.peak_buffers()
