@@ -116,10 +116,11 @@ def _require_defaults(section: str, given: Any, default: Any, part: str, kept: t
 
 
 def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) -> dict[str, str]:
-    """The identity of an optimizer in checkpoints: {"states": a digest of the paths, shapes and dtypes of its states,
-    "update": a digest of the text of its update's jaxpr}. The jaxpr has the scalar constants of the update, but not the
-    values of arrays. trainable: the tensors that it updates, which may be `jax.ShapeDtypeStruct`s; the optimizer is
-    traced with their shapes in float32, whatever their dtypes."""
+    """The identity of an optimizer that was given to Trainer, as `identities` records it in checkpoints, so that no run
+    is resumed with another one: {"states": a digest of the paths, shapes and dtypes of its states, "update": a digest
+    of the text of its update's jaxpr}. The jaxpr has the scalar constants of the update, but not the values of arrays.
+    trainable: the tensors that it updates, which may be `jax.ShapeDtypeStruct`s; the optimizer is traced with their
+    shapes in float32, whatever their dtypes."""
     wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape(optimizer.init, wide)
     named = [
@@ -130,14 +131,15 @@ def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) 
 
 
 def schedule_identity(schedule: optax.Schedule, total_steps: int) -> list[float]:
-    """The identity of a schedule in checkpoints: its learning rates at 16 steps, evenly spread from the first to the
-    last of the `total_steps` steps of the run (a shorter run has some of them twice)."""
+    """The identity of a schedule that was given to Trainer, as `identities` records it in checkpoints, so that no run
+    is resumed with another one: its learning rates at 16 steps, evenly spread from the first to the last of the
+    `total_steps` steps of the run (a shorter run has some of them twice)."""
     return [float(np.asarray(schedule(int(step)))) for step in np.linspace(0, total_steps - 1, _SCHEDULE_POINTS)]
 
 
 def objective_identity(objective: Objective) -> str:
-    """The identity of an objective in checkpoints: its repr, which has its fields, if it is a dataclass; else the name
-    of its class."""
+    """The identity of an objective that was given to Trainer, as `identities` records it in checkpoints, so that no run
+    is resumed with another one: its repr, which has its fields, if it is a dataclass; else the name of its class."""
     return repr(objective) if dataclasses.is_dataclass(objective) else type(objective).__qualname__
 
 
