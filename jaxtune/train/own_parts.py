@@ -31,7 +31,8 @@ _KEPT = ("weights",)
 
 def require_own_optimizer(config: TrainConfig) -> None:
     """Raises ValueError if config.optim sets a key to another value than its default, which has no effect because an
-    optimizer was given to Trainer, so that a user notices it. Only `optim.weights` still has an effect."""
+    optimizer was given to Trainer, so that a user notices it. Only `optim.weights` still has an effect.
+    `require_nothing_beside` calls it."""
     if config.optim.offload:
         raise ValueError(
             "optim.offload = True: the states of an optimizer given to Trainer stay on the device, because the size of "
@@ -42,13 +43,13 @@ def require_own_optimizer(config: TrainConfig) -> None:
 
 def require_own_schedule(config: TrainConfig) -> None:
     """Raises ValueError if config.schedule sets a key to another value than its default, because it has no effect
-    beside the schedule that was given to Trainer."""
+    beside the schedule that was given to Trainer. `require_nothing_beside` calls it."""
     _require_defaults("schedule", config.schedule, ScheduleConfig(), "schedule")
 
 
 def require_own_objective(config: TrainConfig) -> None:
     """Raises ValueError if config.objective sets a key to another value than its default, because it has no effect
-    beside the objective that was given to Trainer."""
+    beside the objective that was given to Trainer. `require_nothing_beside` calls it."""
     _require_defaults("objective", config.objective, ObjectiveConfig(), "objective")
 
 
@@ -61,7 +62,8 @@ def require_nothing_beside(
     """Raises ValueError if a section of the config sets a key to another value than its default although its part was
     given to Trainer, so that the key has no effect: `optim` (but optim.weights) beside an optimizer, `schedule` beside
     a schedule, `objective` beside an objective. A part that was not given is None, and its section is not checked; so
-    `schedule` is not checked beside an optimizer alone, although it has no effect there either."""
+    `schedule` is not checked beside an optimizer alone, although it has no effect there either. The Trainer calls it
+    when it is made."""
     if optimizer is not None:
         require_own_optimizer(config)
     if schedule is not None:

@@ -172,7 +172,8 @@ def sampled_answers(
 
 def _devices(mesh: MeshConfig) -> int:
     """The number of devices of the mesh that the config's section `mesh` describes. The rows of a step are a multiple
-    of it times the micro-batches, so that each device has equally many."""
+    of it times the micro-batches, so that each device has equally many. `sampled_answers` computes that multiple by
+    it."""
     return partition.make_mesh(*mesh.sizes).size
 
 

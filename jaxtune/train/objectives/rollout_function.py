@@ -121,8 +121,8 @@ class RolloutFunction:
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """(): the run knows no names of tools, because the function calls tools itself. So none are shown or stored in
-        checkpoints."""
+        """(): the run knows no names of tools, because the function calls tools itself. So none are shown when a run
+        begins or stored in checkpoints."""
         return ()
 
     @property

@@ -275,8 +275,8 @@ class StoredTeacher:
 
     def _found(self, rows: TaughtRows, say: Callable[[str], None]) -> bool:
         """Whether each process of the run has the same stored file with the values of these rows; `rows.values.stored`
-        is then set to the values, mapped from the file, else to None. All processes must call it. say: shows a line to
-        the user."""
+        is then set to the values, mapped from the file, else to None. `fill` obtains values only for sets where this is
+        False. All processes must call it. say: shows a line to the user."""
         path = self._path(rows)
         found = None if path is None else _read(path, rows.values, say)
         sums = processes.all_of(None if path is None or found is None else _sum_of(path))
@@ -305,7 +305,8 @@ class StoredTeacher:
         """A function (rows, array) that computes the values of rows by a pass of the teacher, and writes them into the
         array, in place. The teacher is loaded here, unless it was attached in Python. All processes must call it, and
         then the function; with None in place of an array the process only takes part. If the compiled pass needs too
-        much memory, it is compiled again with a smaller plan.
+        much memory, it is compiled again with a smaller plan. The array has one entry for each trained token
+        (`TeacherValues.entry`), with the k most probable tokens and their log-probabilities.
 
         Args:
           engine: of the run; the pass has its mesh and its batches.
@@ -446,7 +447,8 @@ def _sum_of(path: Path) -> str | None:
 
 def _checksum(name: str, path: Path, size: int) -> bytes:
     """The checksum (16 bytes) of the first `size` bytes of the file `path`, whose final name is `name`. The checksum
-    covers that name too, so that a file that was renamed is not accepted."""
+    covers that name too, so that a file that was renamed is not accepted. `_written` adds it at the file's end, and
+    `_read` compares it."""
     made, left = xxhash.xxh3_128(name.encode()), size
     with open(path, "rb") as file:
         while left and (block := file.read(min(left, 1 << 24))):

@@ -131,7 +131,8 @@ class Tools:
     @property
     def has_environments(self) -> bool:
         """Whether each answer has an environment (True), whose `reset` is called before the answer is sampled and may
-        change the prompt, or answers only have the tools that are plain functions (False)."""
+        change the prompt, or answers only have the tools that are plain functions (False). `ToolTurns` asks it, before
+        it calls `reset` and where room for changed prompts is planned."""
         return bool(self._factories)
 
     @property
@@ -155,8 +156,8 @@ class Tools:
 
     def rewards(self, functions: RewardFunctions | None) -> RewardFunctions:
         """The reward functions of the run: `functions` (None if there are none), and for each class of environments
-        with a `get_reward` one function that calls it, with weight 1 and the name of the class (made unique). Raises
-        ConfigError if there is no reward function at all."""
+        with a `get_reward` one function that calls it, with weight 1 and the name of the class (made unique).
+        `sampled_answers` calls it once. Raises ConfigError if there is no reward function at all."""
         kinds = dict.fromkeys(type(pool[0]) for pool in self._pool.values() if hasattr(pool[0], "get_reward"))
         added: list[RewardFunction] = [_reward_of(kind) for kind in kinds]
         if functions is None:

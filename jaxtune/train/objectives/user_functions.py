@@ -67,7 +67,8 @@ def is_async(function: Callable) -> bool:
 
 def arguments(function: Callable, given: Mapping[str, object]) -> dict[str, object]:
     """The keyword arguments with which to call a user's function, so that it may leave out those that it does not need:
-    the entries of `given`, {name: value}, that are names of its parameters, or all if it has **parameters."""
+    the entries of `given`, {name: value}, that are names of its parameters, or all if it has **parameters. Reward
+    functions and the `reset` of environments are called so, but not tools."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(given)

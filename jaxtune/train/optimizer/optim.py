@@ -146,10 +146,11 @@ class StepOptimizer(optax.GradientTransformationExtraArgs):
 
 
 def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
-    """Returns `optimizer` as a StepOptimizer, so that a train step can treat all optimizers alike: itself if it is one,
-    else an optimizer whose update casts gradients to float32 and multiplies them by its argument `scale` before, and
-    returns the old states instead of the new ones if its argument `finite` is false. It ignores `divided`; further
-    keyword arguments are passed on to `optimizer.update`, which must know them."""
+    """Returns `optimizer` as a StepOptimizer, so that a train step, which calls it, can treat all optimizers alike,
+    also one that was given to Trainer: itself if it is one, else an optimizer whose update casts gradients to float32
+    and multiplies them by its argument `scale` before, and returns the old states instead of the new ones if its
+    argument `finite` is false. It ignores `divided`; further keyword arguments are passed on to `optimizer.update`,
+    which must know them."""
     if isinstance(optimizer, StepOptimizer):
         return optimizer
 
