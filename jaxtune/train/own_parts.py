@@ -31,7 +31,8 @@ _KEPT = ("weights",)
 
 def require_own_optimizer(config: TrainConfig) -> None:
     """Raises ValueError if config.optim sets a key to another value than its default, which has no effect because an
-    optimizer was given to Trainer, so that a user notices it. Only `optim.weights` still has an effect."""
+    optimizer was given to Trainer, so that a user notices it. Only `optim.weights` still has an effect.
+    `require_nothing_beside` calls it."""
     if config.optim.offload:
         raise ValueError(
             "optim.offload = True: the states of an optimizer given to Trainer stay on the device, because the size of "
@@ -42,13 +43,13 @@ def require_own_optimizer(config: TrainConfig) -> None:
 
 def require_own_schedule(config: TrainConfig) -> None:
     """Raises ValueError if config.schedule sets a key to another value than its default, because it has no effect
-    beside the schedule that was given to Trainer."""
+    beside the schedule that was given to Trainer. `require_nothing_beside` calls it."""
     _require_defaults("schedule", config.schedule, ScheduleConfig(), "schedule")
 
 
 def require_own_objective(config: TrainConfig) -> None:
     """Raises ValueError if config.objective sets a key to another value than its default, because it has no effect
-    beside the objective that was given to Trainer."""
+    beside the objective that was given to Trainer. `require_nothing_beside` calls it."""
     _require_defaults("objective", config.objective, ObjectiveConfig(), "objective")
 
 
@@ -61,7 +62,8 @@ def require_nothing_beside(
     """Raises ValueError if a section of the config sets a key to another value than its default although its part was
     given to Trainer, so that the key has no effect: `optim` (but optim.weights) beside an optimizer, `schedule` beside
     a schedule, `objective` beside an objective. A part that was not given is None, and its section is not checked; so
-    `schedule` is not checked beside an optimizer alone, although it has no effect there either."""
+    `schedule` is not checked beside an optimizer alone, although it has no effect there either. The Trainer calls it
+    when it is made."""
     if optimizer is not None:
         require_own_optimizer(config)
     if schedule is not None:
@@ -116,10 +118,11 @@ def _require_defaults(section: str, given: Any, default: Any, part: str, kept: t
 
 
 def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) -> dict[str, str]:
-    """The identity of an optimizer in checkpoints: {"states": a digest of the paths, shapes and dtypes of its states,
-    "update": a digest of the text of its update's jaxpr}. The jaxpr has the scalar constants of the update, but not the
-    values of arrays. trainable: the tensors that it updates, which may be `jax.ShapeDtypeStruct`s; the optimizer is
-    traced with their shapes in float32, whatever their dtypes."""
+    """The identity of an optimizer that was given to Trainer, as `identities` records it in checkpoints, so that no run
+    is resumed with another one: {"states": a digest of the paths, shapes and dtypes of its states, "update": a digest
+    of the text of its update's jaxpr}. The jaxpr has the scalar constants of the update, but not the values of arrays.
+    trainable: the tensors that it updates, which may be `jax.ShapeDtypeStruct`s; the optimizer is traced with their
+    shapes in float32, whatever their dtypes."""
     wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape(optimizer.init, wide)
     named = [
@@ -130,14 +133,15 @@ def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) 
 
 
 def schedule_identity(schedule: optax.Schedule, total_steps: int) -> list[float]:
-    """The identity of a schedule in checkpoints: its learning rates at 16 steps, evenly spread from the first to the
-    last of the `total_steps` steps of the run (a shorter run has some of them twice)."""
+    """The identity of a schedule that was given to Trainer, as `identities` records it in checkpoints, so that no run
+    is resumed with another one: its learning rates at 16 steps, evenly spread from the first to the last of the
+    `total_steps` steps of the run (a shorter run has some of them twice)."""
     return [float(np.asarray(schedule(int(step)))) for step in np.linspace(0, total_steps - 1, _SCHEDULE_POINTS)]
 
 
 def objective_identity(objective: Objective) -> str:
-    """The identity of an objective in checkpoints: its repr, which has its fields, if it is a dataclass; else the name
-    of its class."""
+    """The identity of an objective that was given to Trainer, as `identities` records it in checkpoints, so that no run
+    is resumed with another one: its repr, which has its fields, if it is a dataclass; else the name of its class."""
     return repr(objective) if dataclasses.is_dataclass(objective) else type(objective).__qualname__
 
 

@@ -56,15 +56,17 @@ class Answers:
 
     @property
     def means(self) -> jax.Array:
-        """float32[rows, most pairs of a row, 2]: the mean log-probability of each answer's tokens, in nats."""
+        """float32[rows, most pairs of a row, 2]: the mean log-probability of each answer's tokens, in nats. Where
+        `Preference.by_mean` is set (ORPO, SimPO), metrics and rewards have it in place of `logps`."""
         return self.logps / self.tokens
 
 
 def sum_log_probs(
     model: Decoder, hidden: jax.Array, batch: Batch, forward: Forward, documents: bool = False
 ) -> Answers:
-    """Computes the log-probabilities of a batch's answers under a model, from which the losses of pairs are made;
-    returns them as `Answers`.
+    """Computes the log-probabilities of a batch's answers under a model, from which the losses of DPO, ORPO, SimPO and
+    KTO are made; returns them as `Answers`. `Referenced.reference` calls it too, with the adapter off. Reward models do
+    not use it.
 
     Args:
       model: the model.
@@ -113,9 +115,9 @@ class Pairs:
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
         """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers; only the last
-        response of a conversation is an answer. Raises ValueError if the rows cannot be trained on, and ConfigError for
-        options of `data` that pairs cannot have: a format other than "auto" and `row_format`, train_on="all" or
-        overflow="split".
+        response of a conversation is an answer. A run calls it for its rows of training and of evaluation. Raises
+        ValueError if the rows cannot be trained on, and ConfigError for options of `data` that pairs cannot have: a
+        format other than "auto" and `row_format`, train_on="all" or overflow="split".
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
@@ -149,7 +151,8 @@ class Pairs:
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         """{name: mean over the pairs} for each name in `self.sums`, 0 if there is no pair. sums: the totals of what
-        `loss` returns, by name, with "count", the number of pairs."""
+        `loss` returns, by name, with "count", the number of pairs. The train step calls it for the run's log, and
+        evaluation for its results."""
         return {name: sums[name] / (sums["count"] + (sums["count"] == 0)) for name in self.sums}
 
 
@@ -177,7 +180,8 @@ class Preference(Pairs):
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
         """The implicit reward of each answer of a batch divided by beta: float32[rows, most pairs, 2], chosen answers
         at index 0. Here it is the answer's log-probability (its mean over tokens if `by_mean`). `Referenced` overrides
-        it with the log-ratio to the reference.
+        it with the log-ratio to the reference. `loss` calls it, multiplies it by beta for the metrics of rewards, and
+        gives it to `pair_losses`.
 
         Args:
           model, batch, forward: the model, the packed pairs, and what runs a model; for subclasses, not used here.
@@ -186,8 +190,9 @@ class Preference(Pairs):
         return answers.means if self.by_mean else answers.logps
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Abstract: each subclass defines its loss here. Returns (the losses of pairs, {name: a further metric of each
-        pair}), float32[rows, most pairs] each. Entries without a pair may have any value; `loss` ignores them.
+        """Abstract: each subclass but KTO, which overrides `loss`, defines its loss here, and `loss` sums it up.
+        Returns (the losses of pairs, {name: a further metric of each pair}), float32[rows, most pairs] each. Entries
+        without a pair may have any value; `loss` ignores them.
 
         Args:
           unscaled: float32[rows, most pairs, 2], the rewards before they are multiplied by beta, first those of the
@@ -198,8 +203,8 @@ class Preference(Pairs):
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """The loss of `batch`, a micro-batch of pairs: (sum of the losses, number of pairs, {name: sum} for each name
-        in `sums`), float32 scalars that are added up over micro-batches and devices. forward: runs `model`, and its
-        reference if it has one."""
+        in `sums`), float32 scalars that are added up over micro-batches and devices. The train step differentiates it,
+        and evaluation calls it too. forward: runs `model`, and its reference if it has one."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward, self.documents)
         unscaled = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]
@@ -246,7 +251,8 @@ class Referenced(Preference):
     adapter off. Rewards are beta times log-ratios, log p(answer) - log p_ref(answer).
 
     The reference's log-probabilities are taken from the data set (`PairDataset.reference`) if that has them; otherwise
-    each loss computes them.
+    each loss computes them. `references.first_check` compares model and reference after the first step only for
+    objectives of this class.
     """
 
     precompute_ref_log_probs: bool = dataclasses.field(default=False, kw_only=True)
@@ -263,10 +269,11 @@ class Referenced(Preference):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers. With
-        precompute_ref_log_probs the data set has an array for the reference's log-probabilities, NaN until the Trainer
-        fills it (`references.fill_reference`), unless the given PairDataset has them already. Raises ValueError if the
-        rows cannot be trained on, and ConfigError for options of `data` that pairs cannot have (`Pairs.prepare`).
+        """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers, for a run's
+        training and evaluation. With precompute_ref_log_probs the data set has an array for the reference's
+        log-probabilities, NaN until the Trainer fills it (`references.fill_reference`), unless the given PairDataset
+        has them already. Raises ValueError if the rows cannot be trained on, and ConfigError for options of `data` that
+        pairs cannot have (`Pairs.prepare`).
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
@@ -296,7 +303,8 @@ class Referenced(Preference):
 
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
         """The log-ratio of each answer, log p - log p_ref: float32[rows, most pairs, 2], chosen answers at index 0. The
-        reference runs here, by `forward`, unless `batch` has its log-probabilities.
+        losses of DPO and KTO are made of it. The reference runs here, by `forward`, unless `batch` has its
+        log-probabilities.
 
         Args:
           model: the model that is trained; with its adapter off it is the reference.
@@ -324,7 +332,8 @@ class DPO(Referenced):
     """The probability, from 0 to below 1, that a preference is labelled wrongly; only loss_type="sigmoid" uses it."""
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the losses of pairs by `loss_type`, float32[rows, most pairs]; {}, no further metrics).
+        """(the losses of pairs by `loss_type`, float32[rows, most pairs]; {}, no further metrics), which `loss` sums
+        up.
 
         Args:
           unscaled: float32[rows, most pairs, 2], the log-ratio of each answer to the reference, first of the chosen,
@@ -359,10 +368,10 @@ class ORPO(Preference):
     documents: ClassVar[bool] = True  # `pair_losses` needs the log-probabilities of whole documents
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the losses of pairs; three metrics with TRL's names), float32[rows, most pairs] each. The metrics are
-        "nll_loss", the pair's part of the negative log-likelihood, such that the mean over the pairs of a micro-batch
-        is the mean over tokens; "log_odds_chosen", the log odds of the chosen answer minus those of the rejected one;
-        and "log_odds_ratio", log sigmoid of that difference.
+        """(the losses of pairs; three metrics with TRL's names), float32[rows, most pairs] each, which `loss` sums up.
+        The metrics are "nll_loss", the pair's part of the negative log-likelihood, such that the mean over the pairs of
+        a micro-batch is the mean over tokens; "log_odds_chosen", the log odds of the chosen answer minus those of the
+        rejected one; and "log_odds_ratio", log sigmoid of that difference.
 
         Args:
           unscaled: float32[rows, most pairs, 2], the rewards before they are multiplied by beta: here the mean
@@ -403,7 +412,7 @@ class SimPO(Preference):
     by_mean: ClassVar[bool] = True  # log-probabilities are means over the tokens of an answer
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the losses of pairs, float32[rows, most pairs]; {}, no further metrics).
+        """(the losses of pairs, float32[rows, most pairs]; {}, no further metrics), which `loss` sums up.
 
         Args:
           unscaled: float32[rows, most pairs, 2], the mean log-probability of each answer's tokens, first of the chosen,

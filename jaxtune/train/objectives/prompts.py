@@ -135,7 +135,8 @@ def sampled_answers(
       positions: the most tokens of a prompt and its answer that the model allows.
       own: the reward functions, tools with environments, rollout function and function for a reference's
         log-probabilities that a Python script gives; None: those that the section config.objective names
-        (`OwnParts.named`), which are without the last.
+        (`OwnParts.named`), which are without the last. The Trainer gives None; only the trainers with TRL's interface
+        (compat/rewarded.py) give them.
     Raises:
       ConfigError: a row or a function cannot be used, the lengths in the config leave no room for prompt and answer, or
         config.rows_per_step, the answers of a step, is no multiple of num_generations.
@@ -171,14 +172,15 @@ def sampled_answers(
 
 def _devices(mesh: MeshConfig) -> int:
     """The number of devices of the mesh that the config's section `mesh` describes. The rows of a step are a multiple
-    of it times the micro-batches, so that each device has equally many."""
+    of it times the micro-batches, so that each device has equally many. `sampled_answers` computes that multiple by
+    it."""
     return partition.make_mesh(*mesh.sizes).size
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnParts:
-    """The functions of the user's code that a run with sampled answers calls. A recipe names them, or a Python script
-    gives them."""
+    """The functions of the user's code that a run with sampled answers (GRPO, RLOO) calls. A recipe names them, or a
+    Python script gives them; `sampled_answers` makes the run's batch source with them."""
 
     rewards: RewardFunctions | None = None
     """The reward functions; None if the environments or the rollout function give the reward."""
@@ -196,7 +198,8 @@ class OwnParts:
     def named(cls, wanted: ObjectiveConfig) -> OwnParts:
         """Loads the functions that a config names: those of the user's code, file.py:name, by running these files, and
         ready reward functions by their names (`load_function`). wanted: the config's section `objective`. The field
-        `reference` of the result is None. Raises ConfigError if a function cannot be loaded."""
+        `reference` of the result is None. `sampled_answers` calls it if no OwnParts were given. Raises ConfigError if a
+        function cannot be loaded."""
         rewards = None
         if wanted.reward_funcs:
             rewards = RewardFunctions.named(
@@ -222,8 +225,8 @@ def _answering(
     ends: Sequence[int],
     length: int,
 ) -> Answering:
-    """Makes what samples the answers of a run: a RolloutFunction if the user's code has one, ToolTurns if it has tools,
-    else OneTurn.
+    """Makes what samples the answers of a run that learns from rewards: a RolloutFunction if the user's code has one,
+    ToolTurns if it has tools, else OneTurn. `sampled_answers` gives it to SampledAnswers.
 
     Args:
       own: the functions of the user's code.
@@ -271,7 +274,8 @@ def prompt_of(
 ) -> Prompt:
     """The prompt of a data row, tokenised as in training, with the row's columns other than prompt, messages and
     conversations. If the row has an answer too, that becomes the column `answer`, unless there is one: the last message
-    if it is the assistant's, or the row's completion, of which, if it is messages, the last one counts.
+    if it is the assistant's, or the row's completion, of which, if it is messages, the last one counts. `read_prompts`
+    calls it for each row, and on-policy distillation does so only for the tokens of the prompt.
 
     Args:
       value: the row, {column: value}.
@@ -323,7 +327,8 @@ def prompt_of(
 
 def _is_answer(completion: object) -> bool:
     """Whether a column `completion`, beside a prompt of messages, is an answer in a form of fine-tuning data: a text, a
-    turn or a list of turns. Any other value is only a column for reward functions."""
+    turn or a list of turns. Any other value is only a column for reward functions. `prompt_of` calls it to tell whether
+    the row is one of fine-tuning data."""
     turns = completion if isinstance(completion, list) else [completion]
     return bool(turns) and (isinstance(completion, str) or all(isinstance(turn, Mapping) for turn in turns))
 
@@ -337,9 +342,9 @@ def _answered(value: Mapping[str, object]) -> bool:
 
 def end_tokens(model: Decoder, tokenizer: Any) -> list[int]:
     """The token ids at which the generation of an answer ends, in ascending order: those of the model's generation
-    config, and the EOS of `tokenizer`, if it has one. Runs and evaluations that sample answers end them there;
-    evaluations, and runs with tools, add the token that ends a turn in the chat template. model: its arrays may be
-    jax.ShapeDtypeStruct."""
+    config, and the EOS of `tokenizer`, if it has one. Training runs that sample answers and evaluations by generated
+    answers end them there; evaluations, and runs with tools, add the token that ends a turn in the chat template.
+    model: its arrays may be jax.ShapeDtypeStruct."""
     ends = set(end_token_ids(model))
     if tokenizer.eos_token_id is not None:
         ends.add(int(tokenizer.eos_token_id))

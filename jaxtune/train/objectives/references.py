@@ -88,6 +88,7 @@ def fill_reference(
 def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: nnx.State, frozen: nnx.State) -> np.ndarray:
     """Computes the reference's log-probabilities of all rows by one pass over them on the devices. Returns
     float32[documents], a numpy array with the sum over each document's answer, 0 for pairs that are left out.
+    `fill_reference` calls it if no stored file has them.
 
     Args:
       rows: the packed pairs.
@@ -155,9 +156,9 @@ def _checksum(path: Path, content: bytes) -> bytes:
 
 
 def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.ndarray | None:
-    """Reads the float32 array of the stored file `path`. None, and the array is computed anew, if there is no such
-    file, or if it is damaged, has another shape than `shape`, or has values that are not finite. say: a function that
-    shows a line to the user, called if the file is damaged or cannot be read."""
+    """Reads the float32 array of the stored file `path`, for `fill_reference`. None, and the array is computed anew, if
+    there is no such file, or if it is damaged, has another shape than `shape`, or has values that are not finite. say:
+    a function that shows a line to the user, called if the file is damaged or cannot be read."""
     try:
         content = path.read_bytes()
         if content[-16:] != _checksum(path, content[:-16]):
@@ -214,8 +215,8 @@ def first_check(
 
 
 def _disagreement(objective: Referenced, line: Mapping[str, float]) -> str | None:
-    """How the first step's metrics show that model and reference differ by more than rounding, in words; None if they
-    agree.
+    """How the first step's metrics show that model and reference differ by more than rounding, in words, with which the
+    function of `first_check` stops the run; None if they agree.
 
     Two programs that compute the same numbers in 16 bits differ by about a hundredth of a nat a token, in any
     direction; log-probabilities of other weights or rows differ by several hundredths of themselves at least. So the

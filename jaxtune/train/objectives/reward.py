@@ -30,7 +30,8 @@ from jaxtune.train.program.loss import Forward
 
 def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
     """The scores that a model gives the documents of a batch of pairs, each for the document's last token:
-    float32[rows, most pairs of a row, 2], chosen answers at index 0. Entries without a pair have arbitrary values.
+    float32[rows, most pairs of a row, 2], chosen answers at index 0. Entries without a pair have arbitrary values. Only
+    `Reward.loss` calls it, in training and evaluation.
 
     Args:
       model: a model with a scoring head.
@@ -94,8 +95,8 @@ class Reward(Pairs):
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """The loss of `batch`, a micro-batch of pairs: (sum of the losses, number of pairs, {name: sum} for each name
-        in `sums`), float32 scalars that are added up over micro-batches and devices. forward: runs `model`, whose head
-        gives the scores."""
+        in `sums`), float32 scalars that are added up over micro-batches and devices. The train step differentiates it,
+        and evaluation calls it too. forward: runs `model`, whose head gives the scores."""
         given, there = scores(model, forward(model, batch), batch), batch.extra[PAIRS]
         with jax.named_scope("loss"):
             chosen, rejected = given[..., 0], given[..., 1]
@@ -119,8 +120,8 @@ class Reward(Pairs):
 def margins(
     rows: Any, documents: Documents, max_rows: int | None = None, columns: Mapping[str, str] | None = None
 ) -> np.ndarray | None:
-    """Reads the column `margin` of the rows that the pairs were made of: float32[pairs], or None if no row has one. The
-    loss asks for a score difference that is larger by the margin.
+    """Reads the column `margin` of the rows that the pairs were made of: float32[pairs], or None if no row has one.
+    `Reward.prepare` calls it, and the loss asks for a score difference that is larger by the margin.
 
     Args:
       rows: the rows, in any form that `reading.open_sources` accepts; they are read again.

@@ -52,7 +52,8 @@ class RewardError(ValueError):
 @dataclasses.dataclass(frozen=True)
 class Sampled:
     """The answers of a generation (one round of sampling) or of an evaluation with their prompts, in the form of the
-    arguments of reward functions. All lists have one entry for each answer."""
+    arguments of reward functions. `RewardFunctions` is called with it, and reports of sampled answers read it. All
+    lists have one entry for each answer."""
 
     prompts: list[Turns]
     """The prompt of each answer: text, or a list of messages."""
@@ -101,7 +102,8 @@ class Sampled:
         return len(self.prompts)
 
     def only(self, index: int) -> Sampled:
-        """A Sampled with only the answer at `index`, to call a function that failed with one answer at a time."""
+        """A Sampled with only the answer at `index`. `RewardFunctions._one_by_one` calls a function that failed with
+        one answer at a time by it."""
         columns = {name: [values[index]] for name, values in self.columns.items()}
         return dataclasses.replace(
             self,
@@ -150,7 +152,8 @@ class RewardFunctions:
         cls, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None, **options: Any
     ) -> RewardFunctions:
         """Makes RewardFunctions of functions, named by their `__name__` (objects without one: by their class); equal
-        names get numbers ("f", "f_2").
+        names get numbers ("f", "f_2"). Functions of a Python script are given so; `named` loads those of a recipe and
+        calls this.
 
         Args:
           functions: the functions, at least one.
@@ -177,7 +180,8 @@ class RewardFunctions:
         cls, wanted: Sequence[str], weights: Sequence[float] | None = None, *, key: str = _KEY, **options: Any
     ) -> RewardFunctions:
         """Loads reward functions by the names that a recipe has, and makes RewardFunctions of them. A name is
-        `file.py:function`, or that of a ready function of this module, such as exact_match.
+        `file.py:function`, or that of a ready function of this module, such as exact_match. Runs that learn from
+        rewards call it, and so do evaluations by generated answers (evaluation.generate).
 
         Args:
           wanted: the names, at least one.
@@ -294,8 +298,8 @@ def unique(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def load_function(name: str, key: str = _KEY) -> RewardFunction:
-    """Returns the reward function that a recipe names. `file.py:function` is loaded by running the file; a name without
-    a colon is that of a ready function of this module, such as exact_match.
+    """Returns the reward function that a recipe names, for `RewardFunctions.named`. `file.py:function` is loaded by
+    running the file; a name without a colon is that of a ready function of this module, such as exact_match.
 
     Args:
       name: the name.
@@ -314,8 +318,9 @@ def load_function(name: str, key: str = _KEY) -> RewardFunction:
 
 def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
     """The keyword arguments with which `function` is called: of the prompts, completions, completion_ids, columns and
-    further arguments in `sampled`, those that its parameters name, or all if it has **parameters. Of equal names, a
-    further argument hides a column, and prompts, completions and completion_ids hide both."""
+    further arguments in `sampled`, those that its parameters name, or all if it has **parameters; so a function need
+    not name what it does not use. Of equal names, a further argument hides a column, and prompts, completions and
+    completion_ids hide both."""
     given = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
     return arguments(function, {**sampled.columns, **sampled.also, **given})
 
@@ -323,7 +328,8 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
 def _checked(name: str, values: Any, count: int) -> np.ndarray:
     """Checks what a reward function returned, and returns it as float32[count], NaN where it returned None. Raises
     RewardError if `values` has no length or not `count` entries, is a text or a mapping, or has an entry that is
-    neither None nor a finite number (what `float` accepts). name: the function's name, for the message."""
+    neither None nor a finite number (what `float` accepts). RewardFunctions calls it for each call of a function. name:
+    the function's name, for the message."""
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != count:
         what = f"{len(values)} rewards" if hasattr(values, "__len__") and not isinstance(values, str) else repr(values)
         raise RewardError(
@@ -346,8 +352,8 @@ def _checked(name: str, values: Any, count: int) -> np.ndarray:
 
 
 def _shortened(value: Turns) -> str:
-    """The text of `value`, a prompt or an answer, for a message: the contents of messages are joined by line breaks,
-    and a text of more than 200 characters is cut there and gets "..."."""
+    """The text of `value`, a prompt or an answer, for the RewardError about a function that failed: the contents of
+    messages are joined by line breaks, and a text of more than 200 characters is cut there and gets "..."."""
     text = value if isinstance(value, str) else "\n".join(str(message.get("content", "")) for message in value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
@@ -374,9 +380,10 @@ def last_number(text: str) -> float | None:
 
 
 def exact_number(completions: list[Turns], answer: list[object], **columns: object) -> list[float | None]:
-    """A reward function: for each of `completions` 1.0 if the last number in its text (`text_of`) equals the last one
-    in str of the row's column `answer`, else 0.0; None if that column has no number, so that the function does not
-    apply. Other columns are ignored."""
+    """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
+    `completions` 1.0 if the last number in its text (`text_of`) equals the last one in str of the row's column
+    `answer`, else 0.0; None if that column has no number, so that the function does not apply. Other columns are
+    ignored."""
     wanted = [last_number(str(value)) for value in answer]
     return [
         None if number is None else float(last_number(text_of(completion)) == number)
@@ -385,9 +392,9 @@ def exact_number(completions: list[Turns], answer: list[object], **columns: obje
 
 
 def exact_match(completions: list[Turns], answer: list[object], **columns: object) -> list[float]:
-    """A reward function: for each of `completions` 1.0 if its text (`text_of`: of messages, the content of the last
-    one) equals str of the row's column `answer` apart from white space at the ends, else 0.0. Other columns are
-    ignored."""
+    """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
+    `completions` 1.0 if its text (`text_of`: of messages, the content of the last one) equals str of the row's column
+    `answer` apart from white space at the ends, else 0.0. Other columns are ignored."""
     return [
         float(text_of(completion).strip() == str(value).strip())
         for completion, value in zip(completions, answer, strict=True)
@@ -398,15 +405,16 @@ _TAGGED = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTA
 
 
 def tagged_format(completions: list[Turns], **columns: object) -> list[float]:
-    """A reward function: for each of `completions` 1.0 if its text (`text_of`) is
-    `<think>...</think><answer>...</answer>` and nothing else but white space around these, else 0.0. All columns are
-    ignored."""
+    """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
+    `completions` 1.0 if its text (`text_of`) is `<think>...</think><answer>...</answer>` and nothing else but white
+    space around these, else 0.0. All columns are ignored."""
     return [float(_TAGGED.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 
 def regex(completions: list[Turns], pattern: list[str], **columns: object) -> list[float]:
-    """A reward function: for each of `completions` 1.0 if the row's regular expression (the column `pattern`) is found
-    anywhere in its text (`text_of`), else 0.0. Other columns are ignored."""
+    """A ready reward function, which a recipe names in objective.reward_funcs or evaluation.generate: for each of
+    `completions` 1.0 if the row's regular expression (the column `pattern`) is found anywhere in its text (`text_of`),
+    else 0.0. Other columns are ignored."""
     return [
         float(re.search(wanted, text_of(completion)) is not None)
         for completion, wanted in zip(completions, pattern, strict=True)
@@ -414,8 +422,9 @@ def regex(completions: list[Turns], pattern: list[str], **columns: object) -> li
 
 
 def brevity(completion_ids: list[list[int]], **columns: object) -> list[float]:
-    """A reward function that slightly prefers short answers: the number of an answer's tokens divided by -1000.
-    completion_ids: the token ids of each answer. All columns are ignored."""
+    """A ready reward function, which a recipe names in objective.reward_funcs; it slightly prefers short answers: the
+    number of an answer's tokens divided by -1000. completion_ids: the token ids of each answer. All columns are
+    ignored."""
     return [-len(ids) / 1000 for ids in completion_ids]
 
 

@@ -60,18 +60,19 @@ class RolloutModel:
     def encode(self, prompt: Turns) -> list[int]:
         """The token ids of `prompt`, as the run makes them from the prompts of data rows, up to where the model's
         answer begins. A list of messages is written by the chat template. A text is taken as it is; if data.template is
-        set, it is written by that template as the user's message."""
+        set, it is written by that template as the user's message. The rollout function calls it for the `prompt_ids`
+        that it samples with and returns."""
         return list(self._encode(prompt))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """The text of token ids, without special tokens, for a rollout function that reads what was sampled."""
         return self._sampling.decode(ids)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int | None = None) -> list[Row]:
         """Samples a continuation of each prompt with the run's sampling options, several at a time, and waits for all.
-        Returns a Row for each, in their order, with `ids` (the new tokens), `logprobs` (of these, at the sampling
-        temperature) and `finish_reason` ("stop" or "length"). Each call draws other tokens, which depend on the
-        generation's seed and the number of the call.
+        Returns a Row for each, in their order, from which the rollout function makes what it returns, with `ids` (the
+        new tokens), `logprobs` (of these, at the sampling temperature) and `finish_reason` ("stop" or "length"). Each
+        call draws other tokens, which depend on the generation's seed and the number of the call.
 
         Args:
           prompt_ids: the token ids of each prompt; for several answers to one, repeat it in consecutive places.
@@ -105,7 +106,8 @@ class RolloutFunction:
     """Samples the answers of a generation (one round of sampling) by a function of the user's code
     (`answering.Answering`), with the run's model, and checks what the function returns. Called with (the model, the
     prompts, a sampling seed for each), it returns (a `Given` for each prompt, {}); it raises ConfigError if what the
-    function returned cannot be used. Only the first seed is used, for all that the function samples."""
+    function returned cannot be used. Only the first seed is used, for all that the function samples. SampledAnswers
+    calls it."""
 
     function: RolloutFunc
     """The function: (prompts, RolloutModel) -> lists by name, such as prompt_ids, completion_ids and logprobs, with an
@@ -119,8 +121,8 @@ class RolloutFunction:
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """(): the run knows no names of tools, because the function calls tools itself. So none are shown or stored in
-        checkpoints."""
+        """(): the run knows no names of tools, because the function calls tools itself. So none are shown when a run
+        begins or stored in checkpoints."""
         return ()
 
     @property
@@ -206,7 +208,8 @@ class RolloutFunction:
         )
 
     def _refuse(self, why: str) -> None:
-        """Always raises ConfigError, about something wrong in what the function returned. why: what is wrong, in words,
-        to which the message adds the function's name and the page of documentation."""
+        """Always raises ConfigError, about something wrong in what the function returned. `__call__` and `_given` call
+        it, which check that. why: what is wrong, in words, to which the message adds the function's name and the page
+        of documentation."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
         raise ConfigError(f"objective.rollout_func: {name}: {why}; see docs/rewards.md")

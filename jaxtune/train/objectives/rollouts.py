@@ -50,7 +50,7 @@ class Advantages(Protocol):
     rewards: how much better each answer is than the others to its prompt, by which the loss weights its
     log-probabilities. GRPO and RLOO each give SampledAnswers one. It is called with rewards [answers, reward functions]
     (NaN where a function does not apply), and returns float32[answers]. Only if divergences from a reference are
-    subtracted from the rewards (RLOO with beta not 0), it also gets kl [answers], these divergences."""
+    subtracted from the rewards (RLOO with beta not 0), SampledAnswers also gives it kl [answers], these divergences."""
 
     def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray:
         """Returns the advantages, float32[answers]. rewards: [answers, reward functions], NaN where a function does not
@@ -171,7 +171,8 @@ class SampledAnswers(BatchSource):
     @property
     def _prompts_per_generation(self) -> int:
         """The number of prompts that a generation (one round of sampling) has answers for: its answers,
-        answers_per_step for each of steps_per_generation steps, divided by num_generations, the answers to a prompt."""
+        answers_per_step for each of steps_per_generation steps, divided by num_generations, the answers to a prompt.
+        `_chosen` takes this number of prompts, and `steps_per_epoch` divides by it."""
         return self.answers_per_step * self.settings.steps_per_generation // self.settings.num_generations
 
     def limit_slots(self, plan: SlotPlan) -> None:
@@ -221,7 +222,8 @@ class SampledAnswers(BatchSource):
 
     def _part(self, part: int) -> Batch:
         """The rows of one part of the current generation's answers, that of its step number `part` (from 0) and of the
-        later steps that train on the same ones, without OLD_LOGPS and REFERENCE_LOGPS."""
+        later steps that train on the same ones, without OLD_LOGPS and REFERENCE_LOGPS, which `batch_at` computes for it
+        and adds."""
         assert self._generation is not None
         answers = self._generation[1]
         own = answers[part * self.answers_per_step : (part + 1) * self.answers_per_step]
@@ -304,7 +306,8 @@ class SampledAnswers(BatchSource):
 
     def _chosen(self, number: int) -> list[int]:
         """The indices, in `prompts`, of the prompts of generation `number` (round of sampling, from 0). Generations
-        take the prompts of an epoch in the epoch's random order, then those of the next epoch."""
+        take the prompts of an epoch in the epoch's random order, then those of the next epoch. `_sampled` samples
+        answers to them."""
         wanted, count = self._prompts_per_generation, len(self.prompts)
         places = range(number * wanted, (number + 1) * wanted)
         orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}

@@ -61,14 +61,14 @@ class SFT:
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """The loss of `batch`, a micro-batch: (the sum of the cross-entropies of trained targets, in nats; their
-        number; {}), float32 scalars that are added up over micro-batches and devices. forward: runs `model` and
-        computes the cross-entropy."""
+        number; {}), float32 scalars that are added up over micro-batches and devices. The train step differentiates it,
+        and evaluation calls it too. forward: runs `model` and computes the cross-entropy."""
         loss, count = forward.cross_entropy(model, forward(model, batch), batch)
         return loss, count, {}
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         """Returns {}: this objective has no metrics besides the loss, and `sums`, the totals of what `loss` returns,
-        are not used."""
+        are not used. The train step and evaluation call the method of every objective."""
         return {}
 
 

@@ -103,7 +103,8 @@ class StoredTeacher:
     def k(self) -> int:
         """The number of tokens whose log-probabilities are stored for each trained token: objective.teacher_top_k, or
         the most that the file objective.teacher_logprobs has for a token (fewer leave places unused). It must only be
-        asked for if something is stored."""
+        asked for if something is stored. Places for the values have this size; it also goes into `digest` and into what
+        the run prints."""
         assert self._objective is not None
         return self._file.k if self._file is not None else self._objective.teacher_top_k or 0
 
@@ -136,7 +137,8 @@ class StoredTeacher:
     def _is_base(self) -> bool:
         """Whether the teacher is the model that trains with its adapter off: log-probabilities are stored, no teacher
         was attached, and objective.teacher is "base" or None. `digest` then takes the weights' format from
-        model.load_in. It is also True, without a meaning, if a file has the log-probabilities."""
+        model.load_in. It is also True, without a meaning, if a file has the log-probabilities. Nothing else depends on
+        it."""
         return self._objective is not None and self._teacher is None and self._objective.teacher in (None, BASE)
 
     @functools.cached_property
@@ -166,8 +168,9 @@ class StoredTeacher:
         self, train: TokenDataset | BatchSource, held_out: TokenDataset | None
     ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
         """(train, held_out), the run's rows of training and of evaluation, as copies with places for the teacher's
-        log-probabilities in their batches. The values are not there yet: `fill` sets them later. The arguments
-        themselves if nothing is stored. held_out: None if there are no such rows, and then the second result is None.
+        log-probabilities in their batches. The values are not there yet: `fill` sets them later. The Trainer calls it
+        when it has read the rows. The arguments themselves if nothing is stored. held_out: None if there are no such
+        rows, and then the second result is None.
 
         Raises:
           ConfigError: the training rows are streamed, mixed or made during the run, or the file lacks some of the rows.
@@ -201,8 +204,8 @@ class StoredTeacher:
 
     def described(self, model: Decoder, objective: Objective) -> list[str]:
         """The lines that a run prints about its teacher: where the stored log-probabilities are from. If nothing is
-        stored, they are those that `teachers.described` makes of `model` and `objective`, which are not used
-        otherwise."""
+        stored, they are those that `teachers.described` makes of `model` and `objective`, which are not used otherwise.
+        The Trainer prints them among the lines that describe the run."""
         if self._objective is None:
             return described(model, objective)
         if self._file is not None:
@@ -262,7 +265,8 @@ class StoredTeacher:
 
     def _pass(self, engine: Engine) -> TeacherPass:
         """The pass of the teacher as a TeacherPass: what its memory depends on, by which it is planned before the
-        teacher's weights are loaded. engine: of the run."""
+        teacher's weights are loaded. `fill` runs the pass by it, and `phases` takes its memory from it. engine: of the
+        run."""
         assert self._objective is not None
         batches, name = engine.batches, self._objective.teacher
         config = dataclasses.replace(self._config, rows_per_step=batches.rows_per_step)
@@ -271,8 +275,8 @@ class StoredTeacher:
 
     def _found(self, rows: TaughtRows, say: Callable[[str], None]) -> bool:
         """Whether each process of the run has the same stored file with the values of these rows; `rows.values.stored`
-        is then set to the values, mapped from the file, else to None. All processes must call it. say: shows a line to
-        the user."""
+        is then set to the values, mapped from the file, else to None. `fill` obtains values only for sets where this is
+        False. All processes must call it. say: shows a line to the user."""
         path = self._path(rows)
         found = None if path is None else _read(path, rows.values, say)
         sums = processes.all_of(None if path is None or found is None else _sum_of(path))
@@ -301,7 +305,8 @@ class StoredTeacher:
         """A function (rows, array) that computes the values of rows by a pass of the teacher, and writes them into the
         array, in place. The teacher is loaded here, unless it was attached in Python. All processes must call it, and
         then the function; with None in place of an array the process only takes part. If the compiled pass needs too
-        much memory, it is compiled again with a smaller plan.
+        much memory, it is compiled again with a smaller plan. The array has one entry for each trained token
+        (`TeacherValues.entry`), with the k most probable tokens and their log-probabilities.
 
         Args:
           engine: of the run; the pass has its mesh and its batches.
@@ -395,7 +400,8 @@ def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
     """A context that gives an array to fill with the values, mapped from a temporary file beside `path`, whose whole
     size is reserved on the disk. On leaving, the temporary file gets its checksum and is renamed to `path`; after an
     error it is removed. Temporary files of runs that ended are removed first. values: says how many entries the array
-    has, and of which dtype. Raises ConfigError on entering if the file cannot be written."""
+    has, and of which dtype. `_stored` enters it in each process that writes the file. Raises ConfigError on entering if
+    the file cannot be written."""
     with _writable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(".teacher_*.tmp"):
@@ -419,8 +425,8 @@ def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def _writable(folder: Path) -> Iterator[None]:
-    """A context in which an OSError becomes a ConfigError that says that `folder`, the token cache, cannot be
-    written."""
+    """A context in which an OSError becomes a ConfigError that says that `folder`, the token cache, cannot be written.
+    `_written` and `_stored` make folders and files in it."""
     try:
         yield
     except OSError as error:
@@ -441,7 +447,8 @@ def _sum_of(path: Path) -> str | None:
 
 def _checksum(name: str, path: Path, size: int) -> bytes:
     """The checksum (16 bytes) of the first `size` bytes of the file `path`, whose final name is `name`. The checksum
-    covers that name too, so that a file that was renamed is not accepted."""
+    covers that name too, so that a file that was renamed is not accepted. `_written` adds it at the file's end, and
+    `_read` compares it."""
     made, left = xxhash.xxh3_128(name.encode()), size
     with open(path, "rb") as file:
         while left and (block := file.read(min(left, 1 << 24))):

@@ -35,7 +35,8 @@ BASE = "base"  # objective.teacher: the model itself with its adapter off
 def with_teacher(student: Decoder, teacher: Decoder | None) -> Decoder:
     """Attaches a teacher to a model that is to be distilled: returns a new model over the arrays of `student`, whose
     attribute `teacher` is a frozen model over the arrays of `teacher`, without a teacher of its own; `student` itself
-    if `teacher` is None. The arrays may be `jax.ShapeDtypeStruct`s.
+    if `teacher` is None. A run calls it for the teacher that its config names, the planner calls it with shapes, and a
+    Python script may call it before it makes a Trainer. The arrays may be `jax.ShapeDtypeStruct`s.
 
     ```python
     student, tokenizer = jaxtune.from_pretrained("meta-llama/Llama-3.2-1B-Instruct")
@@ -89,7 +90,7 @@ def teacher_of(config: TrainConfig) -> str | None:
 
 def _stored_before(config: TrainConfig) -> bool:
     """Whether `config` asks for the teacher's log-probabilities before the run (objective.teacher_top_k is set). The
-    teacher is then not in memory during the run."""
+    teacher is then not in memory during the run, so `teacher_shapes` and `open_teacher` return None."""
     return config.objective.teacher_top_k is not None
 
 
@@ -104,10 +105,10 @@ def teacher_shapes(config: TrainConfig) -> Decoder | None:
 
 def of_pass(config: TrainConfig, name: str | None) -> tuple[str, str | None]:
     """(folder or hub name; the format in which its weights are loaded, such as "nf4", or None for that of its files) of
-    a teacher whose log-probabilities are stored before the run, by which StoredTeacher opens it. config: the run's.
-    name: the objective's `teacher`; "base" and None are the model that trains, without its adapter, and for any other
-    objective.teacher of the config is taken, if it is set. Raises ConfigError if the model that trains has random
-    weights (no model.path), or objective.teacher of the config is an adapter's folder."""
+    a teacher whose log-probabilities are stored before the run, by which StoredTeacher opens it and `pass_shapes` makes
+    its shapes. config: the run's. name: the objective's `teacher`; "base" and None are the model that trains, without
+    its adapter, and for any other objective.teacher of the config is taken, if it is set. Raises ConfigError if the
+    model that trains has random weights (no model.path), or objective.teacher of the config is an adapter's folder."""
     if name not in (None, BASE):
         return teacher_of(config) or name, config.objective.teacher_load_in
     if config.model.path is None:
@@ -164,9 +165,10 @@ def load_teacher(
     pretrained: Pretrained | None, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None
 ) -> Decoder | None:
     """Loads the weights of the teacher `pretrained` (opened by open_teacher, or by StoredTeacher for its pass) and
-    returns it frozen, as a Decoder with its arrays; None if `pretrained` is None. cancelled: an event that ends the
-    loading with a CancelledError when another thread sets it; None: nothing ends it. mesh: the devices over which its
-    weights are divided, or None for one device. Raises ValueError as `Pretrained.load` does."""
+    returns it frozen, as a Decoder with its arrays; None if `pretrained` is None. Only the weights are loaded here:
+    `with_teacher` attaches them to the student. cancelled: an event that ends the loading with a CancelledError when
+    another thread sets it; None: nothing ends it. mesh: the devices over which its weights are divided, or None for one
+    device. Raises ValueError as `Pretrained.load` does."""
     return None if pretrained is None else freeze(pretrained.load(cancelled, mesh))
 
 
@@ -195,10 +197,11 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained 
 
 
 def described(model: Decoder, objective: object) -> list[str]:
-    """The lines that a run prints about its teacher: one with the name, the family, the dtype or format, and the size
-    of `model.teacher`, in parameters and in memory (that of one whole copy, in GB of 1e9 bytes); or, if none is
-    attached and objective.teacher is "base" or None, one that says that the model itself with its adapter off is the
-    teacher; [] for an objective without a teacher. objective: the run's, of any kind."""
+    """The lines that a run prints about a teacher whose log-probabilities are not stored before the run
+    (`StoredTeacher.described` calls it): one with the name, the family, the dtype or format, and the size of
+    `model.teacher`, in parameters and in memory (that of one whole copy, in GB of 1e9 bytes); or, if none is attached
+    and objective.teacher is "base" or None, one that says that the model itself with its adapter off is the teacher; []
+    for an objective without a teacher. objective: the run's, of any kind."""
     teacher = model.teacher
     if teacher is None:
         own = getattr(objective, "teacher", "") in (None, BASE)  # other objectives have no such attribute

@@ -39,7 +39,8 @@ class Call:
     @property
     def message(self) -> Message:
         """The call as a dict {"type": "function", "function": {...}}, an entry of the list `tool_calls` in a chat
-        message, which chat templates read."""
+        message, which chat templates read. `ToolFormat.parsed` puts it into the message of an answer, and `suffix` into
+        its made-up conversation."""
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -301,7 +302,7 @@ class ToolFormat:
     def suffix(self, messages: Sequence[Message]) -> list[int]:
         """The token ids that the template writes after the end of a turn that called tools: what the tools answered,
         and the begin of the model's next turn. `ToolTurns` adds them to the sampled tokens, before the next turn is
-        sampled.
+        sampled. Making a ToolFormat calls it once, to refuse a template that does not write answers.
 
         They are cut out of a short made-up conversation (a question and a call), which the template renders twice. The
         rendering without the tools' answers has n tokens that end a turn. The result is what follows the n-th such
@@ -327,5 +328,5 @@ class ToolFormat:
 
     def _ids(self, text: str) -> list[int]:
         """The token ids of a text. A special token that is written in the text becomes its one id; the tokens that a
-        tokenizer adds before and after a text are left out."""
+        tokenizer adds before and after a text are left out. `suffix` tokenises so what the template rendered."""
         return [int(token) for token in tokenize(self._tokenizer, [text])[0].ids]

@@ -112,7 +112,8 @@ class Tools:
 
     @classmethod
     def named(cls, functions: Sequence[str], environment: str | None, timeout_seconds: float | None) -> Tools:
-        """Makes the Tools that a recipe asks for, with functions of files that are run for it.
+        """Makes the Tools that a recipe asks for, with functions of files that are run for it; `OwnParts.named` calls
+        it. The trainers with TRL's interface, which get the functions themselves, make a Tools directly.
 
         Args:
           functions: the tools of all answers, each as file.py:name.
@@ -130,7 +131,8 @@ class Tools:
     @property
     def has_environments(self) -> bool:
         """Whether each answer has an environment (True), whose `reset` is called before the answer is sampled and may
-        change the prompt, or answers only have the tools that are plain functions (False)."""
+        change the prompt, or answers only have the tools that are plain functions (False). `ToolTurns` asks it, before
+        it calls `reset` and where room for changed prompts is planned."""
         return bool(self._factories)
 
     @property
@@ -140,21 +142,22 @@ class Tools:
         return sorted({name for schemas in self._schemas.values() for name in _parameters(schemas)})
 
     def schemas(self, columns: Mapping[str, object]) -> list[Message]:
-        """The JSON schemas of the tools of a row, in the form that chat templates expect, for the row's prompt.
-        columns: the row's columns, {name: value}; only if the run was given environments by name, `environment` is
-        read, which names the row's. Raises ConfigError if it is then missing or names none of them."""
+        """The JSON schemas of the tools of a row, in the form that chat templates expect. The row's prompt is made with
+        them when rows are read, and again after an environment's `reset` may have changed it. columns: the row's
+        columns, {name: value}; only if the run was given environments by name, `environment` is read, which names the
+        row's. Raises ConfigError if it is then missing or names none of them."""
         return self._schemas[self._name(columns)]
 
     def parameters(self, columns: Mapping[str, object]) -> Schemas:
-        """{tool's name: JSON schema of its parameters} for the tools of a row, by which calls are parsed. columns: the
-        row's columns, {name: value}; only if the run was given environments by name, `environment` is read, which names
-        the row's. Raises ConfigError if it is then missing or names none of them."""
+        """{tool's name: JSON schema of its parameters} for the tools of a row, by which `ToolTurns` parses the calls in
+        an answer. columns: the row's columns, {name: value}; only if the run was given environments by name,
+        `environment` is read, which names the row's. Raises ConfigError if it is then missing or names none of them."""
         return _parameters(self.schemas(columns))
 
     def rewards(self, functions: RewardFunctions | None) -> RewardFunctions:
         """The reward functions of the run: `functions` (None if there are none), and for each class of environments
-        with a `get_reward` one function that calls it, with weight 1 and the name of the class (made unique). Raises
-        ConfigError if there is no reward function at all."""
+        with a `get_reward` one function that calls it, with weight 1 and the name of the class (made unique).
+        `sampled_answers` calls it once. Raises ConfigError if there is no reward function at all."""
         kinds = dict.fromkeys(type(pool[0]) for pool in self._pool.values() if hasattr(pool[0], "get_reward"))
         added: list[RewardFunction] = [_reward_of(kind) for kind in kinds]
         if functions is None:
@@ -205,7 +208,8 @@ class Tools:
 
     def of(self, environment: object) -> dict[str, Callable]:
         """The tools of one answer, {name: function}: the functions of the run, and the methods of the answer's
-        environment. If `environment` is None, the answer has no environment, and only the functions are returned."""
+        environment. If `environment` is None, the answer has no environment, and only the functions are returned.
+        `ToolTurns` calls it before `answer`, which finds in them the tool that a call names."""
         own = () if environment is None else methods(environment)
         return {tool.__name__: tool for tool in (*self.functions, *own)}
 
@@ -259,9 +263,9 @@ class Tools:
 
     def _name(self, columns: Mapping[str, object]) -> str | None:
         """The name of the environment that a row selects by its column `environment`; None if the run was not given
-        environments by name: it has one for all rows, or none. It is the key of the row's schemas and environments.
-        columns: the row's columns, {name: value}. Raises ConfigError if environments have names and the column is
-        missing or has none of them."""
+        environments by name: it has one for all rows, or none. It is the key of the row's schemas and environments, by
+        which `schemas` and `reset` find them. columns: the row's columns, {name: value}. Raises ConfigError if
+        environments have names and the column is missing or has none of them."""
         if not self._several:
             return None
         name = columns.get(ENVIRONMENT)
@@ -281,8 +285,9 @@ def methods(environment: object) -> list[Callable]:
 
 
 def _environment(factory: Callable) -> Environment:
-    """Makes a new environment: what `factory` returns, called without arguments. Raises ConfigError if the environment
-    has no `reset`, or is an object of OpenEnv's client class, whose `step` no model can call."""
+    """Makes a new environment: what `factory` returns, called without arguments. Making a Tools calls it once for each
+    factory, and `Tools.reset` when answers need more. Raises ConfigError if the environment has no `reset`, or is an
+    object of OpenEnv's client class, whose `step` no model can call."""
     made = factory()
     kind = type(made)
     if any(base.__module__.split(".")[0].startswith("openenv") for base in kind.__mro__):
@@ -318,8 +323,8 @@ def _reward_of(kind: type) -> RewardFunction:
 
 def _schemas(tools: Sequence[Callable]) -> list[Message]:
     """The JSON schemas of functions (tools), [{"type": "function", "function": {...}}, ...], in their order, by which
-    chat templates describe them to the model; transformers makes them from types and docstrings. Raises ConfigError if
-    a tool has no types or no docstring, or two have one name."""
+    chat templates describe them to the model; transformers makes them from types and docstrings. They are made once,
+    when a Tools is made. Raises ConfigError if a tool has no types or no docstring, or two have one name."""
     from transformers.utils import get_json_schema
 
     found = []
@@ -340,5 +345,5 @@ def _schemas(tools: Sequence[Callable]) -> list[Message]:
 
 def _parameters(schemas: Sequence[Message]) -> Schemas:
     """{tool's name: JSON schema of its parameters}, taken from `schemas`, what `_schemas` returned; {} for a tool
-    without parameters' schema."""
+    without parameters' schema. `Tools.parameters` returns it, and `Tools.names` takes only the names from it."""
     return {one["function"]["name"]: one["function"].get("parameters", {}) for one in schemas}

@@ -18,8 +18,9 @@ from jaxtune.train.config import ConfigError
 
 
 def load_from_file(name: str, key: str) -> Callable:
-    """The function or class that a recipe names as `file.py:name`, such as a reward function or a tool. Each call runs
-    the file anew, as the module jaxtune_user_NAME, which dataclasses and pickle look up in sys.modules.
+    """The function or class that a recipe names as `file.py:name`, a reward function, a tool, a factory of environments
+    or a rollout function. Each call runs the file anew, as the module jaxtune_user_NAME, which dataclasses and pickle
+    look up in sys.modules.
 
     Args:
       name: the name; a relative path is looked for in the current folder, as the recipe's other paths are.
@@ -52,8 +53,8 @@ def load_from_file(name: str, key: str) -> Callable:
 
 def called(function: Callable) -> Callable:
     """Returns what a call of `function` runs: the function or method itself, or the method __call__ of any other
-    callable object. Only that method shows whether a callable object is async; `is_async` looks at it. Nothing is
-    called here."""
+    callable object. Only that method shows whether a callable object is async; `is_async` looks at it.
+    `EventLoop.start` calls the result for an async function. Nothing is called here."""
     return function if inspect.isroutine(function) else function.__call__
 
 
@@ -66,7 +67,8 @@ def is_async(function: Callable) -> bool:
 
 def arguments(function: Callable, given: Mapping[str, object]) -> dict[str, object]:
     """The keyword arguments with which to call a user's function, so that it may leave out those that it does not need:
-    the entries of `given`, {name: value}, that are names of its parameters, or all if it has **parameters."""
+    the entries of `given`, {name: value}, that are names of its parameters, or all if it has **parameters. Reward
+    functions and the `reset` of environments are called so, but not tools."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(given)
@@ -102,7 +104,8 @@ class EventLoop:
     def start(self, function: Callable, given: Mapping[str, object]) -> Future:
         """Calls a function with the keyword arguments `given`, and returns at once the future of what it returns or
         raises: an async function runs in the event loop, any other in a new daemon thread, so that the run can stop
-        waiting for it. If a function does not take these arguments, the future has the TypeError."""
+        waiting for it. If a function does not take these arguments, the future has the TypeError. RewardFunctions calls
+        reward functions by it; tools are called in `Tools._called`."""
 
         async def call() -> object:
             """Calls the async function in the event loop, so that an error of the call itself is the future's too."""
@@ -113,7 +116,8 @@ class EventLoop:
 
 async def awaited(coroutine: Awaitable[object]) -> object:
     """Awaits a coroutine of the user's code in the event loop, and returns its result. A SystemExit in it, which would
-    end the event loop's thread, is raised as a RuntimeError; `in_thread` does the same."""
+    end the event loop's thread, is raised as a RuntimeError; `in_thread` does the same. Async reward functions and
+    async tools are called by it."""
     try:
         return await coroutine
     except SystemExit as error:
@@ -123,7 +127,8 @@ async def awaited(coroutine: Awaitable[object]) -> object:
 def in_thread(function: Callable, given: Mapping[str, object]) -> Future:
     """Calls a function that is not async, with the keyword arguments `given`, in a new daemon thread, and returns at
     once the future of its result or exception, which cannot be cancelled. A thread of an executor would keep Python
-    from exiting while the function runs; a daemon thread does not."""
+    from exiting while the function runs; a daemon thread does not. Reward functions and tools that are not async are
+    called by it."""
     result: Future = Future()
 
     result.set_running_or_notify_cancel()  # from here on nobody can cancel it, and the result can always be set

@@ -24,8 +24,8 @@ MIN_SIZE = 4096  # tensors with fewer elements have float32 moments
 
 
 class Adam8State(NamedTuple):
-    """The state of 8-bit Adam: a count, and the two moments of each tensor with the scales of their blocks. Each field
-    but `count` is a tree of the parameters' structure."""
+    """The state of 8-bit Adam (`scale_by_adam_8bit`), which optim.name=adamw_8bit has: a count, and the two moments of
+    each tensor with the scales of their blocks. Each field but `count` is a tree of the parameters' structure."""
 
     count: jax.Array  # int32: updates made; steps that were skipped (`finite` false) are not counted
     # first moments: uint8[blocks, 256], codes of the signed map, or float32 of the tensor's shape if it has less than
@@ -39,7 +39,7 @@ class Adam8State(NamedTuple):
 
 def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.GradientTransformationExtraArgs:
     """Adam's direction m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) with 8-bit states; the counterpart of
-    optax.scale_by_adam.
+    optax.scale_by_adam. `make_optimizer` adds weight decay and the learning rate to make adamw_8bit of it.
 
     The state (Adam8State) takes 2 + 8/256 bytes per element, and 8 bytes in tensors of less than 4096 elements. The
     direction is float32, computed from moments that are not yet rounded to 8 bits in this step, and is not multiplied

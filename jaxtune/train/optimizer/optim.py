@@ -81,7 +81,9 @@ def decayed_tensors(parameters) -> list[bool]:
 def embedding_tensors(parameters) -> list[bool]:
     """[bool], in the order of jax.tree.leaves: whether each tensor of `parameters`, an nnx.State, is the matrix of the
     input embeddings or of the output head; these may have a learning rate of their own (optim.embedding_learning_rate).
-    They are known by their names, "embedding.weight" and "head.weight"; their adapters' matrices are not among them."""
+    They are known by their names, "embedding.weight" and "head.weight"; their adapters' matrices are not among them.
+    `_scale_embeddings` and a step that updates tensors one by one ask it; a run with that option is refused if no
+    tensor is among them."""
     names = [
         [getattr(key, "key", None) for key in path[:2]] for path, _ in jax.tree_util.tree_leaves_with_path(parameters)
     ]
@@ -111,7 +113,8 @@ def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
     """Weight decay as an optax transformation: it adds `rate` times the parameter to the update of each decayed tensor,
     before the update is multiplied by minus the learning rate. Its update takes `decayed`, one bool for each tensor;
     None: `decayed_tensors` decides, which knows biases by their names. If tensors are updated one by one, the
-    parameters are a list without names, and `decayed` must be given."""
+    parameters are a list without names, and `decayed` must be given. `make_optimizer` puts it behind the direction of
+    every optimizer."""
 
     def decay(decayed: list[bool] | None = None) -> optax.GradientTransformation:
         """optax's transformation that adds weight decay to the updates of the tensors that `decayed` marks by a bool
@@ -143,10 +146,11 @@ class StepOptimizer(optax.GradientTransformationExtraArgs):
 
 
 def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
-    """Returns `optimizer` as a StepOptimizer, so that a train step can treat all optimizers alike: itself if it is one,
-    else an optimizer whose update casts gradients to float32 and multiplies them by its argument `scale` before, and
-    returns the old states instead of the new ones if its argument `finite` is false. It ignores `divided`; further
-    keyword arguments are passed on to `optimizer.update`, which must know them."""
+    """Returns `optimizer` as a StepOptimizer, so that a train step, which calls it, can treat all optimizers alike,
+    also one that was given to Trainer: itself if it is one, else an optimizer whose update casts gradients to float32
+    and multiplies them by its argument `scale` before, and returns the old states instead of the new ones if its
+    argument `finite` is false. It ignores `divided`; further keyword arguments are passed on to `optimizer.update`,
+    which must know them."""
     if isinstance(optimizer, StepOptimizer):
         return optimizer
 
@@ -165,7 +169,8 @@ def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
 
 def _where(finite, new, old):
     """A tree with the leaves of `new` if `finite` (a bool or bool[]) is true, else with those of `old`, which has the
-    same structure: an optimizer so keeps its old states in a step whose numbers are not finite."""
+    same structure: StepOptimizers so keep their old states in a step whose numbers are not finite. Weights, and the
+    moments of adamw_8bit, are selected elsewhere."""
     return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 

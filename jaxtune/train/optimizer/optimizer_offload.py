@@ -29,7 +29,7 @@ Work = Callable[[int, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 
 def is_hosted(leaf: Any) -> bool:
     """Whether an array of the optimizer's state (`leaf`) is stored on the host with optim.offload: it has at least 64
-    KiB."""
+    KiB. Smaller ones stay on the device, as `shardings`, `hosted_bytes` and `update_by_tensor` find by it."""
     return leaf.size * leaf.dtype.itemsize >= HOSTED_BYTES
 
 
@@ -50,14 +50,16 @@ def shardings(opt_state: Any, device: Sharding) -> Any:
 
 def _like_parameters(structure) -> Callable[[Any], bool]:
     """A function that returns True for a tree with the tree structure of the parameters (`structure`), as the moments
-    in an optimizer's state have it, and False for any other."""
+    in an optimizer's state have it, and False for any other. `states_of` and `joined` find by it what has an array for
+    each parameter."""
     return lambda tree: jax.tree.structure(tree) == structure
 
 
 def states_of(opt_state: Any, structure: Any, index: int) -> Any:
     """The optimizer's state of one parameter alone, with which that parameter is updated: every subtree of `opt_state`
     that has the parameters' tree structure (`structure`), such as the first moments, becomes a list of one array, that
-    of parameter `index` in the order of jax.tree.leaves. Values that all parameters share, such as a count, stay."""
+    of parameter `index` in the order of jax.tree.leaves. Values that all parameters share, such as a count, stay.
+    `joined` is the inverse."""
     same = _like_parameters(structure)
     return jax.tree.map(lambda tree: [jax.tree.leaves(tree)[index]] if same(tree) else tree, opt_state, is_leaf=same)
 
@@ -96,8 +98,9 @@ def first_states(optimizer: optax.GradientTransformation, parameters: Any, devic
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """What happens at the same time in update_by_tensor: at most one update and one copy in each direction. A group is
-    a list of tensors that are updated in turn; a field has the index of a group, or None if there is nothing to do."""
+    """What happens at the same time in update_by_tensor, which goes through the list that `_stages` makes: at most one
+    update and one copy in each direction. A group is a list of tensors that are updated in turn; a field has the index
+    of a group, or None if there is nothing to do."""
 
     update: int | None  # the group that is updated
     incoming: int | None  # the group whose states are copied to the device
@@ -135,8 +138,9 @@ def _groups(sizes: list[int]) -> list[list[int]]:
 
 
 def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any, offload: bool) -> tuple[Any, Any]:
-    """Updates every tensor by `work`, in order: returns (new parameters, new states), trees like the given ones. It is
-    called within jit, and so determines what the compiled update keeps on the device at a time.
+    """Updates every tensor by `work`, in order: returns (new parameters, new states), trees like the given ones. The
+    train step calls it within jit, with optim.offload or where tensors are to be updated one by one. So it determines
+    what the compiled update keeps on the device at a time.
 
     Args:
       work: updates one tensor: gets (its index, the parameter, its states as states_of returns them, its gradient), and

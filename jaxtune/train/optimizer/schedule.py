@@ -13,7 +13,8 @@ from jaxtune.train.config import ScheduleConfig, TrainConfig
 
 def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
     """The number of optimizer steps of a run: config.steps if it is set, else config.epochs times `steps_per_epoch`
-    (None if the number of rows is unknown), rounded, and at least 1.
+    (None if the number of rows is unknown), rounded, and at least 1. A run calls it when its rows are read; the
+    schedule, the progress that is shown and the end of the run follow from it.
 
     Raises:
       ValueError: config.steps is not set, and steps_per_epoch is None, or the epochs have more steps than a counter of
@@ -36,8 +37,8 @@ def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
 def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
     """A function from the number of updates made before (the step, int or int array, from 0; steps that were skipped
     are not counted) to the learning rate, by the section `schedule` of a config, with `peak` as the highest rate, for a
-    run of total_steps steps. The optimizer, and the metrics of a step, take the rate from it. Raises ValueError for an
-    unknown config.name.
+    run of total_steps steps. The optimizer, and the metrics of a step, take the rate from it, unless a schedule was
+    given to Trainer. Raises ValueError for an unknown config.name.
 
     The first update already has a rate: in a warm-up of n steps, step 0 has peak / n and step n - 1 the peak. With
     config.zero_start step 0 has 0 and step n the peak. The warm-up has the share config.warmup_ratio of all steps,
@@ -69,7 +70,8 @@ def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int
 
 def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.Schedule:
     """The schedule of `cycles` equal cosines over `steps` steps, each from `peak` to peak * min_ratio, at which the
-    rate stays after the last one. steps: those after the warm-up, from which the schedule counts."""
+    rate stays after the last one. steps: those after the warm-up, from which the schedule counts.
+    `learning_rate_schedule` calls it only for the name cosine_with_restarts."""
 
     def rate(step):
         """The learning rate at `step`, an int or int array, counted from the begin of the first cosine."""

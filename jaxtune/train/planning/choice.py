@@ -155,16 +155,17 @@ def beside_states(parts: StepCost, device: Device) -> Device:
     optimizer's offloaded states, at least 0. The states are subtracted from the smaller of two: host_bytes, and what is
     left of the host's memory (host_memory_bytes) beside 4 GB for Python and the compiler, a table of per-layer
     embeddings on the host, and the copy of the state that a checkpoint makes (`saved_bytes`). Without room for that
-    copy, a run would be killed at its first save; where memory is ample, the copy takes nothing away. parts: the step's
-    costs."""
+    copy, a run would be killed at its first save; where memory is ample, the copy takes nothing away. `choose` searches
+    with the result, and `fitting` does too. parts: the step's costs."""
     taken = saved_bytes(parts) + _HOST_OTHER_BYTES + (parts.table.bytes if parts.table_on_host else 0.0)
     room = min(device.host_bytes, device.host_memory_bytes - taken)
     return dataclasses.replace(device, host_bytes=max(room - parts.hosted_bytes, 0.0))
 
 
 def trained_bytes(parts: StepCost) -> float:
-    """Bytes of the trained parameters on one device, in the dtype in which they are stored, for the forecasts of phases
-    and of what a save copies to the host. parts: the step's costs."""
+    """Bytes of the trained parameters on one device, in the dtype in which they are stored, for the forecasts of
+    phases, of how many held-out questions fit when they are answered, and of what a save copies to the host. parts: the
+    step's costs."""
     return sum(size for name, size in parts.fixed.items() if name.startswith("trainable parameters"))
 
 
@@ -179,7 +180,7 @@ def saved_bytes(parts: StepCost) -> float:
 def _residents(parts: StepCost, least: int) -> list[int]:
     """The candidates for a plan's `resident`: of how many layers each device keeps the whole frozen weights for the
     whole run, though weights are divided over devices: `least`, half of the layers (if more), or all, ascending. Only
-    `least` if no frozen weights of layers are divided. parts: the step's costs."""
+    `least` if no frozen weights of layers are divided. `_candidates` seeks plans with each. parts: the step's costs."""
     if not parts.frozen_layer_bytes:
         return [least]
     return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
@@ -188,8 +189,8 @@ def _residents(parts: StepCost, least: int) -> list[int]:
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
     """The forecast of the plan of `found` with as many more whole layers, each taken to be as large as the largest, as
     the budget has room for; `found` itself if there is no room or weights are not divided over devices. The weights of
-    a whole layer stay gathered on each device, which saves exchanges. parts: the step's costs. budget: bytes of memory
-    of `device`, or infinite.
+    a whole layer stay gathered on each device, which saves exchanges. `_candidates` so extends each plan it found.
+    parts: the step's costs. budget: bytes of memory of `device`, or infinite.
 
     If all weights of the layers are trained, a whole layer keeps its gathered weights from its forward to its backward
     (ResidualPlan.whole_weights). If some are frozen, each device has a whole layer's frozen weights whole for the whole
@@ -231,8 +232,9 @@ _NEAR = 0.1
 
 def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
     """bool[plans]: which plans for one layer are near `plan`, that is, place at most a tenth of the residuals' bytes
-    differently. If one of two near plans was too large, the forecast of the other is taken to be as wrong. placed: the
-    plans, int[plans, known residuals], indices into PLACEMENTS. parts: the step's costs."""
+    differently. If one of two near plans was too large, the forecast of the other is taken to be as wrong, so
+    `_related` and `_Relatives` ask this. placed: the plans, int[plans, known residuals], indices into PLACEMENTS.
+    parts: the step's costs."""
     sizes = np.array([parts.residuals[residual.name] for residual in parts.known])
     there = np.array([PLACEMENTS.index(plan.of(residual)) for residual in parts.known])
     return (placed != there) @ sizes <= _NEAR * sizes.sum()
@@ -248,7 +250,8 @@ def _run_alike(plan: StepPlan, micro: int, tile: int | None, table_on_host: bool
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
     """Whether `plan` resembles one of `others`, plans that failed: it has the same micro-batches and tile, its table of
     per-layer embeddings is in the same place, and in its first layer and in its last the placements differ in at most a
-    tenth of the residuals' bytes. `choose` does not take such a plan. parts: the step's costs."""
+    tenth of the residuals' bytes. `choose` takes no such plan, as its forecast may be wrong too. parts: the step's
+    costs."""
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
     return any(
@@ -292,9 +295,9 @@ class _Relatives:
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
     """The forecast of the plan with the lowest predicted peak, whether it fits or not; it is tried last and shown if
-    nothing fits. parts: the step's costs. config: the run's, whose memory.plan and micro_batches are kept. resident:
-    the least number of layers whose frozen weights are whole on each device. Raises ValueError as `choose` does, if the
-    host's memory is too small for the optimizer's states."""
+    nothing fits, and advice names a card that has room for it. parts: the step's costs. config: the run's, whose
+    memory.plan and micro_batches are kept. resident: the least number of layers whose frozen weights are whole on each
+    device. Raises ValueError as `choose` does, if the host's memory is too small for the optimizer's states."""
     try:
         return choose(parts, config, device, 0.0, resident=resident)
     except PlanError as error:
@@ -312,11 +315,11 @@ def _best_pairs(
     resident: int,
     relatives: _Relatives | None = None,
 ) -> list[Forecast]:
-    """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time. The
-    other arguments are passed to _best_pair: the step's costs (`parts`), the layer plans and their forecasts that
-    _best_layers returned (`table`), the number of micro-batches, the device and its memory in bytes (`budget`), tokens
-    of a tile or None, the number of layers whose frozen weights are whole on each device (`resident`), and pairs to
-    leave out (`relatives`, or None).
+    """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time, for
+    `_candidates`. The other arguments are passed to _best_pair: the step's costs (`parts`), the layer plans and their
+    forecasts that _best_layers returned (`table`), the number of micro-batches, the device and its memory in bytes
+    (`budget`), tokens of a tile or None, the number of layers whose frozen weights are whole on each device
+    (`resident`), and pairs to leave out (`relatives`, or None).
 
     More tokens make the head faster and take more memory, and change nothing in the layers. So the best pair for fewer
     tokens stays the best as long as it fits, and if no pair fits, none fits with more tokens.
@@ -339,7 +342,7 @@ def _best_pairs(
 
 def tokens_of(parts: StepCost, micro: int) -> float:
     """Tokens of a micro-batch on one device, padding included, if a step has `micro` micro-batches, as the forecasts of
-    a plan take them; a quotient, so not always a whole number. parts: the step's costs."""
+    layers and of the head take them; a quotient, so not always a whole number. parts: the step's costs."""
     return parts.rows / micro / parts.devices * parts.length
 
 
@@ -356,7 +359,7 @@ def _best_pair(
 ) -> Forecast:
     """The forecast of the fastest pair of layer plans that fits `budget`: one plan for the first layers, whose
     residuals live longest, and one for the rest, with as few layers under the first as fit. If no pair fits, the
-    smallest.
+    smallest. `_best_pairs` calls it.
 
     Args:
       parts: the step's costs.
@@ -428,7 +431,7 @@ def _best_pair(
 def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
     """The layer plans from which pairs are formed: those of `layer_plans` that no other plan beats in kept bytes, work
     bytes of the backward, time and bytes on the host at once; of plans with equal forecasts only the first. If the
-    device has no host link, no plan offloads.
+    device has no host link, no plan offloads. The search is short because only these are paired.
 
     Args:
       parts: the step's costs.
