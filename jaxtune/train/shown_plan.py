@@ -86,8 +86,9 @@ def show_plan(config: TrainConfig, console: Console) -> None:
 
 
 def _elsewhere(config: TrainConfig, name: str) -> Device:
-    """The device `name` of another machine, which plan.device of `config` names. Raises ValueError if it is not known
-    or refused, or if the mesh is to have all devices that there are, which is not known of another machine."""
+    """The device `name` of another machine, which plan.device of `config` names, for `show_plan`. Raises ValueError if
+    it is not known or refused, or if the mesh is to have all devices that there are, which is not known of another
+    machine."""
     for key, size in ({} if config.mesh is None else config.mesh.axes).items():
         if size == -1:
             raise ValueError(f"mesh.{key} = -1: how many devices plan.device has beside it is not known: give a number")
@@ -96,7 +97,8 @@ def _elsewhere(config: TrainConfig, name: str) -> Device:
 
 def _here(config: TrainConfig, mesh: MeshConfig) -> Device:
     """A device of this machine, as the planner of a run of `config` on `mesh` sees it: with its share of the host's
-    memory. Raises ValueError if there are fewer devices than the mesh has, or the rows cannot be divided among them."""
+    memory. `show_plan` plans for it if plan.device is not set. Raises ValueError if there are fewer devices than the
+    mesh has, or the rows cannot be divided among them."""
     devices_of_run = partition.make_mesh(*mesh.sizes)
     config.require_rows_for(devices_of_run.size)
     first = devices_of_run.local_devices[0]

@@ -22,7 +22,8 @@ _AGAIN_SECONDS = 0.05  # the delay before a signal whose exception Python droppe
 
 class Interrupted(KeyboardInterrupt):
     """Raised when a signal arrives during work that loses nothing when it is interrupted (within StopSignal.at_once),
-    to end the run at once; the message is the name of the signal."""
+    to end the process's work at once; the message is the name of the signal. The train command then exits with
+    EXIT_SAVED, and jaxtune export with 128 plus the signal's number."""
 
 
 class StopSignal:
@@ -81,14 +82,16 @@ class StopSignal:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """A context in which a signal raises Interrupted; a signal that arrived before it raises on entering."""
+        """A context in which a signal raises Interrupted; a signal that arrived before it raises on entering. It is for
+        work that loses nothing, such as loading, compiling and export."""
         with self._mode(True):
             yield
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context in which a signal only sets `requested`, for the steps of a run, which are saved after it. If this
-        context is within an `at_once`, the signal raises Interrupted when this context ends without an exception."""
+        """A context in which a signal only sets `requested`, for the steps of a run, which are saved after it.
+        Trainer.train enters it, because the train command is within `at_once`. If this context is within an `at_once`,
+        the signal raises Interrupted when this context ends without an exception."""
         with self._mode(False):
             yield
 
@@ -106,7 +109,8 @@ class StopSignal:
         self._raise_pending()
 
     def _raise_pending(self) -> None:
-        """Raises Interrupted if a signal has arrived and the present context is one in which signals raise."""
+        """Raises Interrupted if a signal has arrived and the present context is one in which signals raise, when the
+        context changes (`_mode`) or a signal is sent again."""
         if self._raises and self.requested:
             raise Interrupted(self.signal_name)
 

@@ -167,7 +167,7 @@ class Trainer:
 
     @property
     def program(self) -> StepProgram:
-        """The program of a train step, not compiled, under the plan in force."""
+        """The program of a train step, not compiled, under the plan in force. Notes and record read its settings."""
         return self.engine.program
 
     @property
@@ -178,7 +178,7 @@ class Trainer:
     @property
     def eval_batches(self) -> Batches | None:
         """The batches of an evaluation, each of the shape of a micro-batch under the current plan; None without
-        held-out rows that have a loss."""
+        held-out rows that have a loss. Each evaluation asks anew, because the plan may have changed."""
         return None if self.eval_data is None else self.eval_data.batches(self.engine.rows, shuffle=False)
 
     # ---- the run
@@ -338,7 +338,7 @@ class Trainer:
     # ---- descriptions of the run
 
     def data_summary(self):
-        """Lines (one str) for the screen: the teacher, counts of rows, documents, tokens and steps, and warnings."""
+        """Lines (one str) that a run and --check print: the teacher, counts of rows, documents, tokens, steps; warnings."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
         return "\n".join([*self.stored.described(self.model.prepared, self.objective), about])
@@ -376,7 +376,7 @@ class Trainer:
 
     @property
     def adapted(self) -> bool:
-        """Whether the model has an adapter, whose tensors are then what is trained; False: full fine-tuning."""
+        """Whether the model has an adapter (False: full fine-tuning), by which the command chooses what to export."""
         return has_adapter(self.model.given)
 
     def evaluate(self, trained: bool = False) -> dict[str, Any]:
@@ -418,13 +418,15 @@ class Trainer:
 
     def _meta(self, step: int) -> dict[str, Any]:
         """The metadata of a checkpoint after `step` steps: the record, the batch source's position in its rows, and the
-        observed scales of activations. All processes of the run must call it."""
+        observed scales of activations. The Saver asks for it at each save, and all processes of the run must call
+        it."""
         position = self.batches.position(step)
         return self.record() | ({} if position is None else {POSITION: position}) | self.model.recorded()
 
     def record(self) -> dict[str, Any]:
         """What identifies this run, and the settings that its numbers depend on, {name: JSON value} (record_of); it is
-        stored in checkpoints, so that a different run is not resumed from them. Its digests need loaded weights."""
+        stored in checkpoints, so that a different run is not resumed from them. Its digests need loaded weights.
+        Results have parts of it (`_same_run`)."""
         return record_of(
             self.config,
             trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),
