@@ -325,8 +325,9 @@ class Run:
     def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
         """Evaluates the held-out loss and the metrics of generated answers, adds them to metrics.jsonl and
         Trainer.history, prints them, calls the callbacks, and saves the state if it is the best so far
-        (checkpoint.best). Returns the loss, NaN if there is none. It does nothing if there is nothing to evaluate. A
-        complete run whose last evaluation is missing calls it without `steps`.
+        (checkpoint.best). `steps` calls it when an evaluation is due or a callback asks for one. Returns the loss, NaN
+        if there is none. It does nothing if there is nothing to evaluate. The Trainer calls it without `steps` for a
+        complete run whose last evaluation is missing.
 
         Args:
           evaluate: the compiled program of an evaluation; None if no held-out rows have a loss.

@@ -53,9 +53,9 @@ class Scored:
 
 
 def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> Scored:
-    """Finds the weights that `jaxtune evaluate` scores: the result of a run if `recipe` is the config.yaml of its
-    folder, which has metrics or checkpoints, otherwise the model that the recipe names. If an override sets a key of
-    `model` or `adapter`, the weights are always those that the config names.
+    """Finds the weights that `jaxtune evaluate` scores, and loads nothing: the result of a run if `recipe` is the
+    config.yaml of its folder, which has metrics or checkpoints, otherwise the model that the recipe names. If an
+    override sets a key of `model` or `adapter`, the weights are always those that the config names.
 
     A run's result is its exported adapter or model (with QAT the model, otherwise the adapter, if both exist), or a
     checkpoint if nothing is exported or a checkpoint is of a later step: with checkpoint.best that of the best

@@ -218,8 +218,9 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
 
 def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> list[str]:
     """Chooses the matrices that stay in the model's dtype while all others are quantised, so that the weights take at
-    most `most_bytes`: those first that lose most for each byte that quantising them saves. A matrix that does not fit
-    into what is left is passed over, and smaller ones after it may still be chosen.
+    most `most_bytes`, for `jaxtune sensitivity --memory-gb`: those first that lose most for each byte that quantising
+    them saves. A matrix that does not fit into what is left is passed over, and smaller ones after it may still be
+    chosen.
 
     Args:
       matrices: all that can be quantised, as `Sensitivity.measure` returns them.

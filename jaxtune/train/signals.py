@@ -129,11 +129,11 @@ class StopSignal:
         self._again.start()
 
     def _handle(self, number: int, frame: object) -> None:
-        """The handler of all three signals. The first one sets `requested` and `signal_name`, prints a line on stderr,
-        and inside `at_once` raises Interrupted. A second SIGTERM or SIGINT prints a line and ends the process at once,
-        without a save. While `_send_again` has a signal to send, the next one to arrive is taken for it, and only
-        raises Interrupted, if signals raise now. All others, such as a second SIGHUP, do nothing. number: the signal's.
-        frame: not used."""
+        """The handler of all three signals, which `__enter__` installs. The first one sets `requested` and
+        `signal_name`, prints a line on stderr, and inside `at_once` raises Interrupted. A second SIGTERM or SIGINT
+        prints a line and ends the process at once, without a save. While `_send_again` has a signal to send, the next
+        one to arrive is taken for it, and only raises Interrupted, if signals raise now. All others, such as a second
+        SIGHUP, do nothing. number: the signal's. frame: not used."""
         name = signal.Signals(number).name
         if self._again is not None:
             self._again = None
@@ -158,7 +158,7 @@ class StopSignal:
 
 def handled(numbers: Iterable[int]) -> list[int]:
     """The signals among `numbers` that should get a handler: all except a SIGHUP that is ignored, as under nohup, so
-    that it stays ignored."""
+    that it stays ignored. StopSignal and the launch command install their handlers for these."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 

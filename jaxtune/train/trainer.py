@@ -305,7 +305,7 @@ class Trainer:
         """Compiles the programs, under further plans until one fits, waits for the weights, fills in the data sets'
         log-probabilities of the reference, writes the config, and prints by `monitor`. Returns (programs, state, sums,
         frozen) for the first step: the compiled programs, the state (`resumed`, or a new one), sums of zeros, and what
-        does not train, all on the devices. start: the steps done."""
+        does not train, all on the devices. start: the steps done. `_run` calls it."""
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
@@ -338,7 +338,7 @@ class Trainer:
     # ---- descriptions of the run
 
     def data_summary(self):
-        """Lines (one str) that a run and --check print: the teacher, counts of rows, documents, tokens, steps; warnings."""
+        """Lines (one str) that a run and --check print: teacher, counts of rows, documents, tokens, steps; warnings."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
         return "\n".join([*self.stored.described(self.model.prepared, self.objective), about])
@@ -418,15 +418,13 @@ class Trainer:
 
     def _meta(self, step: int) -> dict[str, Any]:
         """The metadata of a checkpoint after `step` steps: the record, the batch source's position in its rows, and the
-        observed scales of activations. The Saver asks for it at each save, and all processes of the run must call
-        it."""
+        observed scales of activations. All processes of the run must call it, as each save does."""
         position = self.batches.position(step)
         return self.record() | ({} if position is None else {POSITION: position}) | self.model.recorded()
 
     def record(self) -> dict[str, Any]:
         """What identifies this run, and the settings that its numbers depend on, {name: JSON value} (record_of); it is
-        stored in checkpoints, so that a different run is not resumed from them. Its digests need loaded weights.
-        Results have parts of it (`_same_run`)."""
+        stored in checkpoints, so that a different run is not resumed from them. Its digests need loaded weights."""
         return record_of(
             self.config,
             trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),

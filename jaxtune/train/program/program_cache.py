@@ -115,7 +115,7 @@ class ProgramCache(CacheInterface):
         return content
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores the bytes `value` under `key` (JAX calls it with each program that it has compiled), replacing earlier
+        """Stores the bytes `value` under `key` (JAX calls it with a program that it has compiled), replacing earlier
         ones, in a file that appears only when it is whole; entries that were used least recently are removed to make
         room, and nothing is stored if these bytes alone exceed max_bytes. Raises OSError if the file cannot be
         written."""

@@ -226,7 +226,7 @@ class Engine:
         return -(-last * parts // len(batch.tokens))
 
     def zero_sums(self, state: TrainState) -> Sums:
-        """Zeros on the devices to which a process's first step adds its micro-batches (later steps get theirs from the
+        """Zeros on the devices to which a process's first step adds its micro-batches (later steps get zeros from the
         update): for the loss, the gradients of the trainable tensors of `state`, and the metrics."""
         return self.program.zero_sums(state.trainable, self.replicated)
 
@@ -250,7 +250,8 @@ class Engine:
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
         """Compiles the programs of a run from first_step on, for arrays like `state`, `sums` and `frozen` (the weights
-        that do not train), which may be shapes. They are compiled once for all data, because shapes never change.
+        that do not train), which may be shapes. They are compiled once for all data, because shapes never change. `fit`
+        calls it for each plan that it tries.
 
         Python lowers the programs one by one, starting with the one that takes longest to compile. XLA, which needs no
         Python, compiles the lowered ones in parallel meanwhile.
