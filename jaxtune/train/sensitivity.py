@@ -98,8 +98,8 @@ def _rounded(weight: jax.Array, format: str) -> jax.Array:
 
 
 class Sensitivity:
-    """Measures what quantising matrices of one model changes on fixed rows. It keeps the hidden states of the
-    unquantised model for all rows in host memory, with which the quantised ones are compared.
+    """Measures what quantising matrices of one model changes on fixed rows, for `jaxtune sensitivity`. It keeps the
+    hidden states of the unquantised model for all rows in host memory, with which the quantised ones are compared.
 
     Args:
       model: a language model with a head for text, all weights unquantised and on one device, without adapters.

@@ -28,7 +28,8 @@ class Interrupted(KeyboardInterrupt):
 
 class StopSignal:
     """A context in which the first SIGTERM, SIGINT or SIGHUP only sets `requested`, and a second SIGTERM or SIGINT ends
-    the process immediately.
+    the process immediately. The train command and `jaxtune export` enter one, and so does Trainer.train if it is given
+    none.
 
     SIGHUP means that the terminal was closed or the connection was lost. Both the shell and the system send it, often
     in addition to SIGTERM, so it is not counted: the second signal is the second SIGTERM or SIGINT. If it is ignored

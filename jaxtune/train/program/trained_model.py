@@ -30,8 +30,9 @@ from jaxtune.train.program.step import Sums, TrainState
 
 
 class TrainedModel:
-    """The model that a run trains. The model that the caller gave is never changed, and its arrays are never donated;
-    without `keeps_model` they may be freed.
+    """The model that a run trains, in each form that the run needs. The Trainer makes one, and so does a teacher's pass
+    before a run, which trains nothing. The model that the caller gave is never changed, and its arrays are never
+    donated; without `keeps_model` they may be freed.
 
     A run first asks for `first_shapes`, from which its programs are compiled while the weights may still be loading,
     and then calls `begin`. Both describe (state, sums, frozen): the TrainState, new or from a checkpoint; the Sums of
