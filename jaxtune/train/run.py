@@ -37,7 +37,8 @@ from jaxtune.train.program.step import Sums, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Which steps of this process the profiler traces, and what is stored with the profile."""
+    """Which steps of this process the profiler traces, and what is stored with the profile. The Trainer makes it, and
+    `Run.steps` traces by it."""
 
     folder: Path
     """The folder that the profile is written to."""
@@ -66,8 +67,9 @@ class Profile:
 def is_evaluation_due(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str | None) -> bool:
     """Whether a process must evaluate before its first step. For a new run (`start` 0): whether the config asks for it
     (at_start). For a resumed one: whether an evaluation was due after step `start`, and metrics.jsonl does not have it
-    with these rows, because it was not made, or made with other rows. A complete run is evaluated then without any
-    step. In a run of several processes all of them must call it.
+    with these rows, because it was not made, or made with other rows. The Trainer asks it for Run.evaluation_due, and
+    evaluations after later steps do not depend on it. A complete run is evaluated then without any step. In a run of
+    several processes all of them must call it.
 
     Args:
       wanted: config.evaluation: after which steps the run evaluates.
@@ -104,7 +106,7 @@ def rows_identity(documents: Documents | None, answers: AnswerMetrics | None) ->
 
 class _StepRows:
     """Gives the rows of each step on the device. They are loaded while the step before is computed, unless their source
-    samples from the model as it is after that step.
+    samples from the model as it is after that step. `Run.steps` makes one.
 
     Args:
       engine: loads the rows.
@@ -135,7 +137,8 @@ class _StepRows:
 
     def load(self, step: int) -> None:
         """Begins to load a step (from 0) in the thread, even if it was loaded before, in micro-batches of another plan.
-        It does nothing if the run has no such step, or if its source samples from the model."""
+        `of` calls it for the next step, and `Run.steps` again if the plan changed in the first step. It does nothing if
+        the run has no such step, or if its source samples from the model."""
         if step < self._total_steps and not self._engine.batches.sees_model:
             self._loading = step, self._pool.submit(self._engine.load_step, step)
 
@@ -146,10 +149,10 @@ _FROZEN_BY_PYTHON = 2_000
 
 @contextlib.contextmanager
 def _frozen_heap():
-    """A context for the steps in which garbage collections do not visit the objects that exist when it begins, after
-    one full collection (gc.freeze, and gc.unfreeze at the end). After a run has compiled its programs these are several
-    hundred thousand, nearly all of which live as long as the run, and a full collection in the middle of a step would
-    visit each of them. It does nothing if the caller has frozen objects already."""
+    """A context for the steps of a run (`Run.steps`) in which garbage collections do not visit the objects that exist
+    when it begins, after one full collection (gc.freeze, and gc.unfreeze at the end). After a run has compiled its
+    programs these are several hundred thousand, nearly all of which live as long as the run, and a full collection in
+    the middle of a step would visit each of them. It does nothing if the caller has frozen objects already."""
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
@@ -291,9 +294,9 @@ class Run:
             raise
 
     def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
-        """Calls `between` of the callbacks after `done` steps were dispatched; returns whether one of them asked to end
-        the run (in a run of several processes, whether one did in the first process). They get a `Between`, by which
-        they can evaluate, save and stop.
+        """Calls `between` of the callbacks after `done` steps were dispatched, as `steps` does after each one; returns
+        whether one of them asked to end the run (in a run of several processes, whether one did in the first process).
+        They get a `Between`, by which they can evaluate, save and stop.
 
         evaluate: a function that evaluates after a number of steps and returns the loss. saver: saves checkpoints.
         state: the state after these steps."""
@@ -312,8 +315,9 @@ class Run:
 
     def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> bool:
         """Whether the last state has a finite loss, tested on the first of `parts`, the micro-batches of the last step,
-        for a run that ends without an evaluation of the loss; older checkpoints are removed only if it has. programs:
-        those of the last step. sums: zeros, which are donated. frozen: nnx.State, the weights that are not trained."""
+        for a run that ends without an evaluation of the loss; older checkpoints are removed only if it has, and
+        otherwise the run prints a warning. programs: those of the last step. sums: zeros, which are donated. frozen:
+        nnx.State, the weights that are not trained."""
         first = self.engine.micro_index[0]
         loss = programs.accumulate(sums, state, frozen, parts[0], first).loss
         return math.isfinite(float(partition.on_host(loss).sum()))
@@ -321,8 +325,9 @@ class Run:
     def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
         """Evaluates the held-out loss and the metrics of generated answers, adds them to metrics.jsonl and
         Trainer.history, prints them, calls the callbacks, and saves the state if it is the best so far
-        (checkpoint.best). Returns the loss, NaN if there is none. It does nothing if there is nothing to evaluate. A
-        complete run whose last evaluation is missing calls it without `steps`.
+        (checkpoint.best). `steps` calls it when an evaluation is due or a callback asks for one. Returns the loss, NaN
+        if there is none. It does nothing if there is nothing to evaluate. The Trainer calls it without `steps` for a
+        complete run whose last evaluation is missing.
 
         Args:
           evaluate: the compiled program of an evaluation; None if no held-out rows have a loss.

@@ -48,13 +48,14 @@ class Scored:
     """The step of that checkpoint; None for the newest intact one, or without `checkpoints`."""
     result: Result | None = None
     """The folder that the run exported (an adapter or a merged model) as its proof describes it, if it has the weights;
-    otherwise None. Its `step` is the last one of the run, also where the weights are of the best evaluation."""
+    otherwise None. `evaluate` checks by its record that the same rows were left out of training. Its `step` is the last
+    one of the run, also where the weights are of the best evaluation."""
 
 
 def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> Scored:
-    """Finds the weights that `jaxtune evaluate` scores: the result of a run if `recipe` is the config.yaml of its
-    folder, which has metrics or checkpoints, otherwise the model that the recipe names. If an override sets a key of
-    `model` or `adapter`, the weights are always those that the config names.
+    """Finds the weights that `jaxtune evaluate` scores, and loads nothing: the result of a run if `recipe` is the
+    config.yaml of its folder, which has metrics or checkpoints, otherwise the model that the recipe names. If an
+    override sets a key of `model` or `adapter`, the weights are always those that the config names.
 
     A run's result is its exported adapter or model (with QAT the model, otherwise the adapter, if both exist), or a
     checkpoint if nothing is exported or a checkpoint is of a later step: with checkpoint.best that of the best
@@ -119,8 +120,8 @@ def _best(found: BestEvaluation) -> str:
 
 def _exported(run: Path, result: Result) -> BestEvaluation | None:
     """The evaluation whose weights a run exported as its best ones, as results.json in its folder `run` names it, for
-    Scored.text; None if it exported the last ones, or if the file is missing, cannot be read or is of another run than
-    `result`."""
+    Scored.text only: which weights are scored does not depend on it. None if it exported the last ones, or if the file
+    is missing, cannot be read or is of another run than `result`."""
     try:
         numbers = json.loads((run / RESULTS).read_text(encoding="utf-8"))
         found = numbers[BEST] if is_digest_of(numbers["run"], result.run) else None

@@ -39,7 +39,8 @@ _BATCH_TOKENS = 8192  # of a forward pass
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix (or a layer's stack of experts' matrices) that can be quantised, and what quantising it costs."""
+    """A matrix (or a layer's stack of experts' matrices) that can be quantised, and what quantising it costs and saves,
+    as `Sensitivity.measure` finds it; `jaxtune sensitivity` prints the worst, and `choose` weighs all of them."""
 
     name: str
     """The name of its module in checkpoints, such as "model.layers.0.mlp.down_proj"."""
@@ -52,7 +53,8 @@ class Matrix:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes that quantising it saves: plain_bytes minus packed_bytes."""
+        """The bytes that quantising it saves: plain_bytes minus packed_bytes. `choose` divides the loss by them, and
+        the command sums them."""
         return self.plain_bytes - self.packed_bytes
 
 
@@ -96,8 +98,8 @@ def _rounded(weight: jax.Array, format: str) -> jax.Array:
 
 
 class Sensitivity:
-    """Measures what quantising matrices of one model changes on fixed rows. It keeps the hidden states of the
-    unquantised model for all rows in host memory, with which the quantised ones are compared.
+    """Measures what quantising matrices of one model changes on fixed rows, for `jaxtune sensitivity`. It keeps the
+    hidden states of the unquantised model for all rows in host memory, with which the quantised ones are compared.
 
     Args:
       model: a language model with a head for text, all weights unquantised and on one device, without adapters.
@@ -136,12 +138,13 @@ class Sensitivity:
 
     @property
     def count(self) -> int:
-        """The number of matrices that can be quantised, whatever the format, each of which `measure` measures."""
+        """The number of matrices that can be quantised, whatever the format, each of which `measure` measures: the
+        length of the progress bar."""
         return len(self._names)
 
     def measure(self, done: Callable[[int], None] = lambda count: None) -> list[Matrix]:
         """Measures every matrix by a forward pass over all rows, with this matrix alone quantised; returns them in the
-        model's order, for `choose`. done: called with 1 after each, to show progress."""
+        model's order, for the command's table and for `choose`. done: called with 1 after each, to show progress."""
         found = []
         for each, module in _quantizable(self._model):
             weight = module.weight.get_value()
@@ -153,8 +156,9 @@ class Sensitivity:
 
     def divergence(self, names: Sequence[str] | None = None) -> float:
         """The mean divergence, in nats a token, of the model with these modules (None: all that can be) quantised from
-        the model itself, which stays as it is. With [] nothing is quantised, and the result is only what two programs
-        of the same numbers differ by. names: of modules in checkpoints, as Matrix.name; others are ignored."""
+        the model itself, which stays as it is. `measure` calls it for single matrices, and the command for all, for a
+        choice, and for [], when nothing is quantised, and the result is only what two programs of the same numbers
+        differ by. names: of modules in checkpoints, as Matrix.name; others are ignored."""
         names = self._names if names is None else names
         model = copy_structure(self._model)
         for each, module in _quantizable(model):
@@ -167,8 +171,9 @@ class Sensitivity:
 
 def _quantizable(model: Decoder) -> list[tuple[Component, Linear | ExpertLinear]]:
     """The modules of `model` that can be quantised, whatever the format: the linears and experts of its layers, without
-    routers, as (Component, module), in the model's order. The Component has the module's name in checkpoints. `module`
-    is the model's own, in which a caller may replace the weight."""
+    routers, as (Component, module), in the model's order. `Sensitivity` measures them, and `patterns` looks for a short
+    name among them. The Component has the module's name in checkpoints. `module` is the model's own, in which a caller
+    may replace the weight."""
     found = ((each, module) for each, _, module in components(model) if each.quantizable)
     return [(each, module) for each, module in found if isinstance(module, Linear | ExpertLinear)]
 
@@ -213,8 +218,9 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
 
 def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> list[str]:
     """Chooses the matrices that stay in the model's dtype while all others are quantised, so that the weights take at
-    most `most_bytes`: those first that lose most for each byte that quantising them saves. A matrix that does not fit
-    into what is left is passed over, and smaller ones after it may still be chosen.
+    most `most_bytes`, for `jaxtune sensitivity --memory-gb`: those first that lose most for each byte that quantising
+    them saves. A matrix that does not fit into what is left is passed over, and smaller ones after it may still be
+    chosen.
 
     Args:
       matrices: all that can be quantised, as `Sensitivity.measure` returns them.

@@ -65,9 +65,9 @@ def update_rule(
     optimizer: optax.GradientTransformation | None,
     schedule: optax.Schedule | None,
 ) -> UpdateRule:
-    """The update rule of a run of `total_steps` steps, over which the schedule of the config extends. optimizer,
-    schedule: those that were given to the Trainer, which replace the config's; None: the config's. With an optimizer,
-    which has its own rate, no schedule of the config is taken, and there is no bound."""
+    """The update rule of a run of `total_steps` steps, over which the schedule of the config extends, for the Trainer's
+    constructor. optimizer, schedule: those that were given to the Trainer, which replace the config's; None: the
+    config's. With an optimizer, which has its own rate, no schedule of the config is taken, and there is no bound."""
     if optimizer is not None:
         return UpdateRule(optimizer, schedule, None)
     schedule = schedule or learning_rate_schedule(config.schedule, config.optim.learning_rate, total_steps)
@@ -78,7 +78,8 @@ def update_rule(
 def step_programs(
     config: TrainConfig, model: TrainedModel, objective: Objective, rule: UpdateRule, batches: BatchSource, eval_data
 ) -> tuple[StepProgram, StepProgram | None]:
-    """Makes the programs of a train step. Engine fills in their plan and mesh, and compiles them later.
+    """Makes the programs of a train step, for the Trainer's constructor, also if it only evaluates. Engine fills in
+    their plan and mesh, and compiles them later.
 
     Args:
       config: the run's.
@@ -149,7 +150,7 @@ def planned(
     optimizer: optax.GradientTransformation | None,
     trains: bool,
 ) -> tuple[TrainConfig, jax.sharding.Mesh, Planner | ForwardPlanner]:
-    """Chooses the mesh, and makes the planner of the steps' memory.
+    """Chooses the mesh, and makes the planner of the steps' memory, for the Trainer's constructor. It compiles nothing.
 
     Args:
       config: the run's; its mesh may be None, and is then chosen.
@@ -226,8 +227,8 @@ def with_slots(
       answers: the evaluation in which the model answers questions, or None.
     Returns:
       ({"answers" (if `batches` samples) and "generate" (if `answers` is given): the plan of the slots of that phase},
-        empty if memory has no limit, nothing is sampled, or the trainer only evaluates; `answers` with the numbers of
-        the plan "generate", or as it was given if there is none).
+        which Trainer.memory_notes shows, empty if memory has no limit, nothing is sampled, or the trainer only
+        evaluates; `answers` with the numbers of the plan "generate", or as it was given if there is none).
     Raises:
       ValueError: there is no room for one slot, or rows of answers have more tokens than the model has positions.
     """
@@ -251,7 +252,8 @@ def with_slots(
 
 def require_starts_within(total_steps: int, config: TrainConfig, profile_steps: int) -> None:
     """Raises ValueError if profile.start or qat.start of `config` is not below `total_steps`, the run's, so that
-    nothing would be traced or rounded. profile_steps: the number of steps to trace; with 0, profile.start is not
+    nothing would be traced or rounded. The Trainer calls it once the rows are read, because with `epochs` the config
+    does not know the number of steps. profile_steps: the number of steps to trace; with 0, profile.start is not
     checked."""
     if profile_steps and config.profile.start >= total_steps:
         raise ValueError(f"profile.start = {config.profile.start}: the run has only {total_steps} steps")

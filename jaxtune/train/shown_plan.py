@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def show_plan(config: TrainConfig, console: Console) -> None:
-    """Prints on `console` the memory plan (what becomes of the values that the backward reads, with the memory and time
-    of a step, and the longest row that fits) for the device that the config names, or for this machine's, from the
-    model's shapes alone: without weights, rows or compiling. Before it comes the reason for the mesh, if one was chosen
-    here. Then come how many answers are sampled at a time (GRPO and RLOO), the pass that stores a teacher's
-    log-probabilities (objective.teacher_top_k), and at last the time of config.steps steps, or of a million tokens if
-    `steps` is not set.
+    """Does `jaxtune train --plan` where it needs no rows: prints on `console` the memory plan (what becomes of the
+    values that the backward reads, with the memory and time of a step, and the longest row that fits) for the device
+    that the config names, or for this machine's, from the model's shapes alone: without weights, rows or compiling.
+    Before it comes the reason for the mesh, if one was chosen here. Then come how many answers are sampled at a time
+    (GRPO and RLOO), the pass that stores a teacher's log-probabilities (objective.teacher_top_k), and at last the time
+    of config.steps steps, or of a million tokens if `steps` is not set.
 
     Raises:
       ValueError: no device is named and there is no GPU here, or fewer than the mesh asks for; a device is named, and
@@ -86,8 +86,9 @@ def show_plan(config: TrainConfig, console: Console) -> None:
 
 
 def _elsewhere(config: TrainConfig, name: str) -> Device:
-    """The device `name` of another machine, which plan.device of `config` names. Raises ValueError if it is not known
-    or refused, or if the mesh is to have all devices that there are, which is not known of another machine."""
+    """The device `name` of another machine, which plan.device of `config` names, for `show_plan`. Raises ValueError if
+    it is not known or refused, or if the mesh is to have all devices that there are, which is not known of another
+    machine."""
     for key, size in ({} if config.mesh is None else config.mesh.axes).items():
         if size == -1:
             raise ValueError(f"mesh.{key} = -1: how many devices plan.device has beside it is not known: give a number")
@@ -96,7 +97,8 @@ def _elsewhere(config: TrainConfig, name: str) -> Device:
 
 def _here(config: TrainConfig, mesh: MeshConfig) -> Device:
     """A device of this machine, as the planner of a run of `config` on `mesh` sees it: with its share of the host's
-    memory. Raises ValueError if there are fewer devices than the mesh has, or the rows cannot be divided among them."""
+    memory. `show_plan` plans for it if plan.device is not set. Raises ValueError if there are fewer devices than the
+    mesh has, or the rows cannot be divided among them."""
     devices_of_run = partition.make_mesh(*mesh.sizes)
     config.require_rows_for(devices_of_run.size)
     first = devices_of_run.local_devices[0]

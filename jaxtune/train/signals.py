@@ -22,12 +22,14 @@ _AGAIN_SECONDS = 0.05  # the delay before a signal whose exception Python droppe
 
 class Interrupted(KeyboardInterrupt):
     """Raised when a signal arrives during work that loses nothing when it is interrupted (within StopSignal.at_once),
-    to end the run at once; the message is the name of the signal."""
+    to end the process's work at once; the message is the name of the signal. The train command then exits with
+    EXIT_SAVED, and jaxtune export with 128 plus the signal's number."""
 
 
 class StopSignal:
     """A context in which the first SIGTERM, SIGINT or SIGHUP only sets `requested`, and a second SIGTERM or SIGINT ends
-    the process immediately.
+    the process immediately. The train command and `jaxtune export` enter one, and so does Trainer.train if it is given
+    none.
 
     SIGHUP means that the terminal was closed or the connection was lost. Both the shell and the system send it, often
     in addition to SIGTERM, so it is not counted: the second signal is the second SIGTERM or SIGINT. If it is ignored
@@ -81,14 +83,16 @@ class StopSignal:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """A context in which a signal raises Interrupted; a signal that arrived before it raises on entering."""
+        """A context in which a signal raises Interrupted; a signal that arrived before it raises on entering. It is for
+        work that loses nothing, such as loading, compiling and export."""
         with self._mode(True):
             yield
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context in which a signal only sets `requested`, for the steps of a run, which are saved after it. If this
-        context is within an `at_once`, the signal raises Interrupted when this context ends without an exception."""
+        """A context in which a signal only sets `requested`, for the steps of a run, which are saved after it.
+        Trainer.train enters it, because the train command is within `at_once`. If this context is within an `at_once`,
+        the signal raises Interrupted when this context ends without an exception."""
         with self._mode(False):
             yield
 
@@ -106,7 +110,8 @@ class StopSignal:
         self._raise_pending()
 
     def _raise_pending(self) -> None:
-        """Raises Interrupted if a signal has arrived and the present context is one in which signals raise."""
+        """Raises Interrupted if a signal has arrived and the present context is one in which signals raise, when the
+        context changes (`_mode`) or a signal is sent again."""
         if self._raises and self.requested:
             raise Interrupted(self.signal_name)
 
@@ -125,11 +130,11 @@ class StopSignal:
         self._again.start()
 
     def _handle(self, number: int, frame: object) -> None:
-        """The handler of all three signals. The first one sets `requested` and `signal_name`, prints a line on stderr,
-        and inside `at_once` raises Interrupted. A second SIGTERM or SIGINT prints a line and ends the process at once,
-        without a save. While `_send_again` has a signal to send, the next one to arrive is taken for it, and only
-        raises Interrupted, if signals raise now. All others, such as a second SIGHUP, do nothing. number: the signal's.
-        frame: not used."""
+        """The handler of all three signals, which `__enter__` installs. The first one sets `requested` and
+        `signal_name`, prints a line on stderr, and inside `at_once` raises Interrupted. A second SIGTERM or SIGINT
+        prints a line and ends the process at once, without a save. While `_send_again` has a signal to send, the next
+        one to arrive is taken for it, and only raises Interrupted, if signals raise now. All others, such as a second
+        SIGHUP, do nothing. number: the signal's. frame: not used."""
         name = signal.Signals(number).name
         if self._again is not None:
             self._again = None
@@ -154,7 +159,7 @@ class StopSignal:
 
 def handled(numbers: Iterable[int]) -> list[int]:
     """The signals among `numbers` that should get a handler: all except a SIGHUP that is ignored, as under nohup, so
-    that it stays ignored."""
+    that it stays ignored. StopSignal and the launch command install their handlers for these."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 

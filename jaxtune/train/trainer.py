@@ -167,7 +167,7 @@ class Trainer:
 
     @property
     def program(self) -> StepProgram:
-        """The program of a train step, not compiled, under the plan in force."""
+        """The program of a train step, not compiled, under the plan in force. Notes and record read its settings."""
         return self.engine.program
 
     @property
@@ -178,7 +178,7 @@ class Trainer:
     @property
     def eval_batches(self) -> Batches | None:
         """The batches of an evaluation, each of the shape of a micro-batch under the current plan; None without
-        held-out rows that have a loss."""
+        held-out rows that have a loss. Each evaluation asks anew, because the plan may have changed."""
         return None if self.eval_data is None else self.eval_data.batches(self.engine.rows, shuffle=False)
 
     # ---- the run
@@ -305,7 +305,7 @@ class Trainer:
         """Compiles the programs, under further plans until one fits, waits for the weights, fills in the data sets'
         log-probabilities of the reference, writes the config, and prints by `monitor`. Returns (programs, state, sums,
         frozen) for the first step: the compiled programs, the state (`resumed`, or a new one), sums of zeros, and what
-        does not train, all on the devices. start: the steps done."""
+        does not train, all on the devices. start: the steps done. `_run` calls it."""
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
@@ -338,7 +338,7 @@ class Trainer:
     # ---- descriptions of the run
 
     def data_summary(self):
-        """Lines (one str) for the screen: the teacher, counts of rows, documents, tokens and steps, and warnings."""
+        """Lines (one str) that a run and --check print: teacher, counts of rows, documents, tokens, steps; warnings."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
         return "\n".join([*self.stored.described(self.model.prepared, self.objective), about])
@@ -376,7 +376,7 @@ class Trainer:
 
     @property
     def adapted(self) -> bool:
-        """Whether the model has an adapter, whose tensors are then what is trained; False: full fine-tuning."""
+        """Whether the model has an adapter (False: full fine-tuning), by which the command chooses what to export."""
         return has_adapter(self.model.given)
 
     def evaluate(self, trained: bool = False) -> dict[str, Any]:
@@ -418,7 +418,7 @@ class Trainer:
 
     def _meta(self, step: int) -> dict[str, Any]:
         """The metadata of a checkpoint after `step` steps: the record, the batch source's position in its rows, and the
-        observed scales of activations. All processes of the run must call it."""
+        observed scales of activations. All processes of the run must call it, as each save does."""
         position = self.batches.position(step)
         return self.record() | ({} if position is None else {POSITION: position}) | self.model.recorded()
 

@@ -55,8 +55,9 @@ def use_program_cache() -> None:
 
 def in_use() -> ProgramCache | None:
     """A ProgramCache over the folder that JAX is configured with for compiled programs, mostly by use_program_cache;
-    None if programs are not cached. The record of plans that were too large (known.py) is stored in it, too. The folder
-    is created if it is missing."""
+    None if programs are not cached. KnownFailures (planning/known.py) asks for it, to store its record of plans that
+    were too large beside the programs; JAX reads and stores the programs through the object that `_checked_cache`
+    makes. The folder is created if it is missing."""
     folder = jax.config.jax_compilation_cache_dir
     if folder is None or not jax.config.jax_enable_compilation_cache:
         return None
@@ -65,13 +66,14 @@ def in_use() -> ProgramCache | None:
 
 def _checked_cache(path: str) -> tuple[CacheInterface, str]:
     """Returns (a ProgramCache in the folder `path`, `path`). use_program_cache puts it in place of JAX's function with
-    this signature, which makes a cache that trusts its files."""
+    this signature, whose cache trusts its files; JAX calls it when it first needs its cache."""
     return ProgramCache(Path(path), jax.config.jax_compilation_cache_max_size), path
 
 
 class ProgramCache(CacheInterface):
     """A cache of compiled programs in a folder, with the interface that JAX expects: `get` and `put` of bytes by key.
-    It checks each entry when it is read; JAX's own cache does not.
+    It checks each entry when it is read; JAX's own cache does not. JAX stores compiled programs in it, and
+    KnownFailures its record of plans that were too large.
 
     Args:
       folder: the folder; it is created, for its owner alone, if it is missing. Temporary files in it that killed
@@ -88,9 +90,10 @@ class ProgramCache(CacheInterface):
                     left.unlink()
 
     def get(self, key: str) -> bytes | None:
-        """The content that was stored under a key; None if there is no undamaged entry that belongs to this user. An
-        entry that is damaged, or that another user owns or may write, is removed, and one that cannot be read is left;
-        a warning in the log reports both."""
+        """The content that was stored under a key; None if there is no undamaged entry that belongs to this user. JAX
+        calls it before it compiles a program, and compiles only if it gets None. An entry that is damaged, or that
+        another user owns or may write, is removed, and one that cannot be read is left; a warning in the log reports
+        both."""
         path = self._file(key)
         try:
             entry, problem = _read(path)
@@ -112,24 +115,26 @@ class ProgramCache(CacheInterface):
         return content
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores the bytes `value` under `key`, replacing earlier ones, in a file that appears only when it is whole;
-        entries that were used least recently are removed to make room, and nothing is stored if these bytes alone
-        exceed max_bytes. Raises OSError if the file cannot be written."""
+        """Stores the bytes `value` under `key` (JAX calls it with a program that it has compiled), replacing earlier
+        ones, in a file that appears only when it is whole; entries that were used least recently are removed to make
+        room, and nothing is stored if these bytes alone exceed max_bytes. Raises OSError if the file cannot be
+        written."""
         entry = _entry(key, value)
         if self._make_room(len(entry)):
             atomic_write(self._file(key), entry, mode=0o600, durable=False)
 
     def _file(self, key: str) -> Path:
-        """The path of the file of the entry `key`, which may not exist. Its ending names the compression that JAX
-        uses."""
+        """The path of the file of the entry `key`, which may not exist. Its ending names the compression that JAX uses,
+        so that a process that uses another one does not take the entry for its own."""
         # zstandard may be installed or removed between two runs, and JAX's key does not always tell how it compressed.
         found = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
         return self._path / f"{key}.{'zlib' if found is None else 'zstd'}{_SUFFIX}"
 
     def _make_room(self, need_bytes: int) -> bool:
-        """Removes least recently used entries from the cache's folder, as many as must go, so that an entry of
-        `need_bytes` does not exceed max_bytes; returns whether it then fits. Nothing is removed if there is no limit
-        (True), or if the entry alone exceeds it (False)."""
+        """Removes least recently used entries from the cache's folder, as many as must go, so that all entries and a
+        new one of `need_bytes` do not exceed max_bytes; returns whether it then fits. Nothing is removed if there is no
+        limit (True), or if the entry alone exceeds it (False). `put` calls it, and stores nothing if it returns
+        False."""
         if self.max_bytes < 0:
             return True
         if need_bytes > self.max_bytes:
@@ -157,8 +162,8 @@ def _entry(key: str, content: bytes) -> bytes:
 
 def _read(path: Path) -> tuple[bytes, str | None]:
     """(the bytes of the file `path`, None), or (b"", the reason in words why it must not be trusted): it is no plain
-    file, or another user's, or others may write it. It follows no link and does not block on a named pipe. Raises
-    OSError if the file is missing, is a link or cannot be read."""
+    file, or another user's, or others may write it. `get` reads an entry by it. It follows no link and does not block
+    on a named pipe. Raises OSError if the file is missing, is a link or cannot be read."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

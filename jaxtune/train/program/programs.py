@@ -145,8 +145,8 @@ class Engine:
         ]
 
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
-        """Sets the mesh, and the shardings on it, for the programs that are compiled from now on; those that are
-        compiled already, and arrays that are placed, stay on the earlier one."""
+        """Sets the mesh, and the shardings on it, for the programs that are compiled from now on. Only the constructor
+        calls it; it would not move programs that are compiled already, nor arrays that are placed."""
         self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
         self._by_rows = NamedSharding(mesh, partition.ROWS)
         self.program = dataclasses.replace(self.program, mesh=mesh)
@@ -167,8 +167,8 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        """XLA's options for the programs, {name: value}, by the mesh and the config (see compiler_options); all
-        programs of the run are compiled with the same ones."""
+        """XLA's options for the programs, {name: value}, by the mesh and the config (see compiler_options): all
+        programs of the run are compiled with the same ones, and the run's record has them."""
         divides = partition.MeshShape.of(self.mesh).parts > 1
         return compiler_options(self.mesh.devices.flat[0].platform, self._deterministic, divides)
 
@@ -216,8 +216,9 @@ class Engine:
 
     def _filled(self, batch: Batch, parts: int) -> int:
         """The number of the `parts` micro-batches of a step's `batch`, at least one, that have any tokens: a source
-        that samples its answers during the run may leave the last rows of a step empty, and empty micro-batches need
-        not be computed. It is `parts` for other sources, and in a run of several processes or with rows in lanes."""
+        that samples its answers during the run may leave the last rows of a step empty, and Run.steps omits empty
+        micro-batches after its first step. It is `parts` for other sources, and in a run of several processes or with
+        rows in lanes."""
         if not self.batches.sees_model or processes.count() > 1 or self.batches.lanes > 1:
             return parts
         used = np.flatnonzero((batch.segment_ids > 0).any(1))
@@ -225,8 +226,8 @@ class Engine:
         return -(-last * parts // len(batch.tokens))
 
     def zero_sums(self, state: TrainState) -> Sums:
-        """The sums with which a step starts, to which its micro-batches are added: zeros on the devices, for the loss,
-        the gradients of the trainable tensors of `state`, and the metrics."""
+        """Zeros on the devices to which a process's first step adds its micro-batches (later steps get zeros from the
+        update): for the loss, the gradients of the trainable tensors of `state`, and the metrics."""
         return self.program.zero_sums(state.trainable, self.replicated)
 
     def first_sums(self, state: TrainState) -> Sums:
@@ -249,7 +250,8 @@ class Engine:
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
         """Compiles the programs of a run from first_step on, for arrays like `state`, `sums` and `frozen` (the weights
-        that do not train), which may be shapes. They are compiled once for all data, because shapes never change.
+        that do not train), which may be shapes. They are compiled once for all data, because shapes never change. `fit`
+        calls it for each plan that it tries.
 
         Python lowers the programs one by one, starting with the one that takes longest to compile. XLA, which needs no
         Python, compiles the lowered ones in parallel meanwhile.
@@ -262,7 +264,7 @@ class Engine:
     def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
         """Lowers the programs of a run for these shapes (state, sums and frozen) one by one, and compiles them in
         parallel. first_step: the step at which the run starts; before qat.start, the programs without QAT are compiled
-        too."""
+        too. `compile` calls it, twice if a kernel fails its check."""
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         where, held_out = self.replicated, self._held_out
@@ -298,9 +300,9 @@ class Engine:
 
     def compile_of_rows(self, function, trainable, frozen, rows: Rows):
         """Compiles a program that computes a value for each row of a batch, such as the log-probabilities of a
-        reference (StepProgram.of_rows), to a jax.stages.Compiled of (trainable, frozen, batch). function: gets (model,
-        batch, Forward) and returns an array [rows, ...], or a tree of such arrays. trainable, frozen: the weights that
-        train and the others, or their shapes. rows: have the shape of the batches."""
+        reference or a stored teacher (StepProgram.of_rows), to a jax.stages.Compiled of (trainable, frozen, batch).
+        function: gets (model, batch, Forward) and returns an array [rows, ...], or a tree of such arrays. trainable,
+        frozen: the weights that train and the others, or their shapes. rows: have the shape of the batches."""
         program = functools.partial(self.program.of_rows, function)
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
@@ -352,7 +354,8 @@ class Engine:
         placed: bool = False,
     ) -> Programs:
         """Compiles the plan in force and, if compiling runs out of memory or Planner.fits denies the compiler's figure
-        for accumulate and update, further plans until one fits, which is then in force in planner and Engine.
+        for accumulate and update, further plans until one fits, which is then in force in planner and Engine. A run
+        calls it before its weights are there, and `first_step` if memory runs out; `train --plan` shows what it finds.
 
         Args:
           shapes: returns the shapes and dtypes, under the plan in force, of (state, sums, frozen): the train state, the
@@ -382,7 +385,7 @@ class Engine:
     ) -> tuple[Programs | None, float | None]:
         """(the programs, or None if memory ran out in any process; the largest number of bytes that any process's
         programs need, or None if nothing limits them or it is unknown). shapes: (state, sums, frozen weights).
-        first_step: the step at which the run starts."""
+        first_step: the step at which the run starts. `fit` calls it."""
         programs, need, limited = None, 0.0, self.planner.budget_bytes is not None
         try:
             programs = self.compile(*shapes, first_step)
@@ -400,7 +403,7 @@ class Engine:
     # ---- running
 
     def connect(self, print_line: Callable[[str], None]) -> dict[str, float]:
-        """Runs a first collective, which connects the devices, and prints by print_line how long that took.
+        """Runs a first collective, which connects the devices, before the first step, and prints how long that took.
 
         Returns:
           the metric `collectives_seconds`; {} if the run has one device.
@@ -422,9 +425,9 @@ class Engine:
         return programs.before_qat if early and programs.before_qat is not None else programs
 
     def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
-        """Dispatches the micro-batches of a step with the compiled `programs`, and returns `sums` (donated) with the
-        losses and gradients of all of them added. parts: the micro-batches; the last ones may be missing, because they
-        are empty. state: the TrainState. frozen: the weights that do not train."""
+        """Dispatches the micro-batches of a training step with the compiled `programs`, and returns `sums` (donated)
+        with the losses and gradients of all of them added. parts: the micro-batches; the last ones may be missing,
+        because they are empty. state: the TrainState. frozen: the weights that do not train."""
         for index, batch in zip(self.micro_index, parts, strict=False):
             sums = programs.accumulate(sums, state, frozen, batch, index)
         return sums

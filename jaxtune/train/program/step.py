@@ -132,7 +132,7 @@ class StepProgram:
         """The state with which a run starts, over a copy of `trainable`, the weights that train, in the dtypes in which
         they are trained: the step donates the copy, and the caller keeps the original. seed: of `dropout_key`. device:
         the sharding of those states of the optimizer that stay on the device with `offload`, while the large ones are
-        made in pinned host memory. None, or no `offload`: the caller places all states."""
+        made in pinned host memory. None, or no `offload`: the caller (TrainedModel) places all states."""
 
         def kept(a):
             """A copy of the weight `a`: in bfloat16 if `weights` is "bf16" and it is a matrix, else in float32."""
@@ -177,8 +177,8 @@ class StepProgram:
         return dataclasses.replace(where, opt_state=optimizer_offload.shardings(state.opt_state, device))
 
     def sums_shardings(self, trainable, device: jax.sharding.Sharding) -> Sums:
-        """The sharding of each array of the sums for these trainable tensors, as a Sums of shardings. device: the
-        sharding of an array that is not divided."""
+        """The sharding of each array of the sums for these trainable tensors, as a Sums of shardings, for compiling the
+        step. device: the sharding of an array that is not divided."""
         sums = jax.eval_shape(self.zero_sums, trainable)
         if self.mesh is None or self.devices == 1:
             return jax.tree.map(lambda _: device, sums)
@@ -197,7 +197,7 @@ class StepProgram:
 
     def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
         """Zero sums for the trainable tensors of a TrainState, with their shardings; `device` is the sharding of an
-        array that is not divided, or None to leave all placements to JAX."""
+        array that is not divided, or None to leave all placements to JAX. Only the first step needs them."""
         places = iter(jax.tree.leaves(self.sums_shardings(trainable, device)) if device is not None else ())
         kept = jnp.float32 if self.micro_batches > 1 else None
 
@@ -334,7 +334,7 @@ class StepProgram:
         return partition.undivided(run(sums, state))
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Sums, dict[str, jax.Array]]:
-        """One optimizer step from the sums; both arguments are donated.
+        """One optimizer step from the sums of a step's micro-batches; both arguments are donated.
 
         Returns:
           (state, zeroed sums, metrics). The metrics are loss (the mean, without the layers' own losses), aux
@@ -471,9 +471,9 @@ class StepProgram:
         )
 
     def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(loss sum, count, the objective's own sums, {name: sum}) of one batch on all devices, without dropout,
-        gradients and the layers' own losses; to be jitted. trainable: the weights that train, of a TrainState or as
-        given, because a forward pass needs no optimizer. frozen: the weights that do not train."""
+        """(loss sum, count, the objective's own sums, {name: sum}) of one held-out batch on all devices, without
+        dropout, gradients and the layers' own losses; to be jitted. trainable: the weights that train, of a TrainState
+        or as given, because a forward pass needs no optimizer. frozen: the weights that do not train."""
 
         def local(trainable, frozen, batch):
             """The sums of the loss for a device's rows (`batch`) and shards (trainable, frozen), over all devices."""

@@ -71,5 +71,5 @@ def trainable_names(trainable) -> list[str]:
 
 def _names_a_place(key) -> bool:
     """Whether a key in a tensor's tree path is written in its dotted name (True), or is one of the keys "value" and
-    "raw_value" that nnx.Variable adds (False)."""
+    "raw_value" that nnx.Variable adds (False), for `trainable_names`."""
     return not (isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"))

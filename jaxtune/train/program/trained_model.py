@@ -30,8 +30,9 @@ from jaxtune.train.program.step import Sums, TrainState
 
 
 class TrainedModel:
-    """The model that a run trains. The model that the caller gave is never changed, and its arrays are never donated;
-    without `keeps_model` they may be freed.
+    """The model that a run trains, in each form that the run needs. The Trainer makes one, and so does a teacher's pass
+    before a run, which trains nothing. The model that the caller gave is never changed, and its arrays are never
+    donated; without `keeps_model` they may be freed.
 
     A run first asks for `first_shapes`, from which its programs are compiled while the weights may still be loading,
     and then calls `begin`. Both describe (state, sums, frozen): the TrainState, new or from a checkpoint; the Sums of
@@ -127,7 +128,8 @@ class TrainedModel:
 
     def _set_scales(self, scales: Mapping[str, float]) -> None:
         """Sets the scales of activations, with which QAT rounds them, as observed in this run or read from a
-        checkpoint; they are then not observed again. scales: {name of a linear: scale}."""
+        checkpoint; they are then not observed again. `_observe` and `resume` call it. scales: {name of a linear:
+        scale}."""
         model = with_input_scales(self.prepared, scales)
         self.scales, self._unobserved = nnx.state(model, InputScale), False
 
@@ -152,7 +154,9 @@ class TrainedModel:
 
     def take_weights(self) -> None:
         """Waits for weights that are being loaded in a thread, and sets the attributes that describe the model with
-        them; does nothing if they are there. Raises what the loading raised."""
+        them; does nothing if they are there. `begin` of a new run, `weights` and `first_state` call it themselves; the
+        Trainer calls it before it compares a checkpoint or results with the run, because the digest of the base is
+        computed from the weights. Raises what the loading raised."""
         if self._weights is not None:
             self._hold(self._weights.result())
             self._weights = None
@@ -181,9 +185,9 @@ class TrainedModel:
         return state, frozen
 
     def weights(self, engine: Engine) -> tuple[nnx.State, nnx.State]:
-        """(trainable, frozen) for a forward pass, on the mesh of `engine`. The trained tensors are the given ones in
-        their own dtypes: on one device none of them is copied, and there is no optimizer. An evaluation without
-        training and a teacher's pass use it. Waits for weights that are being loaded."""
+        """(trainable, frozen) for a forward pass of the given model, on the mesh of `engine`. The trained tensors are
+        the given ones in their own dtypes: on one device none of them is copied, and there is no optimizer. An
+        evaluation without training and a teacher's pass use it. Waits for weights that are being loaded."""
         self.take_weights()
         frozen = self.placed_frozen(engine)
         return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
@@ -208,7 +212,7 @@ class TrainedModel:
         return _with_scales(self._placed_frozen(engine), scales)
 
     def _placed_frozen(self, engine: Engine) -> nnx.State:
-        """The frozen weights on the mesh of `engine`, as `placed_frozen` describes it, without the scales of
+        """The frozen weights on the mesh of `engine`, as `placed_frozen` describes it, which adds the scales of
         activations."""
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
@@ -234,7 +238,7 @@ class TrainedModel:
         force (`engine.planner.plan`): variables that the plan keeps whole on every device have empty axes, and the
         others keep their axes, along which the mesh divides them. No array is moved or copied. If the plan has the
         table of per-layer embeddings on the host, `engine.table` is set to the table, which has no rows in the result;
-        otherwise `engine.table` is set to None."""
+        otherwise `engine.table` is set to None. `first_shapes` and `_placed_frozen` call it."""
         plan, frozen = engine.planner.plan, self.frozen
         engine.table = host_table.table_of(frozen) if plan.table_on_host else None
         if engine.table is not None:
@@ -255,8 +259,8 @@ class TrainedModel:
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """The shapes, with their shardings under the plan of `engine`, of what `begin` returns for a new run: (state,
-        sums, frozen). A run's programs are compiled from them while the weights are still being loaded. It also sets
-        `engine.table`, as `_declared` says."""
+        sums, frozen). A run's programs are compiled from them while the weights are still being loaded, or by `train
+        --plan`. It also sets `engine.table`, as `_declared` says."""
         program, state = engine.program, self.state_shapes(engine)
         sums = jax.eval_shape(program.zero_sums, state.trainable)
         sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
@@ -272,11 +276,11 @@ class TrainedModel:
         return _placed(state, program.shardings(state, engine.replicated))
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
-        """(state, sums, frozen) with which a run starts, placed on the mesh of `engine`. resumed: the state from a
-        checkpoint; None: a new run, with a new state. For a new run it also sets `fresh`, whether its adapter does not
-        change the model's outputs yet (False without an adapter), and gives up the given trained tensors
-        (`free_given`); it waits for weights that are being loaded. On a GPU the sums leave a block of memory free
-        (Engine.first_sums)."""
+        """(state, sums, frozen) with which a run starts, placed on the mesh of `engine`; the Trainer calls it once the
+        programs are compiled. resumed: the state from a checkpoint; None: a new run, with a new state. For a new run it
+        also sets `fresh`, whether its adapter does not change the model's outputs yet (False without an adapter), and
+        gives up the given trained tensors (`free_given`); it waits for weights that are being loaded. On a GPU the sums
+        leave a block of memory free (Engine.first_sums)."""
         if resumed is not None:
             return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
         self.take_weights()
@@ -314,8 +318,9 @@ class TrainedModel:
 
     def finished(self, trainable: Any) -> Decoder:
         """A new model, without a teacher: the given one with `trainable`, the trained tensors of a TrainState, each in
-        the dtype in which it was given. A run returns it at its end, and answers are sampled from it and callbacks get
-        it between steps. It shares the frozen arrays of `given`, and trained ones whose dtype does not change.
+        the dtype in which it was given. A run returns it at its end, as does the evaluation of a checkpoint, and
+        answers are sampled from it and callbacks get it between steps. It shares the frozen arrays of `given`, and
+        trained ones whose dtype does not change.
 
         Its arrays are on the mesh's devices, but a table of per-layer embeddings may be on the host; in a run of
         several processes that all have every array whole, each process gets its own copy on one device. After QAT, a
@@ -339,8 +344,9 @@ class TrainedModel:
 
 
 def _with_scales(frozen: nnx.State, scales: nnx.State) -> nnx.State:
-    """The frozen weights with the scales of activations, which programs take as one nnx.State. frozen: an nnx.State,
-    which is returned as it is if QAT observes no scales. scales: TrainedModel.scales, placed where the weights are."""
+    """The frozen weights with the scales of activations, which programs take as one nnx.State: for `placed_frozen` and
+    `first_shapes`. frozen: an nnx.State, which is returned as it is if QAT observes no scales. scales:
+    TrainedModel.scales, placed where the weights are."""
     return nnx.merge_state(frozen, scales) if jax.tree.leaves(scales) else frozen
 
 

@@ -9,7 +9,7 @@ from jaxtune.models.placement.transfers import IN_FLIGHT
 
 def compiler_options(platform: str, deterministic: bool, divides: bool = False) -> dict[str, bool | int]:
     """XLA options, {name: value}, with which `Engine` compiles the programs of a run: the step, the evaluation, and the
-    passes over rows such as a reference's.
+    passes over rows such as a reference's. A run's record has them.
 
     Without Triton GEMMs every product is computed by cuBLASLt, which adds the adapter's product in its epilogue; that
     saves 2.3 % of an 8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made,
