@@ -23,7 +23,8 @@ _FOLDER = Path(__file__).with_name("chat_templates")
 
 @dataclasses.dataclass(frozen=True)
 class Packaged:
-    """One packaged chat template, an entry of `PACKAGED`."""
+    """One packaged chat template, an entry of `PACKAGED`. `templates.resolve_template` takes its `text` if
+    data.template is its name, and `missing_marks` compares its `marks` with the tokenizer."""
 
     name: str
     """The name by which data.template selects it, and of its file."""
@@ -74,5 +75,5 @@ def missing_marks(tokenizer: Any, name: str) -> list[str]:
 
 def packaged_that_fit(tokenizer: Any) -> list[str]:
     """The names of the packaged templates that `tokenizer`, a Hugging Face one, can use: those without `missing_marks`.
-    Error messages about a template propose them."""
+    Error messages about a template propose them; no template is chosen by it."""
     return [name for name in PACKAGED if not missing_marks(tokenizer, name)]

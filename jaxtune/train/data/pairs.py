@@ -234,17 +234,17 @@ class PairDataset(TokenDataset):
         return 2 * self.length
 
     def in_rows(self, slots: int) -> PairDataset:
-        """The data set as it is evaluated. With packing="step" it is a copy that is packed into rows of `slots` tokens,
-        because the length of rows is known only when the training steps are packed. Callers give at least the tokens of
-        the longest pair; a longer one raises ValueError when the rows are packed. Otherwise it is `self`, and `slots`
-        is not used."""
+        """The data set as it is evaluated, or passed once through the reference model. With packing="step" it is a copy
+        that is packed into rows of `slots` tokens, because the length of rows is known only when the training steps are
+        packed. Callers give at least the tokens of the longest pair; a longer one raises ValueError when the rows are
+        packed. Otherwise it is `self`, and `slots` is not used."""
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:
-        """Divides the pairs into (train, eval), each with the references and labels of its pairs. eval_rows: the number
-        of pairs for evaluation, or below 1 a share of them. Those whose first documents have the smallest hashes are
-        chosen (`Documents.held_out`); training pairs with the same first document as one of them are in neither data
-        set. Raises ValueError if either set would be empty."""
+        """Divides the pairs into (train, eval), as data.eval_rows asks, each with the references and labels of its
+        pairs. eval_rows: the number of pairs for evaluation, or below 1 a share of them. Those whose first documents
+        have the smallest hashes are chosen (`Documents.held_out`); training pairs with the same first document as one
+        of them are in neither data set. Raises ValueError if either set would be empty."""
         rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:

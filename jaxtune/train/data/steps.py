@@ -140,7 +140,8 @@ class StepBatches(Batches):
 
     def _pack_epoch(self, epoch: int) -> np.ndarray:
         """Packs all steps of epoch number `epoch` (from 0) by first fit, the longest document first. Each micro-batch
-        is packed separately.
+        is packed separately. The constructor calls it for every epoch of the run (for one if all are alike), to find
+        the number of rows, and `_epoch_plan` for the epoch whose batches are made.
 
         Returns:
             int64[steps of the epoch, micro-batches of a step, documents of a micro-batch]: the index, within its
@@ -182,6 +183,7 @@ def pack_steps(
 ) -> tuple[StepBatches, TokenDataset | None]:
     """Packs all steps of a run with data.packing=step. Rows are as long as the longest document (or pair) of both sets,
     rounded up to a multiple of 64 tokens, but no longer than data.length allows (`TokenDataset.longest`).
+    `run_rows.source_of` calls it before the run; other values of data.packing do not need it.
 
     Args:
         train, held_out: data sets with packing="step"; held_out is None if the run evaluates nothing.
