@@ -181,10 +181,10 @@ class Documents:
     @classmethod
     def gather(cls, documents: Iterable[Document | Sequence[int]]) -> Documents:
         """The set of these documents, copied into flat arrays, for documents that are in memory and not in the token
-        cache, as in `packing.pack` and in KTO. Without any, it is an empty set, which the token cache returns if no row
-        is usable. It has no `origins` and no `files`. A plain sequence of ints is a document of which every token is
-        trained on. Raises ValueError for tokens that are not a one-dimensional sequence of integers, or a mask of
-        another length."""
+        cache, as in `packing.pack` and in KTO. Without any, it is an empty set, as for rows of which none is usable. It
+        has no `origins` and no `files`. A plain sequence of ints is a document of which every token is trained on.
+        Raises ValueError for tokens that are not a one-dimensional sequence of integers, or a mask of another
+        length."""
         tokens, masks = [], []
         for index, document in enumerate(documents):
             if isinstance(document, Document):

@@ -323,7 +323,7 @@ class PreparedSet:
 
     def with_max_documents(self, documents: int) -> PreparedSet:
         """A copy whose rows have at most `documents` documents and whose batches have room for as many, because mixed
-        sets need batches of equal shapes. It packs its rows anew."""
+        sets need batches of equal shapes; FedBatches asks for it. The copy packs its rows anew."""
         return PreparedSet(self.name, self.data.with_max_documents(documents))
 
     def empty(self, rows: int) -> Batch:

@@ -377,7 +377,8 @@ def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = T
 def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> str:
     """The text in the first of the columns `names` that is not null in the row `value`; data sets name the same column
     differently. If all are missing or null, it raises `RowError` (required) or returns "" (not required). It also
-    raises `RowError` if the value is not text, or is invalid Unicode. Blank text is returned as it is."""
+    raises `RowError` if the value is not text, or is invalid Unicode. Blank text is returned as it is; `_not_empty`
+    refuses it where it matters."""
     found = _column(value, names, required)
     if found is None:
         return ""

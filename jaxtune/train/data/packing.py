@@ -94,8 +94,9 @@ class PackingReport:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The assignment of pieces to rows, which `plan_rows` makes. A piece is a run of tokens of one document (or pair of
-    documents), usually all of it. The arrays have the pieces in the order of the rows."""
+    """The assignment of pieces to rows, which `plan_rows` makes, and by which PackedRows and PackedPairs write their
+    rows. A piece is a run of tokens of one document (or pair of documents), usually all of it. The arrays have the
+    pieces in the order of the rows."""
 
     length: int
     """The number of tokens in a row."""

@@ -67,8 +67,9 @@ class Source:
     """True if it can be read with only a few rows in memory at a time; False if it must be read whole, as a JSON array,
     which data.streaming refuses."""
     part: bool = False
-    """True for the rows of a window of a stream after the first: a run leaves them out if none is usable. False for all
-    other sources."""
+    """True for the rows of a window of a stream after the first; False for all other sources. `prepare` shows no
+    progress bar for such rows, and accepts them if no response in them ends its turn. It does not decide whether a
+    window is left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +82,8 @@ class Window:
     rows: Sequence[Row]
     """The rows."""
     part: bool = True
-    """False for the first window of a stream, whose rows must be usable; True for later ones, of which a run may leave
-    out one whose rows are not."""
+    """False for the first window of a stream, in which a response must end its turn; True for later ones, in which none
+    need do so. It becomes `Source.part`."""
 
 
 def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str] | None = None) -> list[Source]:

@@ -180,10 +180,10 @@ def is_array(file: Path) -> bool:
 
 
 def read_json(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a .json file: an array of objects, which is read into memory as a whole and always from its
-    beginning (`after` is ignored), or one object a line. In an array, a row's number is the line on which it begins.
-    Invalid JSON in an array, or text after it, gives a bad row, after which nothing is read; a file with an array that
-    is not UTF-8 gives only a bad row."""
+    """Yields the rows of a .json file, for `Source.read`: an array of objects, which is read into memory as a whole and
+    always from its beginning (`after` is ignored), or one object a line. In an array, a row's number is the line on
+    which it begins. Invalid JSON in an array, or text after it, gives a bad row, after which nothing is read; a file
+    with an array that is not UTF-8 gives only a bad row."""
     if not is_array(file):
         yield from read_jsonl(file, after)
         return
@@ -214,10 +214,10 @@ def read_json(file: Path, after: int) -> Iterator[Row]:
 
 
 def read_csv(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a CSV file with a header: those whose number, the line on which they begin, is above `after`.
-    All values are text. A line that cannot be read, or has another number of fields than the header, gives a bad row.
-    Raises ValueError if the header names a column twice, or is a single column that shows another separator than
-    commas."""
+    """Yields, for `Source.read`, the rows of a CSV file with a header: those whose number, the line on which they
+    begin, is above `after`. All values are text. A line that cannot be read, or has another number of fields than the
+    header, gives a bad row. Raises ValueError if the header names a column twice, or is a single column that shows
+    another separator than commas."""
     return (row for row in _csv_rows(file) if row.number > after)
 
 
@@ -274,9 +274,9 @@ def _csv_rows(file: Path) -> Iterator[Row]:
 
 
 def read_parquet(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a Parquet file whose number (from 1) is above `after`; groups of rows before it are not read.
-    Raises ValueError, also after some rows, if the file is damaged, or expands to more than 1,000 times its size
-    (`MAX_EXPANSION`) and more than 32 MiB. A single row that cannot be decoded gives a bad row."""
+    """Yields, for `Source.read`, the rows of a Parquet file whose number (from 1) is above `after`; groups of rows
+    before it are not read. Raises ValueError, also after some rows, if the file is damaged, or expands to more than
+    1,000 times its size (`MAX_EXPANSION`) and more than 32 MiB. A single row that cannot be decoded gives a bad row."""
     import pyarrow.parquet as parquet
 
     weight = file.stat().st_size

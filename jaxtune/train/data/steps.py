@@ -119,8 +119,9 @@ class StepBatches(Batches):
         return batch
 
     def described(self, total_steps: int) -> list[str]:
-        """Two lines for the screen before a run of `total_steps` steps: the counts of documents and tokens, and the
-        numbers of steps, of documents in an epoch, and of packed rows in a step."""
+        """Two lines for the screen before a run of `total_steps` steps: the counts of documents and tokens
+        (`PackingReport.of_documents`), and the numbers of steps, of documents in an epoch, and of packed rows in a
+        step."""
         layout = f"packed into {self.rows_per_step:,} rows of {self.length:,} tokens for each step"
         return [
             f"training rows: {self.rows.report.of_documents}",
