@@ -65,7 +65,8 @@ def missing_marks(tokenizer: Any, name: str) -> list[str]:
     template `name` that are not special tokens of this tokenizer, a Hugging Face one: empty if the template can be
     used. For a template that needs only an EOS, it is the tokenizer's EOS text if that is no special token, or "EOS" if
     the tokenizer has none. `templates.resolve_template` refuses a template with missing marks, because the model would
-    not learn where a turn ends. Raises KeyError if `name` is not in `PACKAGED`."""
+    not learn where a turn ends. jaxtune.compat calls it before it gives a script's tokenizer such a template. Raises
+    KeyError if `name` is not in `PACKAGED`."""
     special = set(tokenizer.convert_ids_to_tokens(list(special_ids(tokenizer))))
     marks = PACKAGED[name].marks
     if marks is None:

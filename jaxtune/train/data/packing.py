@@ -363,14 +363,16 @@ class PackedRows:
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of `rows` rows of padding, each of `length` tokens (None: as long as these rows), as new numpy
-        arrays, into which `fill` then writes; the train step is compiled for its shapes. `shared`, an argument of
-        `batches.Rows.empty`, changes nothing: these rows have no `extra` arrays."""
+        arrays, into which `fill` then writes; the train step is compiled for its shapes. Only StepBatches gives another
+        length, that of the rows into which it packs documents. `shared`, an argument of `batches.Rows.empty`, changes
+        nothing: these rows have no `extra` arrays."""
         return Batch.empty(rows, length or self.length)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
         """Writes row number `row` of these, in place, into row `slot` of a batch, from token `at` on, and returns the
         index after its last token. place: how many of these rows were written into the same row of the batch before;
-        segment ids count from 1 + place x `max_documents`, so that those of different rows differ."""
+        segment ids count from 1 + place x `max_documents`, so that those of different rows differ. `Batches`,
+        `FedBatches` and `StepBatches` call it; only StepBatches writes several of these rows into one."""
         plan, documents = self.plan, self.documents
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1 + place * self.max_documents):

@@ -28,9 +28,10 @@ REFERENCE = "reference"  # float32[rows, P, 2]: log-probabilities of the two ans
 class PackedPairs:
     """Packed rows of preference pairs, which are built when they are written into a batch (`batches.Rows`);
     `PairDataset.rows` makes them. The attribute `kept`, int64[pairs, 2], is the number of tokens of each document after
-    truncation, 0 for a pair that is left out. `report` has the counts, a PackingReport, `plan` the assignment of pairs
-    to rows, `length` is the number of tokens in a row, and `max_pairs` the most pairs of a row (half of
-    `max_documents`, if that is given). `full` is always False.
+    truncation, 0 for a pair that is left out; the name of the file in which a reference's log-probabilities are stored
+    depends on it, too. `report` has the counts, a PackingReport, `plan` the assignment of pairs to rows, `length` is
+    the number of tokens in a row, and `max_pairs` the most pairs of a row (half of `max_documents`, if that is given).
+    `full` is always False.
 
     With overflow="truncate", a pair that is longer than `length` is cut: first its longer document, to the length of
     the shorter one, then both equally; with `width`, each document is cut by itself. With any overflow, a pair is left
@@ -150,7 +151,8 @@ class PackedPairs:
         """Writes the pairs of row number `row` of these, in place, into row `slot` of a batch, from token `at` on, and
         returns the index after their last token: both documents of each pair, and its values in `extra` at its index in
         the row. place: how many of these rows were written into the same row of the batch before, so that segment ids
-        and indices in `extra` do not overlap."""
+        and indices in `extra` do not overlap. `Batches`, `FedBatches` and `StepBatches` call it; only StepBatches
+        writes several of these rows into one."""
         documents, before = self.documents, place * self.max_pairs
         for place, pair in enumerate(self.pairs(row), start=before):
             batch.extra[PAIRS][slot, place] = 1.0
