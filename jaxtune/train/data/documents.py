@@ -19,7 +19,9 @@ from jaxtune.train.data.batches import Batch
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """The tokens of one document: an entry of `Documents`, or an argument of `Documents.gather`."""
+    """The tokens of one document: an entry of `Documents`, or an argument of `Documents.gather`. It is for code that
+    looks at one document, such as kto's, which joins prompts with other rows' answers. Batches are written from the
+    flat arrays without it (`Documents.write`)."""
 
     tokens: np.ndarray
     """int32[n]: token ids."""
@@ -31,8 +33,8 @@ class Document:
 class Documents:
     """Many documents in flat arrays, which may be memory-mapped files. The token cache opens them, and `gather` makes
     them of arrays in memory. A selection of documents (`select`) shares `tokens` and `mask` with the set that it was
-    made of. `write` puts a document or a piece of it into a row of a batch, `held_out` chooses rows for evaluation, and
-    `also_in` counts documents that two sets have in common."""
+    made of. `write` puts a document or a piece of it into a row of a batch, `held_out` chooses the rows that
+    data.eval_rows takes out of data.train, and `also_in` counts documents that two sets have in common."""
 
     tokens: np.ndarray
     """int32[total]: the token ids of all documents, one document after another; in a selection, also those of the
@@ -76,7 +78,8 @@ class Documents:
 
     def source(self, index: int) -> str:
         """Where document number `index` came from, for messages: `file:line` (or the data set's name and the number of
-        the row), or `document INDEX` if that is not known."""
+        the row), or `document INDEX` if that is not known. The objective reward also finds the rows of its pairs by it,
+        to read their margins."""
         if self.origins is None:
             return f"document {index}"
         file, line = self.origins[index]
@@ -117,8 +120,9 @@ class Documents:
         return end
 
     def held_out(self, firsts: np.ndarray, eval_rows: float, what: str) -> tuple[np.ndarray, np.ndarray]:
-        """Chooses the held-out rows for data.eval_rows, which are taken out of data.train: those whose documents'
-        tokens have the smallest hashes. The `split` methods of TokenDataset and PairDataset use it.
+        """Chooses the held-out rows: those `eval_rows` whose documents' tokens have the smallest hashes. The `split`
+        methods of TokenDataset and PairDataset use it for data.eval_rows, which takes rows out of data.train. The rows
+        of data.eval are a set of their own and are not chosen by it.
 
         The choice depends neither on the order of the rows nor on a seed, so that other runs with the same rows hold
         out the same. Training rows whose document equals that of a held-out row are in neither result. Only the
@@ -177,9 +181,10 @@ class Documents:
     @classmethod
     def gather(cls, documents: Iterable[Document | Sequence[int]]) -> Documents:
         """The set of these documents, copied into flat arrays, for documents that are in memory and not in the token
-        cache, as in `packing.pack` and in KTO; without any, an empty set. It has no `origins` and no `files`. A plain
-        sequence of ints is a document of which every token is trained on. Raises ValueError for tokens that are not a
-        one-dimensional sequence of integers, or a mask of another length."""
+        cache, as in `packing.pack` and in KTO. Without any, it is an empty set, as for rows of which none is usable. It
+        has no `origins` and no `files`. A plain sequence of ints is a document of which every token is trained on.
+        Raises ValueError for tokens that are not a one-dimensional sequence of integers, or a mask of another
+        length."""
         tokens, masks = [], []
         for index, document in enumerate(documents):
             if isinstance(document, Document):

@@ -29,7 +29,8 @@ _CHOICE = 0x6D6978  # makes the draws of which set a row comes from independent 
 class Feed(Protocol):
     """An endless iterator over the rows that one lane takes from one set. A lane is a device (or a group of devices
     that have the same rows) that computes on rows of its own. `next` takes a row, `position` says for a checkpoint
-    which one is next, and `close` ends the feed."""
+    which one is next, and `close` ends the feed. `RowSet.feed` makes feeds, and only FedBatches takes rows from
+    them."""
 
     def next(self) -> tuple[Rows, int]:
         """Returns (rows, index): the next row is row `index` of `rows`. `rows.fill(batch, slot, index)` writes it into
@@ -37,7 +38,8 @@ class Feed(Protocol):
         ...
 
     def position(self) -> Json:
-        """The position after the rows taken so far, for a checkpoint. A feed that `RowSet.feed` makes from it in a
+        """The position after the rows taken so far, for a checkpoint. FedBatches asks for it after each batch, because
+        it makes batches a step or two before the run trains on them. A feed that `RowSet.feed` makes from it in a
         resumed run continues with the next row."""
         ...
 
@@ -62,7 +64,8 @@ class RowSet(Protocol):
 
     @property
     def length(self) -> int:
-        """The number of tokens in a row, padding included; sets that are mixed all have the same."""
+        """The number of tokens in a row, padding included; sets that are mixed all have the same. FedBatches returns it
+        as its own `length`, for which memory is planned and the steps are compiled."""
         ...
 
     @property
@@ -95,7 +98,7 @@ class RowSet(Protocol):
 
     def identity(self) -> dict[str, Json]:
         """Values that identify the rows, such as checksums, by name. Checkpoints have them (`BatchSource.identity`), so
-        that a run cannot resume with other rows."""
+        that a run cannot resume with other rows. FedBatches puts them into its own `identity`."""
         ...
 
     def described(self) -> str:
@@ -216,7 +219,7 @@ class FedBatches(BatchSource):
     def _open(self) -> dict[int, list[Feed]]:
         """The feeds of the lanes of this process, the blocks of a batch's rows that its devices compute on: {lane: [a
         feed for each set]}. They are opened on the first call and on the first after `close`, at the positions that
-        `resume` was given, or with the first rows in a new run."""
+        `resume` was given, or with the first rows in a new run. `batch_at` takes all its rows from them."""
         if not self._feeds:
             for lane in self._own:
                 known = self._begin.get(str(lane))
@@ -242,7 +245,8 @@ class FedBatches(BatchSource):
 
     def resume(self, step: int, position: Json) -> None:
         """Continues with `step` as the next step, at the `position` that an earlier process recorded before that step
-        (what the method `position` returned). Open feeds are closed, and new ones are opened with the next batch."""
+        (what the method `position` returned). The trainer calls it when a run continues from a checkpoint. Open feeds
+        are closed, and new ones are opened with the next batch."""
         assert isinstance(position, dict), "a checkpoint of these rows has a position"
         self.close()
         self._next, self._begin, self._made = step, position, None
@@ -319,7 +323,7 @@ class PreparedSet:
 
     def with_max_documents(self, documents: int) -> PreparedSet:
         """A copy whose rows have at most `documents` documents and whose batches have room for as many, because mixed
-        sets need batches of equal shapes. It packs its rows anew."""
+        sets need batches of equal shapes; FedBatches asks for it. The copy packs its rows anew."""
         return PreparedSet(self.name, self.data.with_max_documents(documents))
 
     def empty(self, rows: int) -> Batch:
@@ -343,7 +347,7 @@ class PreparedSet:
     def identity(self) -> dict[str, Json]:
         """Values, by name, that identify the rows, as `Batches.identity` gives them: the number of packed rows, a
         checksum of all tokens, the number of trained tokens, and the field `order` of the data unless it is "shuffled".
-        A run that resumes with other values is refused."""
+        FedBatches puts them into its own `identity`, and a run that resumes with other values is refused."""
         return self.data.batches(1).identity()
 
     def described(self) -> str:

@@ -21,7 +21,9 @@ def require_readable(config: TrainConfig) -> None:
     folder 32 files at most, and with data.streaming only the first file or shard of each training source. A data set
     that is given by name is downloaded for it; with data.streaming only data.eval is. For sft the row is also
     converted, which checks its columns, unless data.on_bad_row is "skip"; the columns of other objectives are checked
-    later. If the model is a local folder and model.tokenizer is not set, the folder must have a tokenizer.
+    later. If the model is a local folder and model.tokenizer is not set, the folder must have a tokenizer. Only the
+    command `jaxtune train` calls it, before the model is loaded, so that a wrong name or format is reported at once. It
+    returns nothing: the run opens and reads the rows again.
 
     Raises:
       ConfigError: a file or data set is not there, or is empty (files of a folder may be empty); or a first row cannot

@@ -70,7 +70,7 @@ ALPACA_PREAMBLE_WITH_INPUT = (
 @dataclasses.dataclass(frozen=True)
 class Example:
     """A row in the form that chat templates render. `normalize`, `normalize_pair` and `normalize_labelled` make it of
-    rows to train on, `objectives/prompts.py` of prompts to sample from, and `templates.RowEncoder` renders and
+    rows to train on, and `objectives/prompts.py` of prompts to sample from. `templates.RowEncoder` renders and
     tokenises it.
 
     Either `text` is set; or `messages` (with or without `tools` and `prompt_messages`); or `prompt`, `completion` and
@@ -125,9 +125,9 @@ def detect_format(columns: Iterable[str]) -> str:
 
 def unread(value: Mapping[str, Any], format: str) -> list[str]:
     """The names of the columns of a row (`value`, its columns by name) that have a value and are not read in this row
-    format, for a warning. Of columns that mean the same (a group in `_READ`), only the first that is not null is read.
-    Null and empty cells (texts, lists, objects) do not count. format: a key of `COLUMNS` such as "alpaca", or
-    PREFERENCE or LABELLED."""
+    format. `workers.py` collects them for a warning that is shown before training; no row is refused for them. Of
+    columns that mean the same (a group in `_READ`), only the first that is not null is read. Null and empty cells
+    (texts, lists, objects) do not count. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE or LABELLED."""
     groups = _READ[format]
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     empty = (str, list, tuple, Mapping)
@@ -175,17 +175,17 @@ def strings(value: Any) -> Iterator[str]:
 
 def normalize_pair(value: Mapping[str, Any]) -> Pair:
     """The `Pair` of a row with a preference (columns chosen and rejected), for dpo, orpo, simpo and reward: the prompt
-    with each of its two answers. value: the row's columns by name. Raises `RowError` with the reason if the row cannot
-    be used."""
+    with each of its two answers. `workers.py` calls it when it tokenises rows. value: the row's columns by name. Raises
+    `RowError` with the reason if the row cannot be used."""
     refuse_media(value)
     return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
 
 
 def normalize_labelled(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row with one answer and a label, for kto: the answer is `chosen` if the label is true, else
-    `rejected`, and the other one is None. The answer is the column completion, or without one the last turn of the
-    column messages. value: the row's columns by name. Raises `RowError` with the reason if the row cannot be used, or
-    its label is not true, false, 1 or 0."""
+    """The `Pair` of a row with one answer and a label, for kto; `workers.py` calls it when it tokenises rows. The
+    answer is `chosen` if the label is true, else `rejected`, and the other one is None. The answer is the column
+    completion, or without one the last turn of the column messages. value: the row's columns by name. Raises `RowError`
+    with the reason if the row cannot be used, or its label is not true, false, 1 or 0."""
     refuse_media(value)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
@@ -198,7 +198,9 @@ def normalize_labelled(value: Mapping[str, Any]) -> Pair:
 
 
 def normalize(value: Mapping[str, Any], format: str) -> Example:
-    """The `Example` of a row. Which of its fields are set depends on the format:
+    """The `Example` of a row. Rows to train on are converted by it, except those of preference objectives; so are rows
+    whose prompts answers are sampled to, and the held-out questions of exact match. Which of its fields are set depends
+    on the format:
 
     - text: `text`.
     - messages and sharegpt: `messages` and `tools`.
@@ -322,7 +324,9 @@ def _parsed(turns: Any) -> Any:
 
 def _turns(turns: Any) -> list[Any]:
     """A list of turns, from a list (or other iterable) of turns, a single turn, None (no turns), or a text, which
-    becomes a user's turn. Raises `RowError` for anything else. The turns themselves are not checked."""
+    becomes a user's turn. Raises `RowError` for anything else. The turns themselves are not checked. Prompts and
+    answers, which data sets write in any of these forms, become lists by it before they are joined to a conversation;
+    the columns messages and conversations of the formats messages and sharegpt do not."""
     if isinstance(turns, str):
         return [{"role": "user", "content": turns}]
     if isinstance(turns, Mapping):
@@ -334,7 +338,8 @@ def _turns(turns: Any) -> list[Any]:
 
 def _alpaca_prompt(instruction: str, context: str) -> str:
     """The text of Alpaca's prompt for an instruction and its input (`context`; if that is blank, the prompt without
-    input), up to where the response begins."""
+    input), up to where the response begins. `normalize` makes `Example.prompt` of it, which is used without a template;
+    a template gets the plain instruction as a user's turn."""
     if context.strip():
         body = f"{ALPACA_PREAMBLE_WITH_INPUT}\n\n### Instruction:\n{instruction}\n\n### Input:\n{context}"
     else:
@@ -357,7 +362,8 @@ def _exchange(system: str, user: str, assistant: str) -> list[dict[str, Any]]:
 
 def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> Any:
     """The value of the first of the columns `names` that is not null in the row `value`; data sets name the same column
-    differently. If all are missing or null, it raises `RowError` (required) or returns None (not required)."""
+    differently. If all are missing or null, it raises `RowError` (required) or returns None (not required). It is for
+    columns that may have turns or a label; `_text` reads those that must be text."""
     for name in names:
         if value.get(name) is not None:
             return value[name]
@@ -371,7 +377,8 @@ def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = T
 def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> str:
     """The text in the first of the columns `names` that is not null in the row `value`; data sets name the same column
     differently. If all are missing or null, it raises `RowError` (required) or returns "" (not required). It also
-    raises `RowError` if the value is not text, or is invalid Unicode. Blank text is returned as it is."""
+    raises `RowError` if the value is not text, or is invalid Unicode. Blank text is returned as it is; `_not_empty`
+    refuses it where it matters."""
     found = _column(value, names, required)
     if found is None:
         return ""
@@ -384,14 +391,17 @@ def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = Tru
 
 
 def _not_empty(text: str, what: str) -> None:
-    """Raises `RowError` if `text` is only white space. what: its name in the message, such as "response"."""
+    """Raises `RowError` if `text` is only white space. `normalize` and the other functions that convert rows refuse by
+    it an empty response, an empty text, and an empty instruction of Alpaca's. what: its name in the message, such as
+    "response"."""
     if not text.strip():
         raise RowError(f"empty {what}")
 
 
 def _conversation(value: Mapping[str, Any], turns: Any, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Example:
-    """The example of a conversation. The text in the row's column system or system_prompt (`SYSTEM`), if any, becomes
-    its first message, unless it begins with a system message. Raises `RowError` if it is empty, no list, or has a wrong
+    """The example of a conversation. `normalize` calls it for rows of messages and sharegpt, and `_asked_and_answered`
+    for a prompt and its answer. The text in the row's column system or system_prompt (`SYSTEM`), if any, becomes its
+    first message, unless it begins with a system message. Raises `RowError` if it is empty, no list, or has a wrong
     turn; if a response is empty and calls no tool; or if the system message or the tools cannot be used.
 
     Args:

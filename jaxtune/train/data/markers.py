@@ -191,8 +191,8 @@ class Markers:
 
     def _shared_special_prefix(self, instruction_part: str, response_part: str) -> np.ndarray:
         """int32[n]: the special tokens with which the tokens of both marker texts, instruction_part and response_part,
-        begin. They also open the turns of other roles, and so end a response. It is empty if they begin with different
-        tokens or with none that is special."""
+        begin. They also open the turns of other roles, and so end a response: `Markers` keeps them as `opener`, which
+        `spans` looks for. It is empty if they begin with different tokens or with none that is special."""
         special = special_ids(self.tokenizer)
         parts = (instruction_part, response_part)
         both = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
@@ -204,8 +204,9 @@ class Markers:
         return np.array(shared, np.int32)
 
     def spans(self, tokens: np.ndarray) -> list[tuple[int, int]]:
-        """The (start, end) token ranges of the responses in `tokens` (int32[n]), in order and without empty ones. A
-        response begins after its marker.
+        """The (start, end) token ranges of the responses in `tokens` (int32[n]), in order and without empty ones.
+        `RowEncoder` makes the mask of a row from them, where markers decide what is trained on. A response begins after
+        its marker.
 
         A response ends at whichever comes first: after an EOS, which belongs to it; before a BOS (that is not EOS), the
         special tokens with which both markers begin, a response marker or an instruction marker; or at the end of the
@@ -233,8 +234,9 @@ class Markers:
         return [(start, end) for start, end in spans if start < end]
 
     def _after(self, tokens: np.ndarray, at: int, trail: str) -> int:
-        """The index of the first token after a marker. The marker's tail, the text after its core, is skipped as far as
-        it follows there. (The core is the tokens of the marker that are the same whatever text is next to it.)
+        """The index of the first token after a marker, at which `spans` begins a response. The marker's tail, the text
+        after its core, is skipped as far as it follows there. (The core is the tokens of the marker that are the same
+        whatever text is next to it.)
 
         A token that has the tail and more (":" and a line break) belongs to the marker, unless it is a word of the
         response that the tokenizer merged with the marker's last white space.
@@ -256,10 +258,10 @@ class Markers:
         return at
 
     def _before(self, tokens: np.ndarray, at: int, lead: str) -> int:
-        """The index of the first token of a marker, at which a response before it ends. It is where the marker's head,
-        the text before its core, begins, as far as the tokens before `at` are those of the head; `at` if the last of
-        them is not. (The core is the tokens of the marker that are the same whatever text is next to it.) A token that
-        also has text from before the marker is not counted.
+        """The index of the first token of a marker, at which `spans` ends a response before it. It is where the
+        marker's head, the text before its core, begins, as far as the tokens before `at` are those of the head; `at` if
+        the last of them is not. (The core is the tokens of the marker that are the same whatever text is next to it.) A
+        token that also has text from before the marker is not counted.
 
         Args:
             tokens: the row, int32[n].

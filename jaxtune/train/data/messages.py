@@ -40,7 +40,8 @@ _SPEAKERS = {name: role for name, role in ROLES.items() if not name.endswith("_c
 
 
 def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts `turn`, a turn in OpenAI's form, to a new message in the form that chat templates expect:
+    """Converts `turn`, a turn in OpenAI's form, to a new message in the form that chat templates expect. `formats.py`
+    reads rows of the format messages by it, and `sharegpt_message` calls it for turns with the key `role`.
 
     - The content becomes text, "" if the turn has only tool calls. If it is a list of typed parts, their texts are
       joined, parts of the type "reasoning" become `reasoning_content`, and those of the type "tool_call" `tool_calls`.
@@ -127,7 +128,8 @@ def _tool_call(call: Any) -> dict[str, Any]:
     """Converts a call to the form that chat templates expect: {"id" (if it has one), "type": "function", "function":
     {"name", "arguments": object}}. The call may be given as it is in OpenAI's API or as {"name", "arguments"}, and it
     and its arguments as JSON text. Missing, empty and null arguments become {}; that arguments are an object is not
-    checked. Raises `RowError` if the JSON is not valid, or the call has no name."""
+    checked. All calls in turns, of OpenAI's and of ShareGPT's form, are converted by it. Raises `RowError` if the JSON
+    is not valid, or the call has no name."""
     if isinstance(call, str):
         try:
             call = json.loads(call)
@@ -149,8 +151,9 @@ def _tool_call(call: Any) -> dict[str, Any]:
 def tool_schemas(tools: Any) -> list[dict[str, Any]] | None:
     """The schemas of tools that chat templates expect, each {"type": "function", "function": schema}, from `tools`, the
     value of a row's column of that name: a list of schemas or its JSON text. A schema that has this form already stays
-    as it is. None if there are no tools (null, an empty list or blank text). Raises `RowError` if the text is not JSON,
-    or the value is not a list of objects."""
+    as it is. `formats.py` makes `Example.tools` by it. The tools of objective.tools, which a model calls while it
+    samples, do not come from a column and are not converted here. None if there are no tools (null, an empty list or
+    blank text). Raises `RowError` if the text is not JSON, or the value is not a list of objects."""
     if isinstance(tools, str):
         if not tools.strip():
             return None

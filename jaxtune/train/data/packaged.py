@@ -23,7 +23,8 @@ _FOLDER = Path(__file__).with_name("chat_templates")
 
 @dataclasses.dataclass(frozen=True)
 class Packaged:
-    """One packaged chat template, an entry of `PACKAGED`."""
+    """One packaged chat template, an entry of `PACKAGED`. `templates.resolve_template` takes its `text` if
+    data.template is its name, and `missing_marks` compares its `marks` with the tokenizer."""
 
     name: str
     """The name by which data.template selects it, and of its file."""
@@ -64,7 +65,8 @@ def missing_marks(tokenizer: Any, name: str) -> list[str]:
     template `name` that are not special tokens of this tokenizer, a Hugging Face one: empty if the template can be
     used. For a template that needs only an EOS, it is the tokenizer's EOS text if that is no special token, or "EOS" if
     the tokenizer has none. `templates.resolve_template` refuses a template with missing marks, because the model would
-    not learn where a turn ends. Raises KeyError if `name` is not in `PACKAGED`."""
+    not learn where a turn ends. jaxtune.compat calls it before it gives a script's tokenizer such a template. Raises
+    KeyError if `name` is not in `PACKAGED`."""
     special = set(tokenizer.convert_ids_to_tokens(list(special_ids(tokenizer))))
     marks = PACKAGED[name].marks
     if marks is None:
@@ -74,5 +76,5 @@ def missing_marks(tokenizer: Any, name: str) -> list[str]:
 
 def packaged_that_fit(tokenizer: Any) -> list[str]:
     """The names of the packaged templates that `tokenizer`, a Hugging Face one, can use: those without `missing_marks`.
-    Error messages about a template propose them."""
+    Error messages about a template propose them; no template is chosen by it."""
     return [name for name in PACKAGED if not missing_marks(tokenizer, name)]

@@ -34,8 +34,9 @@ class NothingUsable(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class PackingReport:
-    """Counts of what packing did to a set of documents, for the lines that a run prints. For preference pairs
-    (pairs.py) documents are counted too, two for each pair."""
+    """Counts of what packing did to a set of documents, for the lines and warnings that a run prints.
+    `TokenDataset.rows` also refuses rows without a trained token by it, and checkpoints have the number of trained
+    tokens. For preference pairs (pairs.py) documents are counted too, two for each pair."""
 
     documents: int
     """Documents that packing was given."""
@@ -64,8 +65,8 @@ class PackingReport:
 
     @property
     def fill(self) -> float:
-        """The share of the slots, the positions of all rows, that are tokens and not padding, 0 to 1; 0 without
-        rows."""
+        """The share of the slots, the positions of all rows, that are tokens and not padding, 0 to 1; 0 without rows.
+        `str()` shows it; a run decides nothing by it."""
         return self.tokens / self.slots if self.slots else 0.0
 
     def __str__(self) -> str:
@@ -75,7 +76,7 @@ class PackingReport:
     @property
     def of_documents(self) -> str:
         """The counts in words, as in `str()` but without those of rows and of slots (tokens and padding): for
-        data.packing=step, where rows are packed again for each step."""
+        data.packing=step, where rows are packed again for each step. `StepBatches.described` shows it."""
         return self._text("", "")
 
     def _text(self, rows: str, slots: str) -> str:
@@ -93,8 +94,9 @@ class PackingReport:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The assignment of pieces to rows, which `plan_rows` makes. A piece is a run of tokens of one document (or pair of
-    documents), usually all of it. The arrays have the pieces in the order of the rows."""
+    """The assignment of pieces to rows, which `plan_rows` makes, and by which PackedRows and PackedPairs write their
+    rows. A piece is a run of tokens of one document (or pair of documents), usually all of it. The arrays have the
+    pieces in the order of the rows."""
 
     length: int
     """The number of tokens in a row."""
@@ -122,13 +124,15 @@ class Plan:
     @property
     def lengths(self) -> np.ndarray:
         """int64[rows]: the number of tokens in each row, the sum of its pieces, padding not counted, in the order of
-        the rows."""
+        the rows. PackedRows and PackedPairs return it as their `lengths`, by which data.packing=step packs its
+        steps."""
         ends = np.concatenate([[0], np.cumsum(self.count)])[self.row_starts]
         return np.diff(ends)
 
     @property
     def full(self) -> bool:
-        """Whether every row is a single piece without padding; attention then needs no mask of documents."""
+        """Whether every row is a single piece without padding; attention then needs no mask of documents. PackedRows
+        takes its `full` from it; PackedPairs does not."""
         return self.rows == len(self.count) and bool((self.count == self.length).all())
 
 
@@ -144,7 +148,8 @@ def plan_rows(
 ) -> Plan:
     """Assigns documents, or pairs of documents, to rows by best fit decreasing: longest first, each into the fullest
     row with enough room. With packing=False each gets the next row. It needs their lengths only. `PackedRows` and
-    `pairs.PackedPairs` build their rows from the plan.
+    `pairs.PackedPairs` build their rows from the plan. With data.packing=step it only gives each document or pair a row
+    of its own; `steps.StepBatches` then packs these for each step, by first fit.
 
     The plan is deterministic: equally long documents are taken in the order of their indices. Within a row, pieces are
     in the order of their documents. Documents of length 0 are left out.
@@ -358,14 +363,16 @@ class PackedRows:
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of `rows` rows of padding, each of `length` tokens (None: as long as these rows), as new numpy
-        arrays, into which `fill` then writes; the train step is compiled for its shapes. `shared`, an argument of
-        `batches.Rows.empty`, changes nothing: these rows have no `extra` arrays."""
+        arrays, into which `fill` then writes; the train step is compiled for its shapes. Only StepBatches gives another
+        length, that of the rows into which it packs documents. `shared`, an argument of `batches.Rows.empty`, changes
+        nothing: these rows have no `extra` arrays."""
         return Batch.empty(rows, length or self.length)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
         """Writes row number `row` of these, in place, into row `slot` of a batch, from token `at` on, and returns the
         index after its last token. place: how many of these rows were written into the same row of the batch before;
-        segment ids count from 1 + place x `max_documents`, so that those of different rows differ."""
+        segment ids count from 1 + place x `max_documents`, so that those of different rows differ. `Batches`,
+        `FedBatches` and `StepBatches` call it; only StepBatches writes several of these rows into one."""
         plan, documents = self.plan, self.documents
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1 + place * self.max_documents):
@@ -393,7 +400,7 @@ def pack(
     documents: Iterable[Document | Sequence[int]], length: int, overflow: Overflow = "truncate", *, packing: bool = True
 ) -> tuple[Batch, PackingReport]:
     """Packs documents into rows of `length` tokens by best fit decreasing, all at once and in memory, for scripts and
-    tests; equal arguments give equal rows.
+    tests; equal arguments give equal rows. A run does not call it: it packs by `PackedRows`.
 
     Args:
         documents: `Document`s, or plain sequences of ints, of which every token is trained on.

@@ -28,9 +28,10 @@ REFERENCE = "reference"  # float32[rows, P, 2]: log-probabilities of the two ans
 class PackedPairs:
     """Packed rows of preference pairs, which are built when they are written into a batch (`batches.Rows`);
     `PairDataset.rows` makes them. The attribute `kept`, int64[pairs, 2], is the number of tokens of each document after
-    truncation, 0 for a pair that is left out. `report` has the counts, a PackingReport, `plan` the assignment of pairs
-    to rows, `length` is the number of tokens in a row, and `max_pairs` the most pairs of a row (half of
-    `max_documents`, if that is given). `full` is always False.
+    truncation, 0 for a pair that is left out; the name of the file in which a reference's log-probabilities are stored
+    depends on it, too. `report` has the counts, a PackingReport, `plan` the assignment of pairs to rows, `length` is
+    the number of tokens in a row, and `max_pairs` the most pairs of a row (half of `max_documents`, if that is given).
+    `full` is always False.
 
     With overflow="truncate", a pair that is longer than `length` is cut: first its longer document, to the length of
     the shorter one, then both equally; with `width`, each document is cut by itself. With any overflow, a pair is left
@@ -150,7 +151,8 @@ class PackedPairs:
         """Writes the pairs of row number `row` of these, in place, into row `slot` of a batch, from token `at` on, and
         returns the index after their last token: both documents of each pair, and its values in `extra` at its index in
         the row. place: how many of these rows were written into the same row of the batch before, so that segment ids
-        and indices in `extra` do not overlap."""
+        and indices in `extra` do not overlap. `Batches`, `FedBatches` and `StepBatches` call it; only StepBatches
+        writes several of these rows into one."""
         documents, before = self.documents, place * self.max_pairs
         for place, pair in enumerate(self.pairs(row), start=before):
             batch.extra[PAIRS][slot, place] = 1.0
@@ -234,17 +236,17 @@ class PairDataset(TokenDataset):
         return 2 * self.length
 
     def in_rows(self, slots: int) -> PairDataset:
-        """The data set as it is evaluated. With packing="step" it is a copy that is packed into rows of `slots` tokens,
-        because the length of rows is known only when the training steps are packed. Callers give at least the tokens of
-        the longest pair; a longer one raises ValueError when the rows are packed. Otherwise it is `self`, and `slots`
-        is not used."""
+        """The data set as it is evaluated, or passed once through the reference model. With packing="step" it is a copy
+        that is packed into rows of `slots` tokens, because the length of rows is known only when the training steps are
+        packed. Callers give at least the tokens of the longest pair; a longer one raises ValueError when the rows are
+        packed. Otherwise it is `self`, and `slots` is not used."""
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:
-        """Divides the pairs into (train, eval), each with the references and labels of its pairs. eval_rows: the number
-        of pairs for evaluation, or below 1 a share of them. Those whose first documents have the smallest hashes are
-        chosen (`Documents.held_out`); training pairs with the same first document as one of them are in neither data
-        set. Raises ValueError if either set would be empty."""
+        """Divides the pairs into (train, eval), as data.eval_rows asks, each with the references and labels of its
+        pairs. eval_rows: the number of pairs for evaluation, or below 1 a share of them. Those whose first documents
+        have the smallest hashes are chosen (`Documents.held_out`); training pairs with the same first document as one
+        of them are in neither data set. Raises ValueError if either set would be empty."""
         rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:

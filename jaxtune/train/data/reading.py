@@ -52,11 +52,13 @@ class Source:
     name: str
     """Its name in messages."""
     read: Callable[[int], Iterator[Row]]
-    """Yields in order the rows whose number is above the argument; 0 yields all. The others are skipped as cheaply as
-    the file format allows. A JSON array and a window yield all rows in any case."""
+    """Yields in order the rows whose number is above the argument; 0 yields all. Only a stream that continues from a
+    checkpoint gives another number. The others are skipped as cheaply as the file format allows. A JSON array and a
+    window yield all rows in any case."""
     identity: Callable[[], str] | None = None
-    """Returns a string that changes when the rows change, which goes into the key of the token cache. None for a list
-    in memory, a window of a stream or a data set without a fingerprint; then tokens are not cached."""
+    """Returns a string that changes when the rows change, which goes into the key of the token cache, and into the
+    digest of a file of a teacher's log-probabilities. None for a list in memory, a window of a stream or a data set
+    without a fingerprint; then tokens are not cached."""
     count: Callable[[], int] | None = None
     """Returns roughly how many rows there are, for a progress bar; None if that is not known."""
     file: Path | None = None
@@ -65,8 +67,9 @@ class Source:
     """True if it can be read with only a few rows in memory at a time; False if it must be read whole, as a JSON array,
     which data.streaming refuses."""
     part: bool = False
-    """True for the rows of a window of a stream after the first: a run leaves them out if none is usable. False for all
-    other sources."""
+    """True for the rows of a window of a stream after the first; False for all other sources. `prepare` shows no
+    progress bar for such rows, and accepts them if no response in them ends its turn. It does not decide whether a
+    window is left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +82,14 @@ class Window:
     rows: Sequence[Row]
     """The rows."""
     part: bool = True
-    """False for the first window of a stream, whose rows must be usable; True for later ones, of which a run may leave
-    out one whose rows are not."""
+    """False for the first window of a stream, in which a response must end its turn; True for later ones, in which none
+    need do so. It becomes `Source.part`."""
 
 
 def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str] | None = None) -> list[Source]:
-    """Finds the files or data sets that `source` names, and returns them in order. No rows of files are read, but a
-    data set given by name is downloaded unless `streaming` is set.
+    """Finds the files or data sets that `source` names, and returns them in order. All rows that a run reads are found
+    by it: those that it trains and evaluates on, prompts, and a teacher's log-probabilities. No rows of files are read,
+    but a data set given by name is downloaded unless `streaming` is set.
 
     Args:
         source: a file (.jsonl, .json, .parquet, .csv), a folder of such files, a folder written by
@@ -133,8 +137,10 @@ def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str
 
 
 def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | None = None) -> Iterator[Row]:
-    """Yields the rows of all sources in order, as they are read. A good row has its row format set. A bad row, which
-    cannot be read or (with "auto") fits no format, is yielded too, without columns and with the reason.
+    """Yields the rows of all sources in order, as they are read. `prepare` gets the rows that it tokenises from it.
+    Prompts to sample answers to, and the rows of a stream before they are a Window, are read by `Source.read` itself. A
+    good row has its row format set. A bad row, which cannot be read or (with "auto") fits no format, is yielded too,
+    without columns and with the reason.
 
     Args:
         sources: from `open_sources`.
@@ -185,8 +191,8 @@ def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
 
 def _folder(folder: Path) -> list[Source]:
     """The sources of all data files below a folder, in the order of their names. Hidden files and folders are ignored.
-    Raises ValueError if there is none, if one is compressed, or if the names are those of both training and test
-    splits."""
+    `open_sources` calls it. Raises ValueError if there is none, if one is compressed, or if the names are those of both
+    training and test splits."""
     files = sorted(
         file
         for file in folder.rglob("*")
@@ -322,8 +328,8 @@ def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
 
 
 def _nearest(path: Path) -> str:
-    """Returns the end of an error message about a path that does not exist: "; did you mean ...?" with the file or
-    folder beside it whose name is nearest; that the folder does not exist either; or ""."""
+    """Returns the end of an error message about a path or data set that is not found: "; did you mean ...?" with the
+    file or folder beside it whose name is nearest; that the folder does not exist either; or ""."""
     try:
         near = difflib.get_close_matches(path.name, [one.name for one in path.parent.iterdir()], 1, 0.75)
     except OSError:
@@ -332,13 +338,14 @@ def _nearest(path: Path) -> str:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether `folder` was written by `save_to_disk` of the library `datasets`, whose files only that library reads."""
+    """Whether `folder` was written by `save_to_disk` of the library `datasets`, whose files only that library reads.
+    `open_sources` loads such a folder by `_load_from_disk`, and takes any other for a folder of data files."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _load_from_disk(folder: Path) -> object:
-    """The data set in a folder that `save_to_disk` of the library `datasets` wrote; if it was saved with its splits,
-    the one named `train`. Raises ValueError if none of the splits has that name."""
+    """Loads, for `open_sources`, the data set in a folder that `save_to_disk` of the library `datasets` wrote; if it
+    was saved with its splits, the one named `train`. Raises ValueError if none of the splits has that name."""
     from datasets import DatasetDict, load_from_disk
 
     dataset = load_from_disk(str(folder))
@@ -352,9 +359,9 @@ def _load_from_disk(folder: Path) -> object:
 
 
 def _load_named(name: str, streaming: bool) -> Any:
-    """The data set `name`, `name:config` or `name:config:split`, from the hub or a local cache; without them, its
-    default config and the split "train". streaming: whether its rows are read over the network later instead of being
-    downloaded now. Raises ValueError if it cannot be loaded."""
+    """Loads, for `open_sources`, the data set `name`, `name:config` or `name:config:split`, from the hub or a local
+    cache; without them, its default config and the split "train". streaming: whether its rows are read over the network
+    later instead of being downloaded now. Raises ValueError if it cannot be loaded."""
     from datasets import load_dataset
 
     path, config, split = [*name.split(":"), "", ""][:3]

@@ -8,7 +8,9 @@ from typing import Any
 
 
 class RowError(ValueError):
-    """One row cannot be used. The message gives the reason; the code that catches it adds the file and line."""
+    """One row of the data cannot be used. The message gives the reason; the code that catches it adds the file and
+    line. With data.on_bad_row="skip" such a row is left out and counted; otherwise the run stops with an error that
+    names the row."""
 
 
 class SetupError(ValueError):

@@ -3,7 +3,8 @@
 whether a .json file is one array or has an object a line.
 
 Each reader yields in order the rows whose number is above `after` and skips the others as cheaply as the file format
-allows. Numbers count from 1, so 0 yields all. Of an array in a .json file all rows are yielded, whatever `after` is.
+allows. Numbers count from 1, so 0 yields all; only a stream that continues from a checkpoint gives another `after`. Of
+an array in a .json file all rows are yielded, whatever `after` is.
 
 A row that cannot be read, that has more than MAX_ROW_SIZE bytes or characters, or that is nested deeper than MAX_DEPTH
 (`_measure`, `_too_long`), is a bad row: it is yielded as a `Row` with the reason instead of its columns. Where nothing
@@ -32,7 +33,8 @@ MAX_EXPANSION = 1000  # the most characters of all rows of a Parquet file, as a 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row as it was read: a good one with its columns, or a bad one with the reason why it cannot be used."""
+    """One row as it was read: a good one with its columns, or a bad one with the reason why it cannot be used. The
+    readers make it, for rows to train and evaluate on as well as for prompts and a teacher's log-probabilities."""
 
     file: str
     """The file or data set that it comes from."""
@@ -51,7 +53,7 @@ class Row:
 
     @property
     def place(self) -> str:
-        """`file:number`, for messages."""
+        """`file:number`, for messages. The objective reward also finds the rows of its pairs by it."""
         return f"{self.file}:{self.number}"
 
 
@@ -67,8 +69,8 @@ def _object(file: str, number: int, value: object) -> Row:
 
 def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
     """The `Row` number `number` of a table `file` (Parquet, datasets) with the columns `value`, without the keys of
-    nested objects whose value is None. It is a bad row (without columns, with the reason) if it is too large or too
-    deeply nested.
+    nested objects whose value is None. `read_dataset` and `_parquet_row` make rows by it. It is a bad row (without
+    columns, with the reason) if it is too large or too deeply nested.
 
     In a table, all objects of a column have the same keys: an object has None for keys that only other objects have,
     such as arguments of calls of other tools. As in TRL, these keys are not rendered.
@@ -134,8 +136,8 @@ _JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 def read_jsonl(file: Path, after: int) -> Iterator[Row]:
     """Yields the rows of a file with one JSON object a line (.jsonl) whose line number is above `after`; 0 yields all.
-    Empty lines are skipped; a line that cannot be read, or is longer than `MAX_ROW_SIZE` bytes, gives a bad row. Raises
-    OSError if the file cannot be opened."""
+    Empty lines are skipped; a line that cannot be read, or is longer than `MAX_ROW_SIZE` bytes, gives a bad row.
+    `read_json` calls it for a .json file with one object a line. Raises OSError if the file cannot be opened."""
     with open(file, "rb") as stream:
         for number, line in enumerate(_lines(stream), start=1):
             if number <= after:
@@ -171,16 +173,17 @@ def _lines[AnyStr: (bytes, str)](stream: IO[AnyStr]) -> Iterator[AnyStr | None]:
 
 def is_array(file: Path) -> bool:
     """Whether a .json file is one array of objects, which must be read as a whole, and not one object a line: whether
-    its first character that is no white space, within 4 KiB, is "["."""
+    its first character that is no white space, within 4 KiB, is "[". `read_json` chooses by it how to read, and
+    `reading.py` notes by it that the file cannot be streamed."""
     with open(file, "rb") as stream:
         return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def read_json(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a .json file: an array of objects, which is read into memory as a whole and always from its
-    beginning (`after` is ignored), or one object a line. In an array, a row's number is the line on which it begins.
-    Invalid JSON in an array, or text after it, gives a bad row, after which nothing is read; a file with an array that
-    is not UTF-8 gives only a bad row."""
+    """Yields the rows of a .json file, for `Source.read`: an array of objects, which is read into memory as a whole and
+    always from its beginning (`after` is ignored), or one object a line. In an array, a row's number is the line on
+    which it begins. Invalid JSON in an array, or text after it, gives a bad row, after which nothing is read; a file
+    with an array that is not UTF-8 gives only a bad row."""
     if not is_array(file):
         yield from read_jsonl(file, after)
         return
@@ -211,10 +214,10 @@ def read_json(file: Path, after: int) -> Iterator[Row]:
 
 
 def read_csv(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a CSV file with a header: those whose number, the line on which they begin, is above `after`.
-    All values are text. A line that cannot be read, or has another number of fields than the header, gives a bad row.
-    Raises ValueError if the header names a column twice, or is a single column that shows another separator than
-    commas."""
+    """Yields, for `Source.read`, the rows of a CSV file with a header: those whose number, the line on which they
+    begin, is above `after`. All values are text. A line that cannot be read, or has another number of fields than the
+    header, gives a bad row. Raises ValueError if the header names a column twice, or is a single column that shows
+    another separator than commas."""
     return (row for row in _csv_rows(file) if row.number > after)
 
 
@@ -271,9 +274,9 @@ def _csv_rows(file: Path) -> Iterator[Row]:
 
 
 def read_parquet(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a Parquet file whose number (from 1) is above `after`; groups of rows before it are not read.
-    Raises ValueError, also after some rows, if the file is damaged, or expands to more than 1,000 times its size
-    (`MAX_EXPANSION`) and more than 32 MiB. A single row that cannot be decoded gives a bad row."""
+    """Yields, for `Source.read`, the rows of a Parquet file whose number (from 1) is above `after`; groups of rows
+    before it are not read. Raises ValueError, also after some rows, if the file is damaged, or expands to more than
+    1,000 times its size (`MAX_EXPANSION`) and more than 32 MiB. A single row that cannot be decoded gives a bad row."""
     import pyarrow.parquet as parquet
 
     weight = file.stat().st_size
@@ -322,7 +325,7 @@ def read_parquet(file: Path, after: int) -> Iterator[Row]:
 
 def _parquet_row(file: Path, number: int, batch: Any, place: int) -> Row:
     """Row number `number` of the Parquet file `file`, from the row at index `place` of `batch`, a pyarrow RecordBatch.
-    It is a bad row (without columns, with the reason) if it cannot be decoded."""
+    `read_parquet` calls it. It is a bad row (without columns, with the reason) if it cannot be decoded."""
     try:
         return _table_row(str(file), number, {name: batch[name][place].as_py() for name in batch.schema.names})
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a date that Python cannot represent
@@ -331,14 +334,14 @@ def _parquet_row(file: Path, number: int, batch: Any, place: int) -> Row:
 
 def read_list(values: Sequence[object], after: int) -> Iterator[Row]:
     """Yields the rows of `values`, a list of dicts, whose number (from 1) is above `after`; their file is called
-    "rows". A value that is no dict gives a bad row."""
+    "rows". `open_sources` takes it for rows that a script passes as a list. A value that is no dict gives a bad row."""
     return (_object("rows", number, value) for number, value in enumerate(values[after:], start=after + 1))
 
 
 def read_dataset(dataset: Any, name: str, after: int) -> Iterator[Row]:
     """Yields the rows of `dataset`, a Dataset or IterableDataset of the library `datasets`, whose number (from 1) is
-    above `after`. name: its name in messages. Raises ValueError if a row cannot be decoded, since the iterator cannot
-    continue after that."""
+    above `after`: one of the hub, one that `save_to_disk` wrote, or one that a script passes. name: its name in
+    messages. Raises ValueError if a row cannot be decoded, since the iterator cannot continue after that."""
     rows = iter(dataset.skip(after) if after else dataset)
     for number in itertools.count(after + 1):
         try:

@@ -119,8 +119,9 @@ class StepBatches(Batches):
         return batch
 
     def described(self, total_steps: int) -> list[str]:
-        """Two lines for the screen before a run of `total_steps` steps: the counts of documents and tokens, and the
-        numbers of steps, of documents in an epoch, and of packed rows in a step."""
+        """Two lines for the screen before a run of `total_steps` steps: the counts of documents and tokens
+        (`PackingReport.of_documents`), and the numbers of steps, of documents in an epoch, and of packed rows in a
+        step."""
         layout = f"packed into {self.rows_per_step:,} rows of {self.length:,} tokens for each step"
         return [
             f"training rows: {self.rows.report.of_documents}",
@@ -140,7 +141,8 @@ class StepBatches(Batches):
 
     def _pack_epoch(self, epoch: int) -> np.ndarray:
         """Packs all steps of epoch number `epoch` (from 0) by first fit, the longest document first. Each micro-batch
-        is packed separately.
+        is packed separately. The constructor calls it for every epoch of the run (for one if all are alike), to find
+        the number of rows, and `_epoch_plan` for the epoch whose batches are made.
 
         Returns:
             int64[steps of the epoch, micro-batches of a step, documents of a micro-batch]: the index, within its
@@ -182,6 +184,7 @@ def pack_steps(
 ) -> tuple[StepBatches, TokenDataset | None]:
     """Packs all steps of a run with data.packing=step. Rows are as long as the longest document (or pair) of both sets,
     rounded up to a multiple of 64 tokens, but no longer than data.length allows (`TokenDataset.longest`).
+    `run_rows.source_of` calls it before the run; other values of data.packing do not need it.
 
     Args:
         train, held_out: data sets with packing="step"; held_out is None if the run evaluates nothing.

@@ -242,8 +242,9 @@ class StreamedRows:
         return _TokenisedWindow(begin, end, number, packed, epoch_order(len(packed), key, number))
 
     def _count(self, rows: int, bad: int, lately: str = "") -> None:
-        """Adds a window's rows to the counts, and a sentence to `news` if some are left out. rows, bad: the numbers of
-        its rows, and of those left out. lately: one of the latter, or why all of them are."""
+        """Adds a window's rows to the counts, and a sentence to `news` if some are left out; `tokenised` calls it for
+        each window. rows, bad: the numbers of its rows, and of those left out. lately: one of the latter, or why all of
+        them are."""
         with self._lock:
             self._counts["rows"] += rows
             self._counts["bad"] += bad
