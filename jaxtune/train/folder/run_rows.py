@@ -138,9 +138,9 @@ class Reader:
 
     def sampled(self, rows: object) -> BatchSource:
         """The source of the batches of a run that samples answers (GRPO, RLOO, on-policy distillation). It samples
-        answers to the prompts of `rows` from the model during the run. `run_rows` calls it for the rows to train on
-        only; held-out rows are never sampled from by it. Raises ValueError if the prompts, or for rewards the functions
-        that the config names, cannot be used."""
+        answers to the prompts of `rows` from the model during the run. `run_rows` calls it for the rows to train on,
+        never for those of evaluations. Raises ValueError if the prompts, or for rewards the functions that the config
+        names, cannot be used."""
         if isinstance(self.objective, Distill):
             positions = self.model.context_length
             return own_samples(self.objective, rows, self.tokenizer, self.config, self.ends, positions)

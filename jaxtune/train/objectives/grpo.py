@@ -157,9 +157,8 @@ def _mean(values: np.ndarray, axis: int | None) -> np.ndarray:
 
 
 def _deviation(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """The unbiased standard deviation, for advantages, of the values that are not NaN, which stands for a missing
-    reward, along `axis` (None: of all values), with that axis (all axes) kept as size 1. NaN for fewer than two
-    values."""
+    """The unbiased standard deviation of the values that are not NaN, which stands for a missing reward, along `axis`
+    (None: of all values), with that axis (all axes) kept as size 1. NaN for fewer than two values."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     squares = np.nansum((values - _mean(values, axis)) ** 2, axis=axis, keepdims=True, dtype=np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -237,6 +237,7 @@ class GRPO:
     def _ratio(self, logps: jax.Array, sampled: jax.Array, mask: jax.Array) -> jax.Array | None:
         """The factors that correct the loss for a sampler that rounds differently from the trainer
         (`grpo.importance_ratio`): float32[answers, tokens or 1]. None if `importance_sampling_correction` is off.
+        `loss` calls it.
 
         Args:
           logps: float32[answers, tokens], log-probabilities under the trainer's model at the time of sampling.
@@ -385,7 +386,7 @@ _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
     """The log-probabilities of the targets (next tokens) of a batch under a model: float32[rows, length], a numpy
     array, in nats, 0 where the weight is 0. It runs outside of the train step, 4 rows at a time; with the temperature
-    bound by functools.partial it is what the batch source calls for OLD_LOGPS (`rollouts.Score`).
+    bound by functools.partial it is what the batch source calls for OLD_LOGPS (`rollouts.Score`), if `GRPO.reuses`.
 
     Args:
       temperature: divides the logits.
