@@ -279,7 +279,7 @@ class Checkpointer:
         partial: bool = False,
     ) -> tuple[int, Any, dict[str, Any]]:
         """Reads the newest intact checkpoint, or exactly `step`, to resume, to evaluate, or for the best weights at the
-        end. It is unproven until `confirm`. A collective call.
+        end: (step, state, meta). It is unproven until `confirm`. A collective call.
 
         Args:
           step: None takes the newest whose every file has its recorded size and checksum; damaged ones are named in the
@@ -290,8 +290,6 @@ class Checkpointer:
           check: called with the meta before the arrays are read; by raising, it can refuse them for a better reason
             than their shapes.
           partial: `like` has only some of the arrays, such as the weights without the optimizer; only these are read.
-        Returns:
-          (step, state, meta)
         Raises:
           CheckpointError: no checkpoint is intact and can be read, `like` does not fit, or the save before failed.
         """
@@ -343,7 +341,8 @@ def _is_key(x: Any) -> bool:
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
     """{path: leaf} of the pytree `tree`, a path joined with "/" being the leaf's name in a checkpoint. CheckpointError:
-    two leaves would have the same name, a path or a part of one is empty (`tree` is a leaf), or a part has a "/"."""
+    two leaves would have the same name, a path or a part of one is empty (`tree` is a leaf), or a part has a "/". Saves
+    name arrays by it, and `_read` finds them by it."""
     named = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
@@ -388,7 +387,8 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 def _record(path: Path) -> dict[str, Any]:
     """The meta.json of the checkpoint folder `path`: {"format", "step", "meta", "arrays": {name: {"shape", "dtype",
-    "key_impl" of a PRNG key}}}. CheckpointError: it cannot be read, or is not of this step and FORMAT."""
+    "key_impl" of a PRNG key}}}. CheckpointError: it cannot be read, or is not of this step and FORMAT. `restore` passes
+    "meta" to its `check`, and `_read` finds the arrays by it."""
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):

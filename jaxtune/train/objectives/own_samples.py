@@ -125,8 +125,8 @@ class OwnSamples(BatchSource):
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """The batch of `step` (from 0). It is made at the first call, which samples its answers; a second call for the
         same step, if none for another came between, returns the same batch. Its `extra` is empty. model: a function
-        that returns the model as it is before that step, which samples; None is enough if the batch was made before.
-        The train step's engine calls it before each step."""
+        that returns the model as it is before that step, which samples; None is enough if the batch was made before. A
+        run calls it before each step."""
         if self._made is None or self._made[0] != step:
             assert model is not None, "sees_model is True, so the model is given"
             batch = self._rows.packed(self._answers(step, model), 0.0)
