@@ -12,6 +12,7 @@ import ctypes
 
 def give_back() -> None:
     """Gives the memory that this process has freed, but glibc still keeps, back to the operating system (malloc_trim).
+    A run calls it each time the programs of its steps were compiled, and before it exports.
 
     glibc keeps the memory that each of the compiler's threads has freed in an arena of that thread. Other threads
     cannot use it, so what they allocate, for example in a merge, would come on top of it. With another C library the

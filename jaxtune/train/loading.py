@@ -32,8 +32,9 @@ from jaxtune.train.planning.meshes import mesh_of
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
     """Loads what a config asks for, the model with its adapter (and the teacher of a distillation, as `loading` does)
-    and the tokenizer: (model with its arrays, tokenizer). It waits until the weights are loaded. Raises ValueError as
-    `loading` does, and if the weights or the adapter cannot be loaded."""
+    and the tokenizer: (model with its arrays, tokenizer). It waits until the weights are loaded. `jaxtune evaluate` and
+    `jaxtune sensitivity` call it; a run uses `loading`, and the other commands load models by other means. Raises
+    ValueError as `loading` does, and if the weights or the adapter cannot be loaded."""
     with loading(config) as (weights, tokenizer, model):
         return model if weights is None else weights.result(), tokenizer
 
@@ -41,8 +42,9 @@ def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
 @contextlib.contextmanager
 def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
     """A context that loads the model with its adapter, and the tokenizer, that a config asks for. It gives (weights,
-    tokenizer, model). In a distillation the teacher that the config names is attached to the model, unless its
-    log-probabilities are stored before the run, or it is the model itself with its adapter off.
+    tokenizer, model). The train command uses it, also for --check, and `load_model`. In a distillation the teacher that
+    the config names is attached to the model, unless its log-probabilities are stored before the run, or it is the
+    model itself with its adapter off.
 
     Usually a thread loads the weights while the caller tokenises rows and compiles programs: `weights` is the future of
     the model, and `model` has jax.ShapeDtypeStruct in place of its arrays.
@@ -101,7 +103,7 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
 
 def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
     """The tokenizer in the folder config.model.tokenizer, or, if that is not set, in the model's folder `folder` (None
-    for a model that is made from a config). Raises ValueError if there is none."""
+    for a model that is made from a config). `loading` asks for it. Raises ValueError if there is none."""
     wanted = config.model
     if wanted.tokenizer is not None:
         tokenizer = load_tokenizer(Path(wanted.tokenizer).expanduser())

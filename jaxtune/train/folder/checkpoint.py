@@ -43,7 +43,8 @@ _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read. The message names the file, what was found and what to do."""
+    """A checkpoint cannot be written or read, or is of another run; the message says what to do. It ends the run,
+    except where the best weights are read at the end (`BestCheckpoint.weights`)."""
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -93,11 +94,11 @@ class Checkpointer:
     # ---- listing
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, ascending. Whether files were damaged since is found by `restore`."""
+        """Steps that have a checkpoint, ascending; one is restored, and old ones are removed. Files are not checked."""
         return saved_steps(self.folder)
 
     def latest(self) -> int | None:
-        """The newest step that has a checkpoint, which may be damaged; None if there is none."""
+        """The newest step that has a checkpoint, which may be damaged; None: there is nothing to resume from."""
         return max(self.steps(), default=None)
 
     # ---- writing
@@ -151,7 +152,7 @@ class Checkpointer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the save in progress is complete; raises the CheckpointError of a failed save, once."""
+        """Waits for the save in progress, as before a run ends; raises the CheckpointError of a failed save, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -178,7 +179,7 @@ class Checkpointer:
             self._unproven = None
 
     def close(self) -> None:
-        """Waits for the save in progress, then releases the folder's lock. CheckpointError: the save failed."""
+        """Ends the context: waits for the save in progress, and releases the lock. CheckpointError: it failed."""
         try:
             self.wait()
         finally:
@@ -219,7 +220,7 @@ class Checkpointer:
         shutil.rmtree(old, ignore_errors=True)
 
     def _fail(self, step: int, temporary: Path, error: Exception) -> None:
-        """Removes the folder `temporary` of a failed save of `step`, and keeps `error` for `wait` to raise."""
+        """Removes the folder `temporary` of a failed save of `step`, and keeps the error for `wait` to raise."""
         if processes.first():
             shutil.rmtree(temporary, ignore_errors=True)
         last = self.latest()
@@ -229,7 +230,8 @@ class Checkpointer:
 
     def _purge(self, newest: int) -> None:
         """Keeps, of the checkpoints up to step `newest` that no restore found damaged, the last `keep` proven ones, the
-        best and an unproven one; removes all others. The run has gone back to before steps later than `newest`."""
+        best and an unproven one; removes others, after a save or `confirm`. The run went back to before steps later
+        than `newest`."""
         self._damaged.discard(newest)
         steps = self.steps()
         usable = [step for step in steps if step <= newest and step not in self._damaged]
@@ -276,7 +278,8 @@ class Checkpointer:
         check: Callable[[dict[str, Any]], None] | None = None,
         partial: bool = False,
     ) -> tuple[int, Any, dict[str, Any]]:
-        """Reads the newest intact checkpoint, or exactly `step`. It is unproven until `confirm`. A collective call.
+        """Reads the newest intact checkpoint, or exactly `step`, to resume, to evaluate, or for the best weights at the
+        end: (step, state, meta). It is unproven until `confirm`. A collective call.
 
         Args:
           step: None takes the newest whose every file has its recorded size and checksum; damaged ones are named in the
@@ -287,8 +290,6 @@ class Checkpointer:
           check: called with the meta before the arrays are read; by raising, it can refuse them for a better reason
             than their shapes.
           partial: `like` has only some of the arrays, such as the weights without the optimizer; only these are read.
-        Returns:
-          (step, state, meta)
         Raises:
           CheckpointError: no checkpoint is intact and can be read, `like` does not fit, or the save before failed.
         """
@@ -302,11 +303,8 @@ class Checkpointer:
 
     def _intact(self, step: int | None) -> int:
         """The newest step whose files all have their recorded size and checksum; if `step` is given, that step. Damaged
-        checkpoints are logged, and the next save or `confirm` removes them.
-
-        Raises:
-          CheckpointError: there is no such checkpoint, or it is damaged.
-        """
+        checkpoints are logged, and the next save or `confirm` removes them. `restore` reads the step that it returns.
+        CheckpointError: there is no such checkpoint, or it is damaged."""
         damaged: list[str] = []
         if not (candidates := self.steps()[::-1] if step is None else [step]):
             raise CheckpointError(f"there is no checkpoint in {self.folder}")
@@ -337,13 +335,14 @@ def _size(count_bytes: int) -> str:
 
 
 def _is_key(x: Any) -> bool:
-    """Whether the array `x` is a typed PRNG key, which is stored as its data and the name of its implementation."""
+    """Whether the array `x` is a typed PRNG key, which is saved as its data and the name of its implementation."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
     """{path: leaf} of the pytree `tree`, a path joined with "/" being the leaf's name in a checkpoint. CheckpointError:
-    two leaves would have the same name, a path or a part of one is empty (`tree` is a leaf), or a part has a "/"."""
+    two leaves would have the same name, a path or a part of one is empty (`tree` is a leaf), or a part has a "/". Saves
+    name arrays by it, and `_read` finds them by it."""
     named = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
@@ -388,7 +387,8 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 def _record(path: Path) -> dict[str, Any]:
     """The meta.json of the checkpoint folder `path`: {"format", "step", "meta", "arrays": {name: {"shape", "dtype",
-    "key_impl" of a PRNG key}}}. CheckpointError: it cannot be read, or is not of this step and FORMAT."""
+    "key_impl" of a PRNG key}}}. CheckpointError: it cannot be read, or is not of this step and FORMAT. `restore` passes
+    "meta" to its `check`, and `_read` finds the arrays by it."""
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
@@ -451,7 +451,7 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
 
 
 def _bytes(description: dict[str, Any]) -> int:
-    """The bytes of the array with the entry `description` in meta.json, for `reader`; of a PRNG key a lower bound."""
+    """The bytes of an array by its entry `description` in meta.json, for `reader`'s memory limit; of a key at least."""
     size = 8 if "key_impl" in description else jnp.dtype(description["dtype"]).itemsize
     return math.prod(description["shape"]) * size
 

@@ -65,7 +65,8 @@ class FolderLock:
 
     def _lock(self, descriptor: int) -> None:
         """Locks the open file `descriptor`, without waiting. If another run has it locked, it closes the file and
-        raises ValueError, which names that run. On a file system without locks it only logs a warning."""
+        raises ValueError, which names that run. On a file system without locks it only logs a warning. The constructor
+        calls it."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

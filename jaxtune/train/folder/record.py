@@ -127,10 +127,11 @@ def record_of(
 
 
 def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> list[str]:
-    """Compares a checkpoint's record with that of the run that resumes from it. Returns the differences that do not
-    forbid to continue, each as a line that begins with "changed", or with "not bit for bit the same run"; the Trainer
-    prints them. A run may be made longer (`is_longer`), and LENGTHENED keys may differ then. Otherwise they forbid to
-    continue, except steps and epochs of a run whose learning rate is constant (`_of_any_length`).
+    """Compares a checkpoint's record with that of the run that resumes from it or evaluates it, before its arrays are
+    read. Returns the differences that do not forbid to continue, each as a line that begins with "changed", or with
+    "not bit for bit the same run"; the Trainer prints them when it resumes. A run may be made longer (`is_longer`), and
+    LENGTHENED keys may differ then. Otherwise they forbid to continue, except steps and epochs of a run whose learning
+    rate is constant (`_of_any_length`).
 
     Args:
       saved: the checkpoint's record; entries POSITION (where its rows continue) and INPUT_SCALES are ignored.
@@ -164,14 +165,15 @@ def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
 
 def _numeric(difference: Difference) -> bool:
     """Whether a difference of two records is below the key "numerics": the run is valid after it, but not bit for bit
-    the same, as with another GPU or JAX version. False for all other differences."""
+    the same, as with another GPU or JAX version. False for all other differences. It decides only with which words
+    `require_same_run` begins the line that it returns for a difference."""
     return difference.key.startswith(_NUMERICS)
 
 
 def _of_any_length(record: dict[str, Any]) -> bool:
     """Whether the steps of the run with this record are the same for any number of steps of the whole run. True if its
     schedule is constant, without a warmup_ratio (a warm-up of warmup_steps is allowed); such a run may also be made
-    shorter."""
+    shorter: `require_same_run` then lets steps and epochs differ, and `same_run` leaves them out."""
     schedule = record["config"]["schedule"]
     return schedule["name"] == "constant" and schedule["warmup_ratio"] is None
 
@@ -225,7 +227,8 @@ _FILES = ("data.template", "adapter.path")
 def require_same_settings(config: TrainConfig) -> None:
     """Raises ValueError if the processes of a run have different configs (this one has `config`) or different versions
     of the packages that compute. Paths may differ between hosts; of a template and an adapter the files' content is
-    compared. A collective call."""
+    compared. The train and evaluate commands call it before they read anything; a Trainer that is made in Python does
+    not. A collective call."""
     settings = {key: value for key, value in flat_keys(config_to_dict(config)).items() if key not in _PLACES}
     settings |= {key: _content(settings[key]) for key in _FILES if settings.get(key) is not None}
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
@@ -236,7 +239,8 @@ def require_same_settings(config: TrainConfig) -> None:
 def _content(place: str) -> Any:
     """What processes compare in place of `place`, a setting that may be a path and differ between hosts: the
     fingerprints (size and CRC-32) of the file, or of the adapter_* files in the folder. If it is neither, or a folder
-    without such files, `place` itself, such as the name of a packaged template."""
+    without such files, `place` itself, such as the name of a packaged template. `require_same_settings` asks for it,
+    for data.template and adapter.path."""
     path = Path(place).expanduser()
     files = [path] if os.path.isfile(path) else sorted(path.glob("adapter_*")) if os.path.isdir(path) else []
     return list(fingerprints(files).values()) or place
@@ -244,7 +248,8 @@ def _content(place: str) -> Any:
 
 def in_first_words(config: TrainConfig) -> TrainConfig:
     """The config that all processes of a run record: `config`, with data.template and adapter.path as the first process
-    has them. Files with the same content may have other names on other hosts. A collective call."""
+    has them. Files with the same content may have other names on other hosts, and the config is in the records that are
+    compared. The Trainer keeps the config that is returned. A collective call."""
     if processes.count() == 1:
         return config
     template, path = processes.of_first(lambda: [config.data.template, config.adapter and config.adapter.path])
@@ -254,7 +259,8 @@ def in_first_words(config: TrainConfig) -> TrainConfig:
 
 def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> None:
     """Raises ValueError if the processes of a run do not have the same rows of tokens. sets: {config key, such as
-    "data.train": the rows, or their source, or None}. A collective call; a run of one process compares nothing."""
+    "data.train": the rows, or their source, or None}. `run_rows` calls it when it has tokenised them. A collective
+    call; a run of one process compares nothing."""
     if processes.count() == 1:
         return  # a single process need not compare, and reading every token takes time
     found = {
@@ -275,8 +281,8 @@ def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> 
 @dataclasses.dataclass(frozen=True)
 class Difference:
     """A key whose values in a stored record (of a checkpoint, or the part of it in a result) and in that of this run
-    differ. Where the key is absent, its value is "(absent)". str() gives the key and both values as text for
-    messages."""
+    differ. Where the key is absent, its value is "(absent)". `compare_meta` makes it. str() gives the key and both
+    values as text, for the errors that refuse a resume or a result, and for the lines about what changed."""
 
     key: str  # dotted, such as "config.optim.learning_rate"
     saved: Any  # its value in the stored record
@@ -328,7 +334,8 @@ def compare_meta(
 @functools.cache
 def _defaults() -> dict[str, Any]:
     """{"config." + key: its default} for all config keys; of a key without one, the text "required". A record without
-    such a key was written by a version that did not have it, and is read as having the default."""
+    such a key was written by a version that did not have it, and is read as having the default: `compare_meta` compares
+    by it."""
     found: dict[str, Any] = {}
     for key in config_keys():
         try:
@@ -344,7 +351,8 @@ def require_compatible(
     incompatible: Iterable[str],
     hints: Mapping[str, str] = types.MappingProxyType({}),
 ) -> list[Difference]:
-    """Compares two records by `compare_meta`, and returns their harmless differences.
+    """Compares the records of a checkpoint and of this run by `compare_meta`, and returns their harmless differences.
+    `require_same_run` calls it; results of a run are compared elsewhere (results.require_own).
 
     Args:
       saved, current: the record of the checkpoint, and that of this run.
@@ -372,7 +380,7 @@ def require_compatible(
 def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     """The config that config.yaml and checkpoints record: `config`, with `adapter`, `model.load_in`, `model.compute`
     and `precision` after what the model really has, because the caller may have given a model that the config does not
-    describe.
+    describe. The Trainer takes it as its config.
 
     `adapter` becomes None if the model has no adapters. If it already describes them, it stays as it was written
     ("all-linear" stays that), and one that was loaded from a folder stays named by the folder; otherwise it is made
@@ -410,7 +418,8 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
 
 def write_config(output: Path, config: TrainConfig) -> None:
     """Writes `config` with every key to config.yaml in the run's folder `output`, in the first process only, so that
-    the folder says which run it is of; a file that is there is replaced."""
+    the folder says which run it is of; a file that is there is replaced. `require_same_config` compares it, and
+    `jaxtune evaluate` can be given it as the recipe."""
     if processes.first():
         atomic_write(output / CONFIG, config_to_yaml(config))
 
@@ -441,7 +450,7 @@ def require_same_config(output: Path, config: TrainConfig) -> bool:
 
 def _reads_as(path: Path, config: TrainConfig) -> bool:
     """Whether the config.yaml at `path`, which an older version may have written without newer keys, is read as
-    `config`; False if it cannot be read."""
+    `config`; False if it cannot be read. `require_same_config` asks it if the bytes differ."""
     try:
         return load_config(str(path)) == config
     except ConfigError:

@@ -107,7 +107,10 @@ def read_result(folder: Path) -> Result:
 
 
 def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
-    """Returns the result in `folder`, after checking that this run wrote it, or wrote it before it was made longer.
+    """Returns the result in `folder`, after checking that this run wrote it, or wrote it before it was made longer. The
+    train command calls it before the first step for each export that is there already: another run's is an error, and
+    if all are complete, nothing is trained. `holds` and `require_replaceable` check by it too. Evaluation takes results
+    of any run and does not call it.
 
     Args:
       folder: the folder of the result.
@@ -151,7 +154,8 @@ def holds(folder: Path, run: dict[str, Any], step: int) -> bool:
 
 def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[Path], Any]) -> None:
     """Writes a result of a run: has `write` fill an empty folder, adds the proof, and then renames the folder to
-    `folder`. An earlier result of this run there is replaced.
+    `folder`. An earlier result of this run there is replaced. The train command exports the adapter and the merged
+    model by it at the end of a run; exports of a single model by `jaxtune export` have no proof.
 
     Args:
       folder: the path that the result gets.

@@ -34,7 +34,8 @@ def run_rows(
     reader: Reader, train_rows: object = None, eval_rows: object = None, apart: bool = False
 ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
     """Tokenises the rows of a run as its objective reads them. On each host one process tokenises first, and the others
-    read its cache. A collective call in a run of several processes. data.max_rows limits the rows to train on only.
+    read its cache. The Trainer calls it when it is made, and `jaxtune sensitivity` for the rows that it measures on. A
+    collective call in a run of several processes. data.max_rows limits the rows to train on only.
 
     Args:
       reader: tokenises rows for the run.
@@ -98,7 +99,8 @@ def run_rows(
 @dataclasses.dataclass(frozen=True)
 class Reader:
     """Tokenises a run's rows, which are given by a path, a hub name or as a data set: all of them before the run
-    (`tokenised`), as prompts of sampled answers (`sampled`), or as a set from which batches draw (`row_set`).
+    (`tokenised`), as prompts of sampled answers (`sampled`), or as a set from which batches draw (`row_set`). The
+    Trainer and `jaxtune sensitivity` make one for `run_rows`, which calls the method that fits.
 
     Args:
       objective: says what is read from a row.
@@ -117,7 +119,8 @@ class Reader:
 
     def tokenised(self, rows: object, max_rows: int | None = None) -> TokenDataset:
         """Tokenises `rows`, all of them or the first `max_rows`, as the objective reads them, and returns them as a
-        data set, from which batches are made.
+        data set, from which batches are made: for training rows that are read before the run, for held-out rows, and
+        for the sets of a mixture (`row_set`).
 
         Raises:
           ValueError: a document, cut to data.length tokens, has more of them than the model was made for, or what
@@ -135,8 +138,9 @@ class Reader:
 
     def sampled(self, rows: object) -> BatchSource:
         """The source of the batches of a run that samples answers (GRPO, RLOO, on-policy distillation). It samples
-        answers to the prompts of `rows` from the model during the run. Raises ValueError if the prompts, or for rewards
-        the functions that the config names, cannot be used."""
+        answers to the prompts of `rows` from the model during the run. `run_rows` calls it for the rows to train on,
+        never for those of evaluations. Raises ValueError if the prompts, or for rewards the functions that the config
+        names, cannot be used."""
         if isinstance(self.objective, Distill):
             positions = self.model.context_length
             return own_samples(self.objective, rows, self.tokenizer, self.config, self.ends, positions)
@@ -146,8 +150,8 @@ class Reader:
     def row_set(self, rows: object) -> RowSet:
         """`rows` as one of the sets from which a run's batches are drawn during the run. Of streamed rows a first
         window is tokenised here and the others in the background while the run trains; rows of a mixture that are not
-        streamed are tokenised here, all at once. Raises ValueError if they cannot be read, or as `tokenised` does;
-        later windows raise it during the run."""
+        streamed are tokenised here, all at once. `run_rows` calls it for each set of a mixture, and for streamed rows.
+        Raises ValueError if they cannot be read, or as `tokenised` does; later windows raise it during the run."""
         data, name = self.config.data, str(rows) if isinstance(rows, str | os.PathLike) else "rows"
         if not is_stream(rows, data.streaming):
             return PreparedSet(name, self.tokenised(rows, data.max_rows))
@@ -159,14 +163,16 @@ class Reader:
 
 def samples(objective: Objective) -> bool:
     """Whether a run with this objective makes its rows during the run, by sampling answers from the model: True for
-    GRPO, RLOO and on-policy distillation, False for objectives that train on given answers."""
+    GRPO, RLOO and on-policy distillation, False for objectives that train on given answers. `run_rows` decides by it
+    how rows are read, and the Trainer whether to look for the tokens that end an answer."""
     return isinstance(objective, GRPO) or (isinstance(objective, Distill) and objective.on_policy > 0)
 
 
 def is_stream(rows: object, streaming: bool = False) -> bool:
     """Whether `rows` are read during the run (True) or all before it (False). They are read during the run if
     `streaming` (data.streaming) is True, whatever the rows are, or if they are an IterableDataset of the library
-    `datasets`. jaxtune.compat asks it about a script's data sets, too."""
+    `datasets`. `run_rows` asks it for the rows to train on only. jaxtune.compat asks it about a script's data sets,
+    too."""
     return streaming or (hasattr(rows, "features") and hasattr(rows, "num_shards") and not hasattr(rows, "__len__"))
 
 
@@ -181,16 +187,17 @@ def _weighted(rows: object) -> list[tuple[object, float]]:
 
 
 def own_lanes(mesh: jax.sharding.Mesh) -> list[int]:
-    """The indices of this process's lanes, in ascending order, for `BatchSource.divide`. A batch's rows are divided
-    into as many blocks of equal size as `mesh` has devices; a lane is such a block, and the i-th device of the mesh
-    computes lane i."""
+    """The indices of this process's lanes, in ascending order, which the Trainer gives to `BatchSource.divide`: a
+    source may then make the rows of these lanes only. A batch's rows are divided into as many blocks of equal size as
+    `mesh` has devices; a lane is such a block, and the i-th device of the mesh computes lane i."""
     return [part for part, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
 
 
 def source_of(
     train: TokenDataset | BatchSource, held_out: TokenDataset | None, config: TrainConfig
 ) -> tuple[BatchSource, TokenDataset | None, int]:
-    """Makes the source of a run's batches from the rows that run_rows returned, and counts the run's steps.
+    """Makes the source of a run's batches from the rows that run_rows returned, and counts the run's steps. The Trainer
+    calls it.
 
     Args:
       train: the rows to train on, tokenised; a source is taken as it is.

@@ -88,7 +88,8 @@ def read_state(folder: Path) -> RunState:
     """The state of the run in `folder`, from its state.json. It is "killed" if the file says that it is running, and
     its process is gone by the file of the run's lock, or that file is missing or unreadable (a process of another
     machine cannot be asked, and is taken to live); "unknown" if state.json is missing, cannot be read, or names another
-    state. Nothing is raised for such files."""
+    state. Nothing is raised for such files. The pages of `jaxtune watch` and `jaxtune report` show it; no run decides
+    by it whether it resumes."""
     try:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
         name, why, total = found["state"], str(found["why"]), found["total_steps"]

@@ -54,8 +54,8 @@ class SavePolicy:
 
     def time_is_up(self, now_seconds: float) -> bool:
         """Whether at the time now_seconds `every_minutes` have passed since the last save; False if every_minutes is
-        not set, or before the first `should_save`. It is called between steps, such as during an evaluation, and unlike
-        `should_save` it changes nothing."""
+        not set, or before the first `should_save`. `Saver.poll` asks it, also during an evaluation, and `should_save`
+        does after each step. Unlike `should_save` it changes nothing."""
         if not self.every_minutes or self._last_seconds is None:
             return False
         return now_seconds - self._last_seconds >= 60 * self.every_minutes
@@ -199,9 +199,9 @@ class Saver:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """A context around the steps. If a guard ends the run in it (TrainingStopped), and all updates since the last
-        checkpoint were skipped, its state is taken to be bad: the checkpoint is removed if there is an older one
-        (Checkpointer.reject), which is then the newest. The exception passes on."""
+        """A context around all steps of a run (run.Run.steps). If a guard ends the run in it (TrainingStopped), and all
+        updates since the last checkpoint were skipped, its state is taken to be bad: the checkpoint is removed if there
+        is an older one (Checkpointer.reject), which is then the newest. The exception passes on."""
         try:
             yield
         except TrainingStopped:

@@ -23,7 +23,8 @@ def measured(
     ("rewards/NAME/mean", "/std"), of those that are not missing, 0 where there are none or too few; the share of groups
     in which all weighted sums are equal or at most one is not missing ("frac_reward_zero_std"); and the mean, smallest
     and largest length and the share of answers that were cut off ("completions/..."). Lengths count the tokens that
-    were sampled.
+    were sampled. `rollouts.SampledAnswers` adds them to the metrics of the step before which the answers were sampled;
+    nothing is trained by them.
 
     Args:
       answers: the answers, those to the same prompt one after another.

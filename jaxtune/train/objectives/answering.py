@@ -78,7 +78,7 @@ class Sampling:
     @property
     def slots(self) -> int:
         """The most answers that a device samples at a time: the number in the settings, or that of the plan of memory
-        if it is smaller."""
+        if it is smaller. `sampler` has at most as many, and so has the sampler of a rollout function."""
         return self.settings.slots if self.plan is None else min(self.settings.slots, self.plan.slots)
 
     @property
@@ -120,6 +120,7 @@ class Sampling:
     def submit(self, sampler: Sampler | DividedSampler, ids: Sequence[int], new: int, seed: int, index: int = 0) -> int:
         """Submits a prompt to a sampler with the run's options, and returns the number of the request, with which the
         sampler labels the tokens that it returns for it. Their log-probabilities are those at the sampling temperature.
+        `OneTurn` calls it for each answer, `ToolTurns` for each turn.
 
         Args:
           sampler: the sampler, as the method `sampler` made it.
@@ -145,22 +146,25 @@ class Sampling:
 
     def without_end(self, ids: Sequence[int]) -> list[int]:
         """`ids`, the token ids of an answer or of one of its turns, as a list, without the last one if it is a token
-        that ends an answer, to be decoded or parsed."""
+        that ends an answer, to be decoded to text (`OneTurn`, rollout functions) or parsed for calls of tools
+        (`ToolTurns`). The tokens that are trained on keep the last one."""
         return list(ids[:-1] if ids and ids[-1] in self.ends else ids)
 
 
 class Answering(Protocol):
     """The interface of what samples the answers of a generation (all the answers of one round of sampling). The classes
-    `OneTurn`, `ToolTurns` and `RolloutFunction` have it, and SampledAnswers calls whichever the run's config asks for
-    in the same way. A call gets the model, the prompts (each once for each of its answers) and the sampling seed of
-    each answer. It returns one `Given` (a sampled answer to one prompt, with its tokens and log-probabilities) for each
-    prompt, and {metric's name: value} for the log. The three properties say how it samples, which tools the model may
-    call, and whether a prompt may become longer than it is in its data row."""
+    `OneTurn`, `ToolTurns` and `RolloutFunction` have it, and the batch source of GRPO and RLOO (SampledAnswers) calls
+    whichever the run asks for in the same way. On-policy distillation and evaluations by generation sample without it.
+    A call gets the model, the prompts (each once for each of its answers) and the sampling seed of each answer. It
+    returns one `Given` (a sampled answer to one prompt, with its tokens and log-probabilities) for each prompt, and
+    {metric's name: value} for the log. The three properties say how it samples, which tools the model may call, and
+    whether a prompt may become longer than it is in its data row."""
 
     @property
     def sampling(self) -> Sampling:
         """The options of sampling, what makes text of tokens, and the plan of its memory, which the batch source sets
-        in it once the run's memory is planned (`SampledAnswers.limit_slots`)."""
+        in it once the run's memory is planned (`SampledAnswers.limit_slots`); it reads this property for nothing
+        else."""
         ...
 
     @property

@@ -162,9 +162,10 @@ class Distill(SFT):
     @classmethod
     def of(cls, sampling_temperature: float | None = None, **options: object) -> Distill:
         """Makes the objective from options with the names that a config's section `objective` has: those of sampling
-        are put into `drawing`, the others into this class. A run makes the objective of its config so.
-        sampling_temperature: `drawing.temperature`; None is the temperature of the loss. Options that are not given
-        have the defaults. Raises ValueError for an option out of its range, and TypeError for an unknown name."""
+        are put into `drawing`, the others into this class. `named.objective_of` makes the objective of a config so; a
+        Python script can also use the constructor. sampling_temperature: `drawing.temperature`; None is the temperature
+        of the loss. Options that are not given have the defaults. Raises ValueError for an option out of its range, and
+        TypeError for an unknown name."""
         own = {field.name for field in dataclasses.fields(Drawing)} - {"temperature"}
         drawn = {key: value for key, value in options.items() if key in own}
         others = {key: value for key, value in options.items() if key not in own}
@@ -173,20 +174,22 @@ class Distill(SFT):
 
     @property
     def sampling_temperature(self) -> float:
-        """The temperature at which answers are sampled: that of `drawing`, or, if it is None, that of the loss."""
+        """The temperature at which answers are sampled: that of `drawing`, or, if it is None, that of the loss.
+        OwnSamples samples by it; the loss always has its own."""
         return self.temperature if self.drawing.temperature is None else self.drawing.temperature
 
     @property
     def offline(self) -> bool:
         """Whether the teacher's log-probabilities are there before the first step: the run computes them at its start
         (teacher_top_k), or they are read from another program's file (teacher_logprobs); stored_teachers.py does both.
-        False: the teacher runs in each step. `loss`, `check` and `reference_runs` depend on it."""
+        False: the teacher runs in each step. `loss`, `check` and `reference_runs` depend on it, and StoredTeacher
+        stores or reads them only if it is True."""
         return self.teacher_top_k is not None or self.teacher_logprobs is not None
 
     @property
     def reference_runs(self) -> int:
         """The number of forward passes of a frozen model in the computation of each loss: 1, the teacher's, or 0 with
-        stored log-probabilities. The planner adds its time to the forecast of a step."""
+        stored log-probabilities. The planner adds its time to the forecast of a step; nothing else depends on it."""
         return 0 if self.offline else 1
 
     def check(self, model: Decoder) -> None:
@@ -213,7 +216,7 @@ class Distill(SFT):
         {"entropy": the sum of the student's entropies there}), float32 scalars that are added up over micro-batches and
         devices. forward: runs `model`, the student, and its teacher: `model.teacher`, or, if that is None, the model
         with its adapter off. With stored log-probabilities no teacher runs, and the tokens that are not stored are one
-        outcome of the distributions (linear_top_k_divergence)."""
+        outcome of the distributions (linear_top_k_divergence). Train steps and evaluations trace it."""
         if self.offline:
             hidden, stored = forward(model, batch), (batch.extra[TEACHER_IDS], batch.extra[TEACHER_LOG_PROBS])
             loss, entropy = forward.top_k_divergence(
@@ -228,6 +231,7 @@ class Distill(SFT):
         return loss, batch.weights.sum(), {"entropy": entropy}
 
     def metrics(self, sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """{"entropy": the mean entropy of the student's distributions at the temperature, in nats}, from `sums`, the
-        totals of what `loss` returns by name, with "count"; 0 if there is no target."""
+        """{"entropy": the mean entropy of the student's distributions at the temperature, in nats}, for the log of
+        steps and evaluations, from `sums`, the totals of what `loss` returns by name, with "count"; 0 if there is no
+        target."""
         return {"entropy": sums["entropy"] / (sums["count"] + (sums["count"] == 0))}

@@ -32,8 +32,8 @@ _SMALL = 1e-4  # added to a standard deviation before a division by it
 
 
 def total_rewards(rewards: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """The weighted sum of each answer's rewards, float32[answers], by which answers are compared and reported; NaN for
-    an answer to which no function gave a reward.
+    """The weighted sum of each answer's rewards, float32[answers], by which the advantages compare answers and the log
+    reports them; NaN for an answer to which no function gave a reward.
 
     Args:
       rewards: float[answers, functions], the reward of each answer by each function; NaN, which adds nothing, where a
@@ -55,7 +55,7 @@ def group_advantages(
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
 ) -> np.ndarray:
     """GRPO's advantages, float32[answers]: an answer's reward minus the mean of its group, divided by a standard
-    deviation. A group is all the answers to one prompt.
+    deviation. A group is all the answers to one prompt. GRPO.advantages calls it, on the host.
 
     An answer without any reward has advantage 0 and is left out of all means and standard deviations. The only answer
     of a group that has a reward has advantage 0, too. Standard deviations are the unbiased estimates (divided by
@@ -105,7 +105,7 @@ def rloo_advantages(
 ) -> np.ndarray:
     """RLOO's advantages, float32[answers]: an answer's reward minus the mean reward of the other answers of its group
     (all the answers to one prompt). An answer without any reward, or without another scored one in its group, has
-    advantage 0.
+    advantage 0. RLOO.advantages calls it, on the host.
 
     Args:
       rewards: [answers, functions], NaN where a function does not apply. The answers of a group are consecutive.
@@ -150,7 +150,7 @@ def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarr
 
 def _mean(values: np.ndarray, axis: int | None) -> np.ndarray:
     """The mean of the values that are not NaN, which stands for a missing reward, along `axis` (None: of all values),
-    with that axis (all axes) kept as size 1. NaN if there are none."""
+    with that axis (all axes) kept as size 1. NaN if there are none. Advantages are made with it."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.nansum(values, axis=axis, keepdims=True, dtype=np.float32) / count
@@ -319,7 +319,7 @@ class Answers:
     @property
     def counted(self) -> jax.Array:
         """float32[answers]: 1 where a row of the arrays has an answer, else 0. It is `present`, or ones if that is
-        None."""
+        None. `grpo_sums` and `rloo_sums` count answers by it."""
         return jnp.ones(len(self.mask), jnp.float32) if self.present is None else self.present
 
 
@@ -488,7 +488,7 @@ def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.A
 
 def _of_high_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
     """float32[answers, tokens], without gradient: 1 at the tokens with the largest entropies of these answers, which
-    are those that count with the option top_entropy_quantile, else 0.
+    are those that count with the option top_entropy_quantile, else 0. `grpo_sums` multiplies its mask by it.
 
     Args:
       entropies: float32[answers, tokens].

@@ -62,8 +62,9 @@ class KTO(Referenced):
         """Reads and tokenises labelled rows into pairs of documents: each row's prompt with its own answer, and the
         same prompt with the answer of the row before (the first row gets that of the last one), which is mismatched.
         The labels are 1 for desirable answers, 0 for others. With precompute_ref_log_probs the data set has an array
-        for the reference's log-probabilities, NaN until the Trainer fills it. Raises ValueError if the rows cannot be
-        trained on, and ConfigError for options of `data` that pairs cannot have (`Pairs.prepare`).
+        for the reference's log-probabilities, NaN until the Trainer fills it. A run calls it for its training rows and
+        its held-out rows. Raises ValueError if the rows cannot be trained on, and ConfigError for options of `data`
+        that pairs cannot have (`Pairs.prepare`).
 
         Args:
           rows: a path, a data set's name or a list of dicts; a PairDataset, which has mismatched answers already, is
@@ -84,7 +85,8 @@ class KTO(Referenced):
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """KTO's loss of `batch`, a micro-batch of pairs (an answer and a mismatched one): (sum of the losses, number of
         answers without the mismatched ones, {name: sum} for each name in `sums`), float32 scalars that are added up
-        over micro-batches and devices. forward: runs `model` and its reference, and computes log-probabilities."""
+        over micro-batches and devices. forward: runs `model` and its reference, and computes log-probabilities. Train
+        steps and evaluations trace it."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward)
         ratios = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]
@@ -104,8 +106,8 @@ class KTO(Referenced):
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         """{name: number}: "rewards/..." and "logps/...", the means of rewards and log-probabilities over desirable
         ("chosen") and undesirable ("rejected") answers, 0 for a kind of which there is none; "rewards/margins", the
-        difference of the two mean rewards, 0 if a kind is missing; and "kl", the estimated divergence. sums: the totals
-        of what `loss` returns, by name, with "loss" and "count"."""
+        difference of the two mean rewards, 0 if a kind is missing; and "kl", the estimated divergence; they are for the
+        log of steps and evaluations. sums: the totals of what `loss` returns, by name, with "loss" and "count"."""
         chosen = sums["examples/chosen"]
         counts = {"chosen": chosen, "rejected": sums["count"] - chosen}
 
@@ -140,8 +142,8 @@ def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray
 
 
 def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
-    """Chooses the mismatched answers of rows anew, as TRL does: among the rows of one batch. Scripts of jaxtune.compat
-    need it to get TRL's numbers.
+    """Chooses the mismatched answers of rows anew, as TRL does: among the rows of one batch. The KTO trainer of
+    jaxtune.compat calls it, to get TRL's numbers; a run by a recipe does not.
 
     Rows are taken in groups of `size` consecutive rows. A row gets the answer of the row before it in its group, and
     the first row of a group that of the last one; the last group may be smaller. Rows of which truncation to

@@ -25,8 +25,9 @@ def objective_of(config: TrainConfig) -> Objective:
     """The objective that config.objective.name selects, constructed with the options in the config's section
     `objective`. The options of reward functions, tools and the teacher's format are left out, because the batch source
     and the loading use those; an option that is None has the default of the objective's class. A run makes its
-    objective by it unless it is given one; the loading of the model and the planner ask it too. Raises ValueError if
-    the objective's class finds an option out of its range."""
+    objective by it unless it is given one; the loading of the model and the plans that are made before a run (--plan)
+    ask it too, for its head and for `reference_runs`. Raises ValueError if the objective's class finds an option out of
+    its range."""
     wanted = config.objective
     if wanted.name == "sft":
         return SUPERVISED

@@ -33,7 +33,8 @@ class Objective(Protocol):
     @property
     def reference_runs(self) -> int:
         """The number of forward passes of a frozen model (a reference or a teacher) in the computation of each loss,
-        whose time the planner adds to its forecast; 0 if there is none."""
+        whose time the planner adds to its forecast; 0 if there is none. Which model runs, and whether, is decided in
+        `loss`."""
         ...
 
     def prepare(
@@ -82,7 +83,7 @@ class Objective(Protocol):
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         """The objective's metrics of a step or an evaluation, {name: number}, beside the mean loss, which the caller
-        computes.
+        computes: they are logged. The train step and the evaluation call it.
 
         Args:
           sums: the totals over all micro-batches by name: "loss", "count" and the names in `sums`. They are arrays

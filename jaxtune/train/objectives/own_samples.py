@@ -125,7 +125,8 @@ class OwnSamples(BatchSource):
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """The batch of `step` (from 0). It is made at the first call, which samples its answers; a second call for the
         same step, if none for another came between, returns the same batch. Its `extra` is empty. model: a function
-        that returns the model as it is before that step, which samples; None is enough if the batch was made before."""
+        that returns the model as it is before that step, which samples; None is enough if the batch was made before. A
+        run calls it before each step."""
         if self._made is None or self._made[0] != step:
             assert model is not None, "sees_model is True, so the model is given"
             batch = self._rows.packed(self._answers(step, model), 0.0)
@@ -170,16 +171,18 @@ class OwnSamples(BatchSource):
         return news
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """The metrics of the answers of `step`, {name: value}: "on_policy", the share of answers that was sampled, and,
-        if any was, TRL's completions/* (the lengths of these, in tokens, and the share that was cut off) and
-        "sampling_seconds". They are returned once; {} at a second call, or if the step's batch was not made."""
+        """The metrics of the answers of `step`, which are logged with the step's, {name: value}: "on_policy", the share
+        of answers that was sampled, and, if any was, TRL's completions/* (the lengths of these, in tokens, and the
+        share that was cut off) and "sampling_seconds". They are returned once; {} at a second call, or if the step's
+        batch was not made."""
         return self._metrics.pop(step, {})
 
     # ---- a step
 
     def _chosen(self, step: int) -> list[int]:
-        """The indices of the data rows of `step`, in order. Steps take the rows of an epoch in the order that was drawn
-        for it, then those of the next epoch, so one step may have rows of two epochs."""
+        """The indices of the data rows of `step`, in order, for which `_answers` makes answers. Steps take the rows of
+        an epoch in the order that was drawn for it, then those of the next epoch, so one step may have rows of two
+        epochs."""
         count, places = len(self.asked), range(step * self.documents, (step + 1) * self.documents)
         orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}
         return [int(orders[place // count][place % count]) for place in places]
@@ -187,7 +190,8 @@ class OwnSamples(BatchSource):
     def _answers(self, step: int, model: Callable[[], Decoder]) -> list[Answer]:
         """The data rows of `step` with their answers, in the order of the step. Which answers are sampled is drawn by
         the seed and the step; the others are those of the data set. The share of sampled ones is kept for `metrics_at`.
-        model: a function that returns the model that samples; it is not called if no answer is sampled."""
+        model: a function that returns the model that samples; it is not called if no answer is sampled. `batch_at`
+        packs the answers."""
         chosen = self._chosen(step)
         draws = [_draws(self.seed, step, place) for place in range(len(chosen))]
         places = [place for place, (_, draw) in enumerate(draws) if draw < self.objective.on_policy]
@@ -200,8 +204,9 @@ class OwnSamples(BatchSource):
         return found
 
     def _sampled(self, model: Decoder, step: int, chosen: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
-        """Samples answers to the prompts of some data rows of a step, and returns them in the order of `chosen`. Their
-        metrics are kept for `metrics_at`, and in every tenth step one of them is kept for the screen.
+        """Samples answers to the prompts of some data rows of a step, and returns them in the order of `chosen`.
+        `_answers` calls it for those rows whose answers are to be sampled. Their metrics are kept for `metrics_at`, and
+        in every tenth step one of them is kept for the screen.
 
         Args:
           model: the student, as it is before the step.
@@ -265,7 +270,8 @@ def own_samples(
     ends: Sequence[int],
     positions: int,
 ) -> OwnSamples:
-    """Reads and tokenises the rows of an on-policy distillation, and makes its batch source of them.
+    """Reads and tokenises the rows of an on-policy distillation, and makes its batch source of them. `Reader.sampled`
+    calls it when the Trainer is made.
 
     Args:
       objective: the objective, whose on_policy is above 0.

@@ -91,7 +91,8 @@ class Settings:
     @property
     def steps(self) -> int:
         """The number of optimizer steps from one generation (round of sampling) to the next, in which the answers of
-        one round are used: steps_per_generation times num_iterations."""
+        one round are used: steps_per_generation times num_iterations. The batch source samples anew after as many, and
+        GRPO asks by it whether answers are used more than once (`GRPO.reuses`)."""
         return self.steps_per_generation * self.num_iterations
 
 
@@ -148,8 +149,8 @@ class Answer:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, object]) -> Answer:
-        """The answer of which `saved` is what `to_json` returned, with tuples in place of lists; a resumed run makes
-        its answers so."""
+        """The answer of which `saved` is what `to_json` returned, with tuples in place of lists; the batch source of a
+        run that is resumed within a generation makes its answers so."""
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})  # type: ignore[arg-type]
 
 
@@ -176,8 +177,8 @@ class AnswerRows:
 
     def empty(self, rows: int) -> Batch:
         """A batch of `rows` rows of padding without answers, as new numpy arrays, which are then filled; the train step
-        is compiled for its shapes. Its `extra` has zeros for all further arrays that batches of answers have, such as
-        advantages."""
+        is compiled for its shapes, and `packed` begins with it. Its `extra` has zeros for all further arrays that
+        batches of answers have, such as advantages."""
         batch = Batch.empty(rows, self.length)
         places, slots = (rows, self.places), (rows, self.length)
         extra = {
@@ -195,7 +196,8 @@ class AnswerRows:
 
     def counted(self, answer: Answer) -> int:
         """The number of tokens of an answer that count in the loss: all that are trained on (`Answer.length`); but 0 if
-        the answer reached the most tokens and `masks_truncated` is True."""
+        the answer reached the most tokens and `masks_truncated` is True. An answer of 0 gets no weights in a batch, and
+        the batch source counts the tokens of a generation by it, by which a loss may be divided."""
         return 0 if self.masks_truncated and answer.finish_reason == "length" else answer.length
 
     def packed(self, answers: Sequence[Answer], tokens: float) -> Batch:
@@ -241,8 +243,9 @@ class AnswerRows:
 
     def _write(self, batch: Batch, row: int, at: int, place: int, answer: Answer) -> None:
         """Writes a prompt and its answer, in place, into the arrays of `batch` and its `extra` (all but SHARE and the
-        log-probabilities under other models), at a place from `places_of`. The weight of a position is 1 if its target
-        (the next token) is a token of the answer that counts in the loss, else 0.
+        log-probabilities under other models), at a place from `places_of`. `packed` calls it for each answer. The
+        weight of a position is 1 if its target (the next token) is a token of the answer that counts in the loss, else
+        0.
 
         Args:
           batch: the batch.

@@ -88,9 +88,9 @@ class GRPO:
     @classmethod
     def of(cls, **options: Any) -> GRPO:
         """Makes the objective from options with TRL's names, in one flat set: each is put into `settings`, `losses` or
-        this class, whichever has a field of that name (max_completion_length into both of the first two). A run makes
-        the objective of its config so. Options that are not given have the defaults of this class. Raises ValueError
-        for an option out of its range, and TypeError for an unknown name."""
+        this class, whichever has a field of that name (max_completion_length into both of the first two).
+        `named.objective_of` makes the objective of a config so. Options that are not given have the defaults of this
+        class. Raises ValueError for an option out of its range, and TypeError for an unknown name."""
         parts: dict[str, Any] = {}
         defaults = cls()
         for name, default in (("settings", defaults.settings), ("losses", defaults.losses)):
@@ -116,8 +116,8 @@ class GRPO:
 
     @property
     def _measured(self) -> tuple[str, ...]:
-        """The names of the sums for metrics that `_sums` returns; `loss` adds a few more, and `sums` has the names of
-        all."""
+        """The names of the sums for metrics that `_sums` returns; `loss` adds a few more, `sums` has the names of all,
+        and `metrics` makes means of them."""
         return grpo.metric_names(self.losses)
 
     @property
@@ -131,14 +131,15 @@ class GRPO:
     def reference_runs(self) -> int:
         """The number of forward passes of the reference in the computation of each loss, whose time the planner adds to
         its forecast: 0 if beta is 0, else 1 (also if the batches have the reference's log-probabilities, and it does
-        not run)."""
+        not run). `loss` runs no reference if it is 0."""
         return 1 if self.losses.beta else 0
 
     @property
     def reuses(self) -> bool:
         """True: a generation of answers (those of one round of sampling) is used in several steps, so the weights
-        change after it was sampled, and batches need the log-probabilities of the model that sampled. False: each
-        generation is used in one step."""
+        change after it was sampled, and batches need the log-probabilities of the model that sampled:
+        `prompts.sampled_answers` has the batch source compute them (OLD_LOGPS). False: each generation is used in one
+        step."""
         return self.settings.steps > 1
 
     @property
@@ -150,7 +151,8 @@ class GRPO:
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
         """The advantages of the answers of a generation (one round of sampling), float32[answers], by
-        `group_advantages` with the options of this object.
+        `group_advantages` with the options of this object. The batch source calls it when the answers of a generation
+        have their rewards.
 
         Args:
           rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are
@@ -235,6 +237,7 @@ class GRPO:
     def _ratio(self, logps: jax.Array, sampled: jax.Array, mask: jax.Array) -> jax.Array | None:
         """The factors that correct the loss for a sampler that rounds differently from the trainer
         (`grpo.importance_ratio`): float32[answers, tokens or 1]. None if `importance_sampling_correction` is off.
+        `loss` calls it.
 
         Args:
           logps: float32[answers, tokens], log-probabilities under the trainer's model at the time of sampling.
@@ -253,9 +256,9 @@ class GRPO:
         )
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """The metrics of a step, {name: number}: means over tokens (such as the entropy) or over the ratios of new to
-        old probabilities (such as the share that was clipped), with TRL's names, and "answers", the number of answers.
-        sums: the totals of what `loss` returns, by name."""
+        """The metrics of a step for the log, {name: number}: means over tokens (such as the entropy) or over the ratios
+        of new to old probabilities (such as the share that was clipped), with TRL's names, and "answers", the number of
+        answers. sums: the totals of what `loss` returns, by name."""
         found = {name: sums[name] for name in (*self._measured, _MISMATCH)}
         if self.importance_sampling_correction:
             found[_RATIO] = sums[_RATIO]
@@ -294,7 +297,7 @@ class RLOO(GRPO):
     @property
     def unit(self) -> str:
         """What the mean loss is a mean over, in plural: "answers". The metrics of a step have their number under this
-        name."""
+        name; the loss itself does not depend on it."""
         return "answers"
 
     @property
@@ -319,7 +322,8 @@ class RLOO(GRPO):
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
         """RLOO's advantages, float32[answers]: an answer's reward minus the mean of the other answers to its prompt. If
         normalize_advantages is True, they then get mean 0 and standard deviation 1 over all answers. An answer without
-        any reward, or without another one with a reward in its group, has advantage 0.
+        any reward, or without another one with a reward in its group, has advantage 0. The batch source calls it for
+        each generation.
 
         Args:
           rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are
@@ -382,7 +386,7 @@ _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
     """The log-probabilities of the targets (next tokens) of a batch under a model: float32[rows, length], a numpy
     array, in nats, 0 where the weight is 0. It runs outside of the train step, 4 rows at a time; with the temperature
-    bound by functools.partial it is what the batch source calls for OLD_LOGPS (`rollouts.Score`).
+    bound by functools.partial it is what the batch source calls for OLD_LOGPS (`rollouts.Score`), if `GRPO.reuses`.
 
     Args:
       temperature: divides the logits.
