@@ -147,8 +147,8 @@ def _first(ids: Sequence[int], of: Set[int]) -> int | None:
 
 def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
     """The token ids of `ids` after the last occurrence of the text `mark` in their text: the answer without a thought
-    that comes before it, and that may contain the mark too. All ids if `mark` is "" or does not occur. `tokenizer`
-    decodes them."""
+    that comes before it, and that may contain the mark too. All ids if `mark` is "" or does not occur. `exact_match`
+    compares only these. `tokenizer` decodes them."""
 
     def count(length: int) -> int:
         """How often the mark that precedes an answer occurs in the text of the first `length` of the sampled token ids.
