@@ -26,7 +26,8 @@ def exact_match(
     batch_size: int = 32,
 ) -> tuple[float, list[tuple[str, str, str]]]:
     """Generates the last assistant message of each row greedily, and compares it with the row's own. `jaxtune train`
-    and `jaxtune evaluate` measure exact match by it (evaluation.exact_match_rows).
+    and `jaxtune evaluate` measure exact match by it (evaluation.exact_match_rows). The reward function of the same name
+    is another one (objectives/reward_functions.py).
 
     Prompts are tokenised as in training, up to the begin of the answer. An answer ends at the first special token of
     the tokenizer (other than BOS and UNK) or end token of the model. White space around it is ignored. So is, in the

@@ -214,10 +214,11 @@ class RowEncoder:
         return results
 
     def encode_prompt(self, example: Example) -> np.ndarray:
-        """int32[n]: the prompt from which the last response of an example is generated, with BOS as in training. For an
-        example of text alone, it is all of the text; for a plain prompt (data.template is null), the prompt; neither
-        needs a template. For a conversation, it is the turns without the last one if that is the assistant's, rendered
-        with the generation prompt (training has the same tokens before the response, unless the template renders them
+        """int32[n]: the prompt from which the last response of an example is generated, with BOS as in training. It is
+        for answers that are sampled in training or in evaluations, not for `jaxtune chat` or serve. For an example of
+        text alone, it is all of the text; for a plain prompt (data.template is null), the prompt; neither needs a
+        template. For a conversation, it is the turns without the last one if that is the assistant's, rendered with the
+        generation prompt (training has the same tokens before the response, unless the template renders them
         differently there). Raises `RowError` if the template fails, and `SetupError` if a conversation has none."""
         if example.text is not None:
             text = example.text
@@ -448,7 +449,8 @@ class RowEncoder:
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation (messages, and tools or None), as `Conversations.render` gives it with this
         encoder's template. add_generation_prompt: whether the text ends with what the template writes before a
-        response. Raises `RowError` if the template fails on it, `SetupError` if there is none."""
+        response. Prompts are rendered by it, and rows whose responses the template need not find. Raises `RowError` if
+        the template fails on it, `SetupError` if there is none."""
         return self._conversations.render(messages, tools, add_generation_prompt)
 
 

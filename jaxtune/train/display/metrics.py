@@ -390,7 +390,7 @@ class Progress:
         tokens_per_second: float | None = None,
         memory_bytes: int | None = None,
     ) -> None:
-        """Shows the numbers of a finished step that are not None: loss, learning_rate, grad_norm (of the gradient),
+        """Shows the Monitor's numbers of a step that are not None: loss, learning_rate, grad_norm (of the gradient),
         tokens_per_second, memory_bytes (the peak of device memory), and the estimated time left. `step`: steps done."""
         now = time.monotonic()
         if self._first is None:

@@ -166,7 +166,7 @@ def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None)
 
 
 def check(model: Decoder, summary: str, batches: BatchSource, tokenizer: Any, console: Console) -> None:
-    """Prints the report of --check, which shows what a run would train on without training.
+    """Prints the report of --check, which shows what a run would train on without training. The train command calls it.
 
     Args:
       model: the model, whose trainable tensors are listed; its arrays may be abstract (jax.ShapeDtypeStruct).
@@ -195,10 +195,10 @@ def precision_notes(
     model: Decoder,
     qat: FakeQuant | None,
 ) -> list[str]:
-    """Sentences on the numeric settings of a run, which are printed before it starts: the dtypes of computation,
-    weights, gradients and optimizer state; and, where they apply, modules with a precision of their own, losses that
-    the layers add, the rounding of quantisation-aware training (QAT), that it differs from the one of an adapter's
-    earlier training, and, for dpo and kto with a loaded adapter, which model is the reference.
+    """Sentences on the numeric settings of a run, which it prints before its first step (--check and --plan do not):
+    the dtypes of computation, weights, gradients and optimizer state; and, where they apply, modules with a precision
+    of their own, losses that the layers add, the rounding of quantisation-aware training (QAT), that it differs from
+    the one of an adapter's earlier training, and, for dpo and kto with a loaded adapter, which model is the reference.
 
     Args:
       config: the run's.
@@ -370,7 +370,8 @@ def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float |
 
 def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:
     """[a line with the plan's predicted peak memory and speed beside the measured ones], which the Monitor prints after
-    the third step; [] on a CPU, whose rates are unknown. The measured speed is that of the median step.
+    the third step; [] on a CPU, whose rates are unknown. The measured speed is that of the median step. The plan is not
+    changed by it.
 
     Args:
       forecast: what was predicted for the plan of the step.

@@ -90,7 +90,7 @@ class Figures:
     def add(self, line: JsonMapping) -> None:
         """Adds one line of metrics.jsonl, as metrics.parsed returns it: of steps, an evaluation or a pause. Numbers of
         drawn metrics are appended to their curves, those named eval_... to `evaluations`; other values, such as texts,
-        are in no curve. The sums, `step` and `plan` are updated."""
+        are in no curve. The sums, `step` and `plan` are updated. `RunFiles` calls it for each line of the file once."""
         self.step = line["step"]
         self.seconds += _wall_seconds(line)
         steps = line.get("steps", 1)
@@ -132,7 +132,8 @@ class RunFiles:
     def page(self) -> JsonObject:
         """What the page shows of the run, as the JSON object that `_page` makes: its name, state, steps done, main
         results ("facts"), plan, charts, samples of answers and settings. While the run's state and files (metrics,
-        results, config) have not changed, it is the same object as at the last call.
+        results, config) have not changed, it is the same object as at the last call, so that a server that is asked
+        every two seconds computes nothing.
 
         Raises:
           ValueError: the folder has no metrics.jsonl.
@@ -269,9 +270,10 @@ def _short(value: float) -> float:
 
 
 def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
-    """The main results of a run, a list of [name, value in words]: steps and wall time ("-" if it is not finite); then
-    those that are known of the first and last losses, exact match, the median speed and the highest peak memory; and
-    skipped updates, if there are any. figures: the content of metrics.jsonl. results: the content of results.json."""
+    """The main results of a run, which the page shows, a list of [name, value in words]: steps and wall time ("-" if it
+    is not finite); then those that are known of the first and last losses, exact match, the median speed and the
+    highest peak memory; and skipped updates, if there are any. figures: the content of metrics.jsonl. results: the
+    content of results.json."""
     facts = [["steps", f"{figures.step:,}"]]
     facts.append(["time", _in_words(figures.seconds) if math.isfinite(figures.seconds) else "-"])
     losses = figures.curves.get("loss", Curve()).values

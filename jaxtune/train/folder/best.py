@@ -41,7 +41,8 @@ def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
     section `checkpoint`) among those whose checkpoint exists, on the held-out rows of the last evaluation with that
     metric (or on rows that the file does not name); NaN is never the best, and of equal ones the first is. None if no
     metric is named, or no such evaluation has it. The files are only read, so a run that writes them meanwhile is not
-    disturbed. `jaxtune evaluate` chooses by it the checkpoint of a run whose newest one is not exported yet."""
+    disturbed. `jaxtune evaluate` chooses by it the checkpoint of a run whose newest one is not exported yet; a run
+    itself finds its best one by `BestCheckpoint`."""
     name, path = wanted.best, output / JSONL
     if name is None or not path.exists():
         return None
