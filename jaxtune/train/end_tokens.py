@@ -23,7 +23,8 @@ def turn_end(tokenizer: Any) -> int | None:
     """The id of the special token that ends a response in the chat template of a Hugging Face tokenizer, found by
     rendering a short conversation. None if the tokenizer has no template or is not fast, if the template cannot render
     that conversation, or if its responses do not end with a special token. Generation stops at it: that of trained
-    models (with_end_tokens), of evaluation.generate, and of training on sampled answers with tools."""
+    models (with_end_tokens), of evaluation.generate, and of training on sampled answers with tools. Exact match finds
+    the end of an answer in another way (`evaluate.Question.closing`)."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
     encoder = RowEncoder(tokenizer)

@@ -26,7 +26,8 @@ def exact_match(
     batch_size: int = 32,
 ) -> tuple[float, list[tuple[str, str, str]]]:
     """Generates the last assistant message of each row greedily, and compares it with the row's own. `jaxtune train`
-    and `jaxtune evaluate` measure exact match by it (evaluation.exact_match_rows).
+    and `jaxtune evaluate` measure exact match by it (evaluation.exact_match_rows). The reward function of the same name
+    is another one (objectives/reward_functions.py).
 
     Prompts are tokenised as in training, up to the begin of the answer. An answer ends at the first special token of
     the tokenizer (other than BOS and UNK) or end token of the model. White space around it is ignored. So is, in the
@@ -147,8 +148,8 @@ def _first(ids: Sequence[int], of: Set[int]) -> int | None:
 
 def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
     """The token ids of `ids` after the last occurrence of the text `mark` in their text: the answer without a thought
-    that comes before it, and that may contain the mark too. All ids if `mark` is "" or does not occur. `tokenizer`
-    decodes them."""
+    that comes before it, and that may contain the mark too. All ids if `mark` is "" or does not occur. `exact_match`
+    compares only these. `tokenizer` decodes them."""
 
     def count(length: int) -> int:
         """How often the mark that precedes an answer occurs in the text of the first `length` of the sampled token ids.

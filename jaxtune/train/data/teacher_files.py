@@ -35,7 +35,8 @@ _SLACK = 1e-3  # by how much probabilities may add up to more than 1, because th
 @dataclasses.dataclass(frozen=True)
 class TeacherFile:
     """A file with a teacher's log-probabilities, which `open_file` has read once. `require_all` reads it again when the
-    run's rows are known, and `read` before the first step, unless the values are stored from an earlier run."""
+    run's rows are known, and `read` before the first step or evaluation, unless the values are stored from an earlier
+    run."""
 
     path: str
     """The file or folder, as the config names it."""
@@ -92,9 +93,9 @@ class TeacherFile:
 
 def open_file(path: str, say: Callable[[str], None]) -> TeacherFile:
     """Opens a file or folder, `path` (objective.teacher_logprobs), by `reading.open_sources`, and reads it: for its
-    digest, and to find out how many tokens its distributions have. say: shows a line to the user. Raises ConfigError if
-    it is not there, a row has no token ids or not an entry for each, or no row has a distribution. The distributions
-    themselves are checked only by `TeacherFile.read`."""
+    digest, and to find out how many tokens its distributions have. `objectives.stored_teachers` calls it when a run is
+    set up. say: shows a line to the user. Raises ConfigError if it is not there, a row has no token ids or not an entry
+    for each, or no row has a distribution. The distributions themselves are checked only by `TeacherFile.read`."""
     try:
         sources = open_sources(path)
         digest = hashlib.blake2b(digest_size=16)
@@ -114,8 +115,9 @@ def open_file(path: str, say: Callable[[str], None]) -> TeacherFile:
 
 
 def _rows(sources: Sequence[Source]) -> Iterator[Row]:
-    """Yields the rows of all sources, in order. Raises ConfigError for a row that cannot be read, and a plain
-    ValueError for a file that cannot be read at all, such as damaged Parquet."""
+    """Yields the rows of all sources, in order: `open_file` and both methods of `TeacherFile` read the file by it.
+    Raises ConfigError for a row that cannot be read, and a plain ValueError for a file that cannot be read at all, such
+    as damaged Parquet."""
     for source in sources:
         for row in source.read(0):
             if row.value is None:
@@ -138,7 +140,8 @@ def _columns(row: Row) -> Mapping[str, object]:
 
 def _tokens(row: Row) -> np.ndarray:
     """The token ids of a row, int32[n], from the column input_ids or else prompt_token_ids; a row is matched with a
-    document of the run by them. Raises ConfigError if it has none, or they are not whole numbers."""
+    document of the run by them. `open_file` calls it only to check every row. Raises ConfigError if it has none, or
+    they are not whole numbers."""
     columns = _columns(row)
     name = next((name for name in ("input_ids", "prompt_token_ids") if columns.get(name) is not None), None)
     if name is None:
@@ -172,7 +175,8 @@ def _entries(row: Row) -> Sequence[Sequence[int] | Mapping[str, object] | None]:
 def _distributions(row: Row, places: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
     """The stored distributions of the tokens at the indices `places` of a row, which are trained on: (ids int32[n, k],
     -1 in places that are not used; log-probabilities float32[n, k], 0 there). k: the most tokens of a distribution.
-    Raises ConfigError if one is missing or cannot be read; `_require_distributions` checks their values."""
+    Raises ConfigError if one is missing or cannot be read; `TeacherFile.read` has `_require_distributions` check their
+    values, and then writes them into the run's array."""
     entries = _entries(row)
     logs = _columns(row).get("top_logprobs")
     ids, log_probs = np.full((len(places), k), -1, np.int32), np.zeros((len(places), k), np.float32)
@@ -234,7 +238,8 @@ def _key(tokens: np.ndarray, limit: int | None) -> bytes:
 
 def _wanted(values: TeacherValues) -> dict[bytes, list[int]]:
     """Returns {hash of a document's first `values.limit` tokens (`_key`): the indices of the documents with this hash},
-    for all documents of `values` that have trained tokens. `TeacherFile` looks the rows of the file up in it."""
+    for all documents of `values` that have trained tokens. `TeacherFile.require_all` finds by it the documents that the
+    file lacks, and `read` those that a row's values are for."""
     found: dict[bytes, list[int]] = {}
     for index in np.flatnonzero(values.counts).tolist():
         found.setdefault(_key(values.documents[index].tokens, values.limit), []).append(index)

@@ -22,8 +22,8 @@ TEACHER_LOG_PROBS = "teacher_log_probs"  # float32[rows, length, k]: their log-p
 class TeacherValues:
     """The places of a teacher's k log-probabilities for each trained token of a set of documents, in one flat array,
     which may be a memory-mapped file. A document's first token is never predicted and has none. It is made before the
-    values are known; `objectives.stored_teachers` sets `stored` before the first step, and `of` says which of it is a
-    piece's.
+    values are known; `objectives.stored_teachers` sets `stored` before the first step or evaluation, and `of` says
+    which of it is a piece's.
 
     Attributes:
         documents: the documents.
@@ -51,13 +51,15 @@ class TeacherValues:
     @staticmethod
     def entry(k: int) -> np.dtype[np.void]:
         """The dtype of the values of one token: "ids" int32[k], -1 in places that are not used, and "log_probs"
-        float32[k], natural logarithms, 0 there."""
+        float32[k], natural logarithms, 0 there. `objectives.stored_teachers` makes the array of all values by it, in
+        memory or in a file, and checks that the file of an earlier run has it."""
         return np.dtype([("ids", np.int32, (k,)), ("log_probs", np.float32, (k,))])
 
     def of(self, document: int, offset: int = 0, count: int | None = None) -> slice:
         """The places in `stored` of a piece's trained tokens, which are consecutive. The piece is the `count` tokens
         (None: all that can be in a row) of document number `document` from token `offset` on; its first token is not
-        predicted, and is left out. Without a count, `offset` must be 0."""
+        predicted, and is left out. Without a count, `offset` must be 0. `TaughtRows` finds by it the values of the
+        pieces in a packed row, and `TeacherFile.read` those of a whole document."""
         start = int(self._starts[document])
         if count is None:
             return slice(start, start + int(self.counts[document]))
@@ -110,7 +112,8 @@ class TaughtRows(PackedRows):
     def take(self, row: int, ids: np.ndarray, log_probs: np.ndarray, into: np.ndarray) -> None:
         """Puts the values of row number `row`, which the teacher has just computed, into the array `into`, in place:
         `[values.total]`, as `TeacherValues.stored` has them. ids, log_probs: [length, k], at the place of the token
-        before the one that is predicted, as a batch with this row alone has it."""
+        before the one that is predicted, as a batch with this row alone has it. `objectives.stored_teachers` calls it
+        for each row of the teacher's pass; values that are read from a file do not go through it."""
         plan, at = self.plan, 0
         for piece in range(plan.row_starts[row], plan.row_starts[row + 1]):
             document, offset, count = (int(each[piece]) for each in (plan.document, plan.offset, plan.count))

@@ -57,7 +57,7 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """One example as text, with the ranges of its responses in it: between rendering by the template and tokenising."""
+    """One example as text, with the ranges of its responses: what `RowEncoder` makes of it before it tokenises."""
 
     text: str
     """The text to tokenise."""
@@ -73,7 +73,8 @@ class Rendered:
 
 
 def resolve_template(tokenizer: Any, template: str | None) -> str:
-    """The Jinja text of a chat template, by which conversations are rendered.
+    """The Jinja text of a chat template. Rows and prompts are rendered by it; the key of the token cache contains it;
+    and it is put into the tokenizer of a trained model, and by jaxtune.compat's get_chat_template into a script's.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -133,8 +134,9 @@ def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
 
 
 class RowEncoder:
-    """Converts examples to tokens and masks, and to prompts (`encode_prompt`) for sampling and evaluation. `end_ids`
-    are the ids of the tokens that may end a turn: EOS, and all special tokens but BOS and UNK.
+    """Converts examples to tokens and masks (`encode`), for the rows of a run, and to prompts (`encode_prompt`), for
+    answers that are sampled in training or in evaluations. `end_ids` are the ids of the tokens that may end a turn:
+    EOS, and all special tokens but BOS and UNK.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -197,7 +199,8 @@ class RowEncoder:
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """For each of `examples` in order, its tokens and mask (`Encoded`), or a `RowError` with the reason why it
-        cannot be used. Raises `SetupError` if one needs a template or an EOS, and there is no usable one."""
+        cannot be used. `workers.encode_chunk` calls it for the rows of a run, and on-policy distillation for answers of
+        its data. Raises `SetupError` if one needs a template or an EOS, and there is no usable one."""
         rendered: list[Rendered | RowError] = [attempt(self.render, example) for example in examples]
         texts = [item.text for item in rendered if isinstance(item, Rendered)]
         try:
@@ -211,10 +214,11 @@ class RowEncoder:
         return results
 
     def encode_prompt(self, example: Example) -> np.ndarray:
-        """int32[n]: the prompt from which the last response of an example is generated, with BOS as in training. For an
-        example of text alone, it is all of the text; for a plain prompt (data.template is null), the prompt; neither
-        needs a template. For a conversation, it is the turns without the last one if that is the assistant's, rendered
-        with the generation prompt (training has the same tokens before the response, unless the template renders them
+        """int32[n]: the prompt from which the last response of an example is generated, with BOS as in training. It is
+        for answers that are sampled in training or in evaluations, not for `jaxtune chat` or serve. For an example of
+        text alone, it is all of the text; for a plain prompt (data.template is null), the prompt; neither needs a
+        template. For a conversation, it is the turns without the last one if that is the assistant's, rendered with the
+        generation prompt (training has the same tokens before the response, unless the template renders them
         differently there). Raises `RowError` if the template fails, and `SetupError` if a conversation has none."""
         if example.text is not None:
             text = example.text
@@ -229,8 +233,8 @@ class RowEncoder:
 
     def around_answer(self, example: Example) -> tuple[str, str]:
         """The texts that the template itself adds (before, after) the last answer of the conversation of `example`.
-        Exact match removes them from what a model generates, and compares the answer alone. Raises `RowError` if the
-        template fails.
+        Exact match (`evaluate.questions_of`) sees by them where, in what a model generates, the answer begins, and
+        which token ends it. Raises `RowError` if the template fails.
 
         Before an answer, some templates write an empty thought or the name of a channel after the generation prompt;
         after it, they write the end of the turn. Both are "" for a plain prompt, or if they cannot be found.
@@ -244,8 +248,8 @@ class RowEncoder:
 
     def render(self, example: Example) -> Rendered:
         """The text of an example (text, prompt with completion, or a rendered conversation) and the ranges of its
-        responses. Raises `RowError` if it cannot be rendered, its responses are not found or may not be trained on, or
-        its text is too long or not Unicode."""
+        responses: the first part of `encode`, which then tokenises the text. Raises `RowError` if it cannot be
+        rendered, its responses are not found or may not be trained on, or its text is too long or not Unicode."""
         if example.text is not None:
             text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
         elif self._is_raw(example):
@@ -326,13 +330,8 @@ class RowEncoder:
     def _finish(self, example: Example, rendered: Rendered, tokens: Tokens) -> Encoded | RowError:
         """The tokens of a rendered example with their mask, with at most one BOS at the beginning, and an EOS for
         plain text. If a token extends over the begin of a response, the text is tokenised again, in pieces that begin
-        there. Returns a `RowError` if there is no token.
-
-        Args:
-            example: the example.
-            rendered: its text, and the ranges of its responses.
-            tokens: the tokens of that text.
-        """
+        there. Returns a `RowError` if there is no token. `encode` calls it last. rendered: the example's text, and the
+        ranges of its responses. tokens: those of that text."""
         text, ranges = rendered.text, rendered.ranges or []
         is_raw = example.text is not None or self._is_raw(example)
         cuts = [low for low, _ in ranges if np.any((tokens.starts < low) & (low < tokens.ends))]
@@ -377,8 +376,8 @@ class RowEncoder:
         return Encoded(with_bos, mask, responses, ended, len(masked), rendered.special, rendered.left_out, tokens.cut)
 
     def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int | None = None) -> int:
-        """The index after the last token of a response, without white space that the template writes after the token
-        that ends the turn; `last` if no token ends the turn, or other text follows that token.
+        """The index after the last token of a response that is trained on, without white space that the template writes
+        after the token that ends the turn; `last` if no token ends the turn, or other text follows that token.
 
         Args:
             text, tokens: the text of the row and its tokens.
@@ -417,7 +416,7 @@ class RowEncoder:
 
     def _one_bos(self, tokens: np.ndarray) -> np.ndarray:
         """`tokens` (int32[n] token ids) with exactly one BOS at the beginning if the tokenizer adds one or the template
-        wrote one (several become one), else unchanged."""
+        wrote one (several become one), else unchanged. Rows and prompts (`encode_prompt`) get it alike."""
         if self.bos_id is None:
             return tokens
         leading = 0
@@ -431,12 +430,12 @@ class RowEncoder:
 
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
         """The tokens of each of `texts`, in order, with their positions in the text. A text of over 65,536 characters
-        is cut after the window with which it has at least `max_tokens` tokens."""
+        is cut after the window with which it has at least `max_tokens` tokens. For `encode`: prompts are not cut."""
         return tokenize(self.tokenizer, texts, self.max_tokens)
 
     def _template_text(self) -> str:
-        """The Jinja text of the template, looked up on the first call. Raises `SetupError` if there is none or the
-        tokenizer lacks its special tokens."""
+        """The Jinja text of the template, looked up on the first call, because plain text needs none. Raises
+        `SetupError` if there is none or the tokenizer lacks its special tokens."""
         if self._jinja is None:
             self._jinja = resolve_template(self.tokenizer, self.template)
         return self._jinja
@@ -450,7 +449,8 @@ class RowEncoder:
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation (messages, and tools or None), as `Conversations.render` gives it with this
         encoder's template. add_generation_prompt: whether the text ends with what the template writes before a
-        response. Raises `RowError` if the template fails on it, `SetupError` if there is none."""
+        response. Prompts are rendered by it, and rows whose responses the template need not find. Raises `RowError` if
+        the template fails on it, `SetupError` if there is none."""
         return self._conversations.render(messages, tools, add_generation_prompt)
 
 
@@ -491,8 +491,8 @@ def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, st
 
 
 def _without_turn_end(gap: str, special: list[str]) -> str:
-    """The text that opens the next turn: `gap`, the text between two messages, without the token of `special` that ends
-    the turn before and white space after it; all of `gap` if it does not begin so, or no text follows."""
+    """The text that opens the next turn, a marker: `gap`, the text between two messages, without the token of `special`
+    that ends the turn before and white space after it; all of `gap` if it does not begin so, or no text follows."""
     for token in sorted(special, key=len, reverse=True):
         rest = gap.removeprefix(token)
         if rest != gap and rest.strip():

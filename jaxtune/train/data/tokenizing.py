@@ -48,23 +48,24 @@ class Tokens:
 
     @classmethod
     def joined(cls, parts: list[Tokens]) -> Tokens:
-        """Joins `parts`, the tokens of consecutive parts of a text, whose positions are counted from the beginning of
-        the whole text: returns the tokens of that text. Its `cut` is that of the last part."""
+        """Joins `parts`, the tokens of consecutive windows or pieces of a text, whose positions are counted from the
+        beginning of the whole text: returns the tokens of that text. Its `cut` is that of the last part."""
         fields = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "starts", "ends"))
         return cls(*fields, cut=parts[-1].cut)
 
 
 def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) -> list[Tokens]:
     """The tokens of each text, in order, with their positions in it, without the special tokens that a tokenizer adds
-    around a text. A text of more than `WINDOW` characters is tokenised window by window, whatever `max_tokens` is, so
-    that the time grows linearly with its length.
+    around a text. `RowEncoder` tokenises rows and prompts by it, and adds BOS and EOS itself where they belong. A text
+    of more than `WINDOW` characters is tokenised window by window, whatever `max_tokens` is, so that the time grows
+    linearly with its length.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         texts: any number of texts of any length.
         max_tokens: tokenising a text stops after the window with which there are at least this many tokens, because
-            the caller would cut off the rest; the result's `cut` is then True, if text is left. None never stops. A
-            text of a single window is never cut.
+            data.overflow=truncate cuts off the rest; the result's `cut` is then True, if text is left. None never
+            stops. A text of a single window is never cut.
     """
     short = iter(_at_once(tokenizer, [text for text in texts if len(text) <= WINDOW]))
     return [next(short) if len(text) <= WINDOW else _in_windows(tokenizer, text, max_tokens) for text in texts]
@@ -97,7 +98,8 @@ def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], max_tokens: int 
 
 def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
     """The tokens of each of `texts`, with their positions, by one call of `tokenizer`, a fast Hugging Face one, without
-    windows and without the special tokens (such as BOS) that it adds around a text; [] without texts."""
+    windows and without the special tokens (such as BOS) that it adds around a text; [] without texts. `tokenize` calls
+    it for all texts of a single window, and `_in_windows` for each window of a long one."""
     if not texts:
         return []
     output = tokenizer(
@@ -145,7 +147,7 @@ def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
 
 def _seam(before: Tokens, after: Tokens, low: int, high: int) -> tuple[int, int | None]:
     """Where to join two overlapping windows of a text: (index in `before`, index in `after`) of a token that both have.
-    The tokens of `before` are used up to that index, and those of `after` from it on.
+    `_in_windows` joins them there. The tokens of `before` are used up to that index, and those of `after` from it on.
 
     Args:
         before, after: the tokens of a window and of the next one, with positions in the whole text.

@@ -108,7 +108,7 @@ _NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
 
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
-    """Renders and tokenises rows with `encoder`, and returns the chunk of their documents. A row that cannot be used,
+    """Renders and tokenises rows with `encoder`, a worker's task, and returns their chunk. A row that cannot be used,
     or has no trained token after its first, gives none and is listed with its place. A row of a preference format gives
     two, chosen and rejected (an empty one for the answer that a labelled row lacks). Raises SetupError as `encode`."""
     outcome = [attempt(_examples, row) for row in rows]
@@ -156,8 +156,8 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
 
 def _examples(row: Row) -> list[Example] | list[Example | None]:
     """Returns [the example of a row]; or [chosen, rejected], those of its two answers, if its format is PREFERENCE or
-    LABELLED, with None for the answer that a labelled row does not have. Raises `RowError` if the row cannot be
-    used."""
+    LABELLED, with None for the answer that a labelled row does not have. Raises `RowError` if the row cannot be used.
+    `encode_chunk` tokenises them."""
     if row.value is None:
         raise RowError(row.error)
     if row.format in (PREFERENCE, LABELLED):
@@ -173,7 +173,8 @@ def encode_rows(
     num_workers: int | None = None,
     poll: Callable[[], None] = lambda: None,
 ) -> Iterator[Chunk]:
-    """Tokenises rows, and yields the chunks of all of them in order, each as soon as it is made.
+    """Tokenises rows, and yields the chunks of all of them in order, each as soon as it is made. `dataset.prepare`
+    stores them in the token cache, or in memory if they are not cached.
 
     Args:
         rows: from `reading.read_rows`.
@@ -223,9 +224,8 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 class _Encoder(Protocol):
-    """The interface of what tokenises chunks of rows, in this process or another. `encode` makes a chunk in a `_Worker`
-    thread. The other methods are called in the thread that waits for chunks: `stopped` says whether a signal stopped
-    the process, `close` ends the encoder after its last chunk, and `kill` ends it at once."""
+    """The interface of what tokenises chunks of rows, in this process (`_InProcess`) or another (`_Process`). `encode`
+    is called in a `_Worker` thread, and the other methods in the thread that waits for chunks."""
 
     def encode(self, rows: list[Row]) -> Chunk:
         """Tokenises some rows and returns their chunk; blocks until it is made. Raises what the tokenising raised."""
@@ -233,7 +233,7 @@ class _Encoder(Protocol):
 
     def stopped(self) -> str:
         """If the encoder's process was stopped by a signal such as SIGSTOP, and therefore makes no progress: the name
-        of that process in words, for a warning. Otherwise ""."""
+        of that process in words, for a warning and an error of `_wait_for`. Otherwise ""."""
         ...
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class _Encoder(Protocol):
 
 class _Worker(threading.Thread):
     """A daemon thread that takes (rows, future) from the queue `tasks` and sets the future to the chunk that `encoder`
-    makes of the rows, or to its error, until it takes None. It is started at once."""
+    makes of the rows, or to its error, until it takes None. It is started at once. `_encode` makes them."""
 
     def __init__(self, encoder: _Encoder, tasks: queue.SimpleQueue):
         super().__init__(name="tokenising", daemon=True)

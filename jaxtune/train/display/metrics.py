@@ -230,7 +230,7 @@ class _TrackioSink(_Sink):
 
 def require_packages(tensorboard: bool, wandb_project: str | None, trackio_project: str | None) -> None:
     """Imports the loggers' packages: tensorboardX if `tensorboard` is true, wandb and trackio if their project is not
-    None. A run calls it before it loads its model. ValueError if one is missing, with the command that installs it."""
+    None. The train command calls it first, and MetricsLogger again. ValueError, with a remedy, if one is missing."""
     if tensorboard:
         _require_package("tensorboardX", "metrics.tensorboard")
     if wandb_project is not None:
@@ -278,15 +278,15 @@ ROWS = "eval_rows"  # the key of an evaluation's line with Documents.identity of
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of the metrics.jsonl at `path`, as dicts. The strings "nan", "inf" and "-inf" become floats again (not
-    within lists). Lines that are not JSON objects with an integer `step` are skipped. OSError without a file."""
+    """The lines of the metrics.jsonl at `path`, as dicts. The strings "nan", "inf" and "-inf" become floats again (at
+    the top level only). Lines that are not JSON objects with an integer `step` are skipped. OSError without a file."""
     with open(path, "rb") as file:
         return [line for text in file if (line := parsed(text)) is not None]
 
 
 def parsed(text: bytes) -> dict[str, Any] | None:
-    """`text`, a line of a metrics.jsonl, as a dict, with "nan", "inf" and "-inf" as floats (not in lists); None if it
-    is no JSON object with an integer `step`."""
+    """`text`, a line of a metrics.jsonl, as a dict, with "nan", "inf" and "-inf" as floats (at the top level only);
+    None if it is no JSON object with an integer `step`. `read_metrics` and the page of a run read lines by it."""
     with contextlib.suppress(ValueError, RecursionError):
         line = json.loads(text.decode("utf-8", "replace"))
         if isinstance(line, dict) and type(line.get("step")) is int:
@@ -296,7 +296,7 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 def evaluations(path: Path, rows: str) -> dict[int, float]:
     """{step: evaluation loss} from the metrics.jsonl at `path`, of evaluations of the rows `rows` (Documents.identity)
-    or of rows that are not recorded; {} without a file. results.json and a run that is started again need them."""
+    or of unnamed ones; {} without a file. For results.json, and to see if a run that is complete lacks the last one."""
     lines = read_metrics(path) if path.exists() else []
     return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and line.get(ROWS, rows) == rows}
 
@@ -313,7 +313,7 @@ def _drop_after(path: Path, last_step: int) -> None:
 
 
 def duration(seconds: float) -> str:
-    """A time of `seconds` as text for the screen, rounded to whole ones: 1:05, or 2:03:04 from an hour on."""
+    """A time of `seconds`, rounded to whole ones, as text for the terminal: 1:05, or 2:03:04 from an hour on."""
     minutes, seconds_left = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
@@ -390,7 +390,7 @@ class Progress:
         tokens_per_second: float | None = None,
         memory_bytes: int | None = None,
     ) -> None:
-        """Shows the numbers of a finished step that are not None: loss, learning_rate, grad_norm (of the gradient),
+        """Shows the Monitor's numbers of a step that are not None: loss, learning_rate, grad_norm (of the gradient),
         tokens_per_second, memory_bytes (the peak of device memory), and the estimated time left. `step`: steps done."""
         now = time.monotonic()
         if self._first is None:
@@ -431,7 +431,7 @@ class Progress:
 
     def print(self, text: str) -> None:
         """Prints the line `text`, above the bar on a terminal, which breaks it at spaces only; it is never cut or
-        coloured."""
+        coloured. The notes of a run and of its Monitor are printed by it."""
         self.console.print(terminal.plain(terminal.fitted(text, self.console)), soft_wrap=True)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
@@ -447,8 +447,8 @@ class Progress:
 
 
 def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
-    """Draws the finite losses in the metrics.jsonl at jsonl_path into the image png_path (a run's loss.png): of logged
-    steps, from 50 on with a moving average, and of evaluations. ValueError: none; ImportError: no matplotlib."""
+    """Draws the finite losses in the metrics.jsonl at jsonl_path into png_path (loss.png, at the end of a run): of
+    logged steps, from 50 on with a moving average, and of evaluations. ValueError: none; ImportError: no matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -484,8 +484,8 @@ def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> Non
 
 
 def decorate(what: str, make: Callable[[], Any]) -> None:
-    """Calls `make`, which makes something that a run can do without, such as a plot. An error is logged and not raised,
-    so that the run continues. what: the name of that thing, for the log."""
+    """Calls `make`, which makes something that a run can do without: loss.png or a profile. An error is logged and not
+    raised, so that the run continues. what: the name of that thing, for the log."""
     try:
         make()
     except Exception as error:

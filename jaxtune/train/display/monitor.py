@@ -44,7 +44,8 @@ _LEARNT = 1e-10  # the square of the gradient of a smaller loss may underflow in
 class TrainingStopped(ValueError):
     """Raised when a guard (a check of a step's metrics) ends the run: several steps in a row were not finite, nothing
     is trained or an adapter is not, or the first step contradicts the reference (Watched.check_first). Callbacks may
-    raise it too. The message says what was seen and, in most cases, what to do."""
+    raise it too. It passes through the training loop; on the way the Saver removes a last checkpoint whose state it
+    takes to be bad. The message says what was seen and, in most cases, what to do."""
 
 
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -79,7 +80,8 @@ class _Work:
         included), "real_tokens_per_second" (without) and "trained_tokens_per_second", "steps" (their number), the means
         "step_seconds" and "data_wait_seconds", and "mfu" (model FLOPs utilisation). There must be at least one step
         (otherwise ZeroDivisionError). peak_flops: the peak FLOP/s of all devices, needed for mfu; None: unknown, and
-        mfu is left out."""
+        mfu is left out. They are in the lines of metrics.jsonl and of `Watched.history`; the terminal shows only
+        "tokens_per_second"."""
         seconds = max(self.seconds, 1e-9)  # the clock may not have moved
         speeds = {
             "tokens_per_second": self.slots / seconds,
@@ -244,8 +246,8 @@ class Monitor:
             self._take()
 
     def flush(self) -> None:
-        """Waits for all dispatched steps and processes their metrics. Raises TrainingStopped if a guard ends the run
-        because of one of them."""
+        """Waits for all dispatched steps and processes their metrics. Pauses and saves begin with it, and the training
+        loop calls it after the last step. Raises TrainingStopped if a guard ends the run because of one of them."""
         while self.waiting:
             self._take()
 

@@ -43,8 +43,9 @@ from jaxtune.train.program.tensors import trainable_names
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
-    """(trainable, all): the two numbers of parameters of `model`, which tables and messages show. Both include
-    adapters, and the second counts each element of a quantised weight as one, however it is packed."""
+    """(trainable, all): the two numbers of parameters of `model`, for the title of `trained_table`, and for methods of
+    jaxtune.compat such as num_parameters. jaxtune itself only shows them. Both include adapters, and the second counts
+    each element of a quantised weight as one, however it is packed."""
     return parameters(nnx.state(model, nnx.Param)), parameters(nnx.state(model))
 
 
@@ -53,8 +54,9 @@ LARGE_FOR_A_CPU = 400_000_000
 
 
 def cpu_note(model: Decoder) -> str:
-    """A warning that a large model is about to be trained on a CPU, with what to do; "" if JAX has an accelerator, or
-    the model has fewer than 400 million parameters. The model's arrays may be abstract (jax.ShapeDtypeStruct)."""
+    """A warning that a large model is about to be trained on a CPU, with what to do, which the train command prints
+    before a run (not with --check or --plan); "" if JAX has an accelerator, or the model has fewer than 400 million
+    parameters. The model's arrays may be abstract (jax.ShapeDtypeStruct)."""
     count = parameters(nnx.state(model))
     if jax.default_backend() != "cpu" or count < LARGE_FOR_A_CPU:
         return ""
@@ -65,9 +67,10 @@ def cpu_note(model: Decoder) -> str:
 
 
 def trained_table(model: Decoder) -> Table:
-    """A rich Table of a model's trainable tensors, which a run and --check print: name, shape, layers and number of
-    parameters, with the numbers of trainable and of all parameters in the title. Tensors of different layers with the
-    same name and shape share a line. The model's arrays may be abstract (jax.ShapeDtypeStruct)."""
+    """A rich Table of a model's trainable tensors, which the train command prints before a run and with --check: name,
+    shape, layers and number of parameters, with the numbers of trainable and of all parameters in the title. Tensors of
+    different layers with the same name and shape share a line. The model's arrays may be abstract
+    (jax.ShapeDtypeStruct)."""
     trainable = nnx.state(model, nnx.Param)
     groups: dict[tuple, list] = collections.defaultdict(list)
     for name, leaf in zip(trainable_names(trainable), jax.tree.leaves(trainable), strict=True):
@@ -110,7 +113,7 @@ def data_summary(
     context_length: int,
 ) -> str:
     """The rows, steps and epochs of a run in words, a line each, and below them warnings about them ("warning: ...").
-    The run prints it before it starts, and --check shows it.
+    The train command prints it before a run and with --check, and jaxtune.compat's trainers print it too.
 
     Args:
       train: the tokenised rows to train on; None if they are not all known before the run.
@@ -142,7 +145,7 @@ def data_summary(
 def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None) -> list[str]:
     """Warnings about the rows of an evaluation, a sentence each: the warnings of `held_out` that `train` does not give
     too, and how many documents of `held_out` are also trained on, if there are any (not counted if `train` is None, or
-    both were split from one set).
+    both were split from one set). `data_summary` contains them, and `jaxtune evaluate` prints them alone.
 
     Args:
       train: the rows that are trained on; None if they are not all known before the run.
@@ -163,7 +166,7 @@ def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None)
 
 
 def check(model: Decoder, summary: str, batches: BatchSource, tokenizer: Any, console: Console) -> None:
-    """Prints the report of --check, which shows what a run would train on without training.
+    """Prints the report of --check, which shows what a run would train on without training. The train command calls it.
 
     Args:
       model: the model, whose trainable tensors are listed; its arrays may be abstract (jax.ShapeDtypeStruct).
@@ -192,10 +195,10 @@ def precision_notes(
     model: Decoder,
     qat: FakeQuant | None,
 ) -> list[str]:
-    """Sentences on the numeric settings of a run, which are printed before it starts: the dtypes of computation,
-    weights, gradients and optimizer state; and, where they apply, modules with a precision of their own, losses that
-    the layers add, the rounding of quantisation-aware training (QAT), that it differs from the one of an adapter's
-    earlier training, and, for dpo and kto with a loaded adapter, which model is the reference.
+    """Sentences on the numeric settings of a run, which it prints before its first step (--check and --plan do not):
+    the dtypes of computation, weights, gradients and optimizer state; and, where they apply, modules with a precision
+    of their own, losses that the layers add, the rounding of quantisation-aware training (QAT), that it differs from
+    the one of an adapter's earlier training, and, for dpo and kto with a loaded adapter, which model is the reference.
 
     Args:
       config: the run's.
@@ -242,14 +245,15 @@ def precision_notes(
 
 def _last_parts(names: list[str]) -> str:
     """How many of `names`, dotted names of modules, have each last part, in words for a note: "q_proj (2), down_proj
-    (2)"; "" without names."""
+    (2)"; "" without names. `precision_notes` names by it the modules with a precision of their own, and those that QAT
+    leaves out."""
     return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rpartition(".")[2] for n in names).items())
 
 
 def _module_notes(words: Mapping[str, str], computes_in: str) -> list[str]:
-    """[a sentence on the modules that have a precision of their own], or [] if there are none. words: {module's name:
-    dtype, such as "fp32", or format, such as "nf4"} of these modules. computes_in: the word of the dtype in which the
-    other modules compute."""
+    """[a sentence on the modules that have a precision of their own], or [] if there are none, for `precision_notes`.
+    words: {module's name: dtype, such as "fp32", or format, such as "nf4"} of these modules. computes_in: the word of
+    the dtype in which the other modules compute."""
     by_word: dict[str, list[str]] = {}
     for name, word in words.items():
         by_word.setdefault(word, []).append(name)
@@ -335,7 +339,7 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
 
 def _table_lines(parts: StepCost) -> list[str]:
     """A line on the table of per-layer embeddings if the plan has it on the host, or if it trains and therefore stays
-    on the device; [] otherwise. parts: the step's costs under the plan."""
+    on the device; [] otherwise. `plan_lines` contains it. parts: the step's costs under the plan."""
     if parts.table_on_host:
         rows = parts.rows * parts.length * parts.table.row_bytes
         return [
@@ -347,7 +351,8 @@ def _table_lines(parts: StepCost) -> list[str]:
 
 def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:
     """One line with the predicted time of a run under its plan, and its price if that of a device is given, without
-    evaluations and saves. If the number of steps is not known, they are those of a million tokens.
+    evaluations and saves. A run prints it before its first step, and --plan with the plan, unless the device is a CPU.
+    If the number of steps is not known, they are those of a million tokens.
 
     Args:
       forecast: what is predicted for the plan.
@@ -365,7 +370,8 @@ def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float |
 
 def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:
     """[a line with the plan's predicted peak memory and speed beside the measured ones], which the Monitor prints after
-    the third step; [] on a CPU, whose rates are unknown. The measured speed is that of the median step.
+    the third step; [] on a CPU, whose rates are unknown. The measured speed is that of the median step. The plan is not
+    changed by it.
 
     Args:
       forecast: what was predicted for the plan of the step.
@@ -397,7 +403,7 @@ def memory_plan(
       budget_bytes: the bytes of device memory that a step may take; None: no limit.
       console: where it is printed.
     Returns:
-      {"predicted", "compiled", "limit" if there is a budget: GB}.
+      {"predicted", "compiled", "limit" if there is a budget: GB}, for callers in Python; the command does not use it.
     """
     figures = {"predicted": forecast.peak_bytes / 1e9, "compiled": compiled_bytes / 1e9}
     console.print(_parts_table(forecast))
@@ -410,7 +416,8 @@ def memory_plan(
 
 def _parts_table(forecast: Forecast) -> Table:
     """A rich Table of the device memory that `forecast` predicts for the peak of the step: a line for each use of the
-    memory (such as weights), in GB, the largest first, and their sum, the predicted peak, in the last line."""
+    memory (such as weights), in GB, the largest first, and their sum, the predicted peak, in the last line. Both
+    reports of --plan show it."""
     table = Table(title="Memory at the peak, on each device", title_justify="left", box=None)
     table.add_column("part")
     table.add_column("GB", justify="right")
@@ -426,7 +433,8 @@ def plan_elsewhere(
     """Prints on `console` the report of a --plan that is computed from the model's shapes alone, without rows and
     without compiling: for plan.device, a device of another machine, or for this machine's device if data.train is
     empty. It has the plan in words, the memory at the peak of the step by what uses it, and the longest row that fits;
-    with a warning if the plan pins more host memory than is usual beside a device of another machine.
+    with a warning if the plan pins more host memory than machines with the planned device usually let be pinned (no
+    warning for this machine's device).
 
     Args:
       forecast: the plan, with what is predicted for it.
@@ -449,8 +457,8 @@ def plan_elsewhere(
 
 def new_rates(wanted: ScheduleConfig, schedule: optax.Schedule | None, step: int, total_steps: int) -> list[str]:
     """[a sentence about the learning rate of a run that is resumed with more steps than before: its schedule from here,
-    and the rate in the next step]; [] if the rate does not depend on the number of steps, or is not known. The caller
-    finds out whether the run is longer.
+    and the rate in the next step]; [] if the rate does not depend on the number of steps, or is not known. A run prints
+    it when it resumes. The caller finds out whether the run is longer.
 
     Args:
       wanted: config.schedule.

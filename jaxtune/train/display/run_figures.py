@@ -47,7 +47,7 @@ _EVALUATED = "eval_"
 @dataclasses.dataclass
 class Curve:
     """The values of one metric over the steps of a run; `steps` (int64) and `values` (float64) are two arrays of equal
-    length."""
+    length. Charts are drawn of it, and the main results are read from it."""
 
     steps: array.array = dataclasses.field(default_factory=lambda: array.array("q"))
     values: array.array = dataclasses.field(default_factory=lambda: array.array("d"))
@@ -90,7 +90,7 @@ class Figures:
     def add(self, line: JsonMapping) -> None:
         """Adds one line of metrics.jsonl, as metrics.parsed returns it: of steps, an evaluation or a pause. Numbers of
         drawn metrics are appended to their curves, those named eval_... to `evaluations`; other values, such as texts,
-        are in no curve. The sums, `step` and `plan` are updated."""
+        are in no curve. The sums, `step` and `plan` are updated. `RunFiles` calls it for each line of the file once."""
         self.step = line["step"]
         self.seconds += _wall_seconds(line)
         steps = line.get("steps", 1)
@@ -111,7 +111,8 @@ class Figures:
 
     def comparable_evaluations(self) -> list[tuple[int, dict[str, float]]]:
         """(step, {metric's name: value}) of the evaluations of the same rows as the last evaluation's, and of those
-        whose lines do not say which rows they had. Evaluations of other rows cannot be compared with these."""
+        whose lines do not say which rows they had. Evaluations of other rows cannot be compared with these. The charts
+        and the main results have only these."""
         last = self.evaluations[-1][1] if self.evaluations else ""
         return [(step, numbers) for step, rows, numbers in self.evaluations if rows in ("", last)]
 
@@ -131,7 +132,8 @@ class RunFiles:
     def page(self) -> JsonObject:
         """What the page shows of the run, as the JSON object that `_page` makes: its name, state, steps done, main
         results ("facts"), plan, charts, samples of answers and settings. While the run's state and files (metrics,
-        results, config) have not changed, it is the same object as at the last call.
+        results, config) have not changed, it is the same object as at the last call, so that a server that is asked
+        every two seconds computes nothing.
 
         Raises:
           ValueError: the folder has no metrics.jsonl.
@@ -204,8 +206,9 @@ def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
 
 
 def _seconds_left(figures: Figures, state: RunState) -> str:
-    """The estimated time left of a run in words, by the mean time of a step in `figures` and the total steps in
-    `state`; "" if the run is not running, or its end or speed is not known."""
+    """The estimated time left of a run in words, for its page (a terminal shows the estimate of `metrics.Progress`), by
+    the mean time of a step in `figures` and the total steps in `state`; "" if the run is not running, or its end or
+    speed is not known."""
     if state.name != "running" or state.total_steps is None or not figures.steps_timed:
         return ""
     left = (state.total_steps - figures.step) * figures.step_seconds / figures.steps_timed
@@ -267,9 +270,10 @@ def _short(value: float) -> float:
 
 
 def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
-    """The main results of a run, a list of [name, value in words]: steps and wall time ("-" if it is not finite); then
-    those that are known of the first and last losses, exact match, the median speed and the highest peak memory; and
-    skipped updates, if there are any. figures: the content of metrics.jsonl. results: the content of results.json."""
+    """The main results of a run, which the page shows, a list of [name, value in words]: steps and wall time ("-" if it
+    is not finite); then those that are known of the first and last losses, exact match, the median speed and the
+    highest peak memory; and skipped updates, if there are any. figures: the content of metrics.jsonl. results: the
+    content of results.json."""
     facts = [["steps", f"{figures.step:,}"]]
     facts.append(["time", _in_words(figures.seconds) if math.isfinite(figures.seconds) else "-"])
     losses = figures.curves.get("loss", Curve()).values
@@ -294,8 +298,8 @@ def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
 
 
 def _in_words(seconds: float) -> str:
-    """A time of `seconds`, which must be finite, in words: 17 s, 1 min 6 s; from an hour on without seconds: 13 h 53
-    min."""
+    """A time of `seconds`, which must be finite, in words, for the page: 17 s, 1 min 6 s; from an hour on without
+    seconds: 13 h 53 min."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"
@@ -304,7 +308,7 @@ def _in_words(seconds: float) -> str:
 
 def _exact_match(results: JsonMapping, when: str) -> float | None:
     """The share of right answers, 0 to 1, that `results`, the content of results.json, has for `when`, "before" or
-    "after" training; None if it was not measured."""
+    "after" training; None if it was not measured. `_facts` contains it."""
     found = results.get(when)
     return float(found["exact_match"]) if isinstance(found, dict) and _is_number(found.get("exact_match")) else None
 
@@ -336,7 +340,8 @@ def _asked(found: Any) -> list[dict[str, str]]:
 
 def _settings(path: Path) -> dict[str, str]:
     """{dotted key: value as JSON text} of the settings in the config.yaml at `path` that differ from jaxtune's
-    defaults, or that it does not know; {} if the file is missing or is not a YAML mapping."""
+    defaults, or that it does not know; {} if the file is missing or is not a YAML mapping. The page lists them; nothing
+    is checked."""
     import yaml
 
     from jaxtune.train.config.file import flat_keys
@@ -353,9 +358,9 @@ def _settings(path: Path) -> dict[str, str]:
 
 @functools.cache
 def _default_settings() -> JsonObject:
-    """{dotted key: default, a JSON value, null for a key without one} of a run's config, to find the settings of a run
-    that differ. The keys of the sections model, data, adapter and mesh are included, although a config need not have
-    these sections or gives them no default; of qat there is only the section, null."""
+    """{dotted key: default, a JSON value, null for a key without one} of a run's config, by which `_settings` finds the
+    settings of a run that differ. The keys of the sections model, data, adapter and mesh are included, although a
+    config need not have these sections or gives them no default; of qat there is only the section, null."""
     from jaxtune.train import config
     from jaxtune.train.config.file import flat_keys
 
@@ -386,12 +391,13 @@ def _as_json(default: object) -> JsonObject | None:
 
 def _read(path: Path) -> str:
     """The text of the file at `path` in a run's folder; "" if it is missing. Bytes that are not UTF-8 are replaced,
-    because a run may be writing it."""
+    because a run may be writing it. The page reads config.yaml and results.json by it."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _json(path: Path) -> JsonObject:
-    """The mapping in the JSON file at `path`; empty if there is no such file, or if it is not a JSON object."""
+    """The mapping in the JSON file at `path`; empty if there is no such file, or if it is not a JSON object. `_page`
+    reads results.json by it, which many runs do not have."""
     try:
         found = json.loads(_read(path) or "{}")
     except (ValueError, RecursionError):
@@ -408,7 +414,7 @@ def _is_drawn(key: str) -> bool:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     """Whether `value`, a JSON value, is a number that fits a float. False for true and false, and for an integer that
-    is too large, because JSON's integers have any size."""
+    is too large, because JSON's integers have any size. The page leaves out other values."""
     if isinstance(value, bool):
         return False
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
@@ -417,7 +423,8 @@ def _is_number(value: Any) -> TypeGuard[float]:
 def _wall_seconds(line: JsonMapping) -> float:
     """The wall time in seconds that a line of metrics.jsonl adds to the run's: that of its steps (`steps` times
     `step_seconds`), or, for the line of a pause such as a save, the sum of all its numbers named ..._seconds: the
-    pause's own, which is without its parts (monitor.py), and its parts. A line of neither kind adds 0."""
+    pause's own, which is without its parts (monitor.py), and its parts. A line of neither kind adds 0.
+    `Figures.seconds` is the sum over all lines."""
     if _is_number(line.get("step_seconds")):
         steps = line.get("steps", 1)
         return line["step_seconds"] * steps if _is_number(steps) else 0.0

@@ -84,7 +84,8 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
 
 def _of(run: RunFiles) -> JsonObject:
     """The JSON object of one run for the page: its figures (RunFiles.page), or, if it has no metrics yet or cannot be
-    read, {"name", "folder", "error": a sentence that says so}. One run's errors must not hide the other runs."""
+    read, {"name", "folder", "error": a sentence that says so}. The server asks for it at each request for figures, so
+    that one run's errors do not hide the other runs."""
     named = {"name": run.folder.resolve().name, "folder": str(run.folder)}
     if not (run.folder / m.JSONL).is_file():
         return named | {"error": f"This run has not started: there is no {m.JSONL} yet."}

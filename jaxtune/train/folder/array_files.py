@@ -89,5 +89,5 @@ def _processes():
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
     """A filter for the logger absl, through which Orbax logs: False for a line that code of Orbax logs, which is then
-    not shown; True for all others."""
+    not shown, because its errors are raised; True for all others. `_handler` adds it."""
     return f"{os.sep}orbax{os.sep}" not in record.pathname

@@ -25,7 +25,8 @@ BEST = "best_checkpoint"  # the entry of results.json that names the checkpoint 
 
 
 class BestEvaluation(TypedDict):
-    """The best evaluation of a run, as results.json names it (`best_checkpoint`) and `best_saved` returns it."""
+    """The best evaluation of a run, as results.json names it (`best_checkpoint`) and `best_saved` returns it. `jaxtune
+    evaluate` says by it which weights it scores."""
 
     step: int
     """The number of steps done."""
@@ -40,7 +41,8 @@ def best_saved(output: Path, wanted: CheckpointConfig) -> BestEvaluation | None:
     section `checkpoint`) among those whose checkpoint exists, on the held-out rows of the last evaluation with that
     metric (or on rows that the file does not name); NaN is never the best, and of equal ones the first is. None if no
     metric is named, or no such evaluation has it. The files are only read, so a run that writes them meanwhile is not
-    disturbed. `jaxtune evaluate` chooses by it the checkpoint of a run whose newest one is not exported yet."""
+    disturbed. `jaxtune evaluate` chooses by it the checkpoint of a run whose newest one is not exported yet; a run
+    itself finds its best one by `BestCheckpoint`."""
     name, path = wanted.best, output / JSONL
     if name is None or not path.exists():
         return None
@@ -72,8 +74,8 @@ class BestCheckpoint:
 
     def resume(self, output: Path, start: int, rows: str | None) -> None:
         """Finds the best evaluation of earlier processes of the run, among those whose checkpoint exists, and takes it
-        as the best so far, in all processes; with checkpoint.best unset it does nothing. A collective call: the first
-        process reads the file for all.
+        as the best so far, in all processes; with checkpoint.best unset it does nothing. The Trainer calls it at the
+        start of each process of the run. A collective call: the first process reads the file for all.
 
         Args:
           output: the run's folder, whose metrics.jsonl is read.
@@ -102,7 +104,7 @@ class BestCheckpoint:
     def offer(self, step: int, values: Mapping[str, float], save: Callable[[], bool]) -> None:
         """Takes an evaluation as the best one if its metric is better than that of the best one taken so far, and its
         state can be saved. The model before the first step is never taken, and with checkpoint.best unset nothing is
-        done.
+        done. The Saver calls it after each evaluation; while updates are being skipped, its `save` returns False.
 
         Args:
           step: the number of steps done.
@@ -153,7 +155,7 @@ class BestCheckpoint:
 
     def _is_better(self, value: float) -> bool:
         """Whether `value` of the metric is better than the best one so far: greater or less, as checkpoint.best_is
-        says. True for the first value; NaN never is, and an equal value is not."""
+        says. True for the first value; NaN never is, and an equal value is not. `resume` and `offer` ask it."""
         if math.isnan(value) or math.isnan(self.value):
             return not math.isnan(value)
         return value > self.value if self.config.best_is_greatest else value < self.value
