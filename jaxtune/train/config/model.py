@@ -108,5 +108,7 @@ class AdapterConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """The keyword arguments with which `get_peft_model` makes a new adapter: {key: value} of every key except
-        `path`. With `path` set they are only the defaults; the adapter's own settings are in its folder."""
+        `path`. With `path` set they are only the defaults; the adapter's own settings are in its folder. The loading of
+        a model makes its adapter by them, and the planner does so with shapes only; a record compares them with the
+        adapters of a model that the caller gave."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "path"}

@@ -48,7 +48,8 @@ SHORTHANDS = {"qat": "format", "objective": "name"}
 def _by_name(section: str) -> BeforeValidator:
     """A pydantic validator for the section `section` of `SHORTHANDS`, which lets it be given as a single string: "int4"
     for qat becomes {"format": "int4"}. It runs before pydantic's own checks, to which it passes everything else (of a
-    mapping, with lists changed to tuples)."""
+    mapping, with lists changed to tuples). The fields `objective` and `qat` have it; a config that is made in Python
+    gets the sections themselves."""
 
     def mapping(value: object) -> object:
         """The section's value as pydantic shall check it: a string as {its key: the string}, a mapping with lists
@@ -125,20 +126,23 @@ class TrainConfig:
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype in which the model computes, such as "bfloat16", as jax.numpy names it."""
+        """The name of the dtype in which the model computes, such as "bfloat16", as jax.numpy names it. The model and
+        its teacher are loaded and compute in it, and the planner and the share of the device's peak speed are computed
+        for it. It is not the dtype in which trained weights are stored (optim.weights)."""
         return DTYPES[self.computes_in]
 
     @property
     def components(self) -> dict[str, str]:
         """The precision map of single modules, {pattern of modules' names: dtype, such as "fp32", or format, such as
-        "nf4"} (models/precision.py); {} if `precision` is a single dtype. The pattern "*" is not in it."""
+        "nf4"} (models/precision.py); {} if `precision` is a single dtype. The pattern "*" is not in it. Loading stores
+        frozen weights by it, and the model of the run computes by it; the planner counts with it."""
         given = {} if isinstance(self.precision, str) else self.precision
         return {pattern: word for pattern, word in given.items() if pattern != _REST}
 
     def require_rows_for(self, devices: int) -> None:
         """Raises `ConfigError` unless the rows of a micro-batch (rows_per_step / micro_batches; without micro_batches,
         all rows of a step) can be divided evenly among `devices` devices. The config's own checks call it if `mesh`
-        gives that number; the run calls it again with the mesh that it chose."""
+        gives that number; the run calls it again with the mesh that it chose, and so does --plan for this machine."""
         rows = self.rows_per_step // (self.micro_batches or 1)
         require(
             rows % devices == 0,
@@ -341,7 +345,8 @@ class TrainConfig:
 
     def _check_rewards(self) -> None:
         """Raises `ConfigError` if evaluation.generate has "rewards", and the objective has no reward functions, other
-        functions stand beside it, or answers have several turns, which evaluations do not sample."""
+        functions stand beside it, or answers have several turns, which evaluations do not sample. `_check_evaluation`
+        calls it when a config is made; the functions are not loaded for it."""
         asked, wanted = self.evaluation.generate, self.objective
         if REWARDS not in asked:
             return
@@ -365,7 +370,8 @@ class TrainConfig:
         """Raises `ConfigError` if checkpoint.best names a metric that evaluations will not have: there are none after a
         step; it is of answers, and evaluation.generate is empty or has no such function; it is eval_reward, and
         generate is not [rewards]; or it is another, and the objective is grpo or rloo, whose evaluations have no loss.
-        Without checkpoint.best nothing is checked. has_eval: whether there are held-out rows."""
+        Without checkpoint.best nothing is checked. has_eval: whether there are held-out rows. `_check_evaluation` calls
+        it when a config is made, so that a run does not end without a best checkpoint."""
         best, asked = self.checkpoint.best, self.evaluation.generate
         if best is None:
             return
