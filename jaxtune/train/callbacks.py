@@ -57,7 +57,8 @@ class Callback:
     def between(self, moment: Between) -> None:
         """Called after each step was dispatched to the device, before the evaluations and saves that the config asks
         for at this step. The step's metrics are not there yet; `stepped` gets them. moment: has the number of steps
-        dispatched, and functions that evaluate, save or stop the run after this step."""
+        dispatched, and functions that evaluate, save or stop the run after this step. In this base class it does
+        nothing."""
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
         """Called with the metrics of optimizer step `step` (counted from 1), about one step after it was dispatched. It
@@ -69,7 +70,8 @@ class Callback:
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
         """Called before the held-out rows are evaluated after `step` steps (0: before the first one). It may be the
         first method that is called in a process. model: a function that returns the model that is evaluated. The next
-        step donates the model's trained arrays, so they must not be used once that step is dispatched."""
+        step donates the model's trained arrays, so they must not be used once that step is dispatched. In this base
+        class it does nothing."""
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         """Called with the metrics of an evaluation after `step` steps, such as eval_loss. Entries that are added to

@@ -25,7 +25,8 @@ class ModelConfig:
     """The section `model` of a configuration: where the model comes from, exactly one of `path` and `from_config`; its
     tokenizer; and how its frozen weights are stored and multiplied. A model from `from_config` has random weights: it
     needs `tokenizer`, and cannot have `load_in`. What contradicts this raises ConfigError. Without `load_in`, weights
-    that the checkpoint itself stores quantised stay in their format."""
+    that the checkpoint itself stores quantised stay in their format. The train, evaluate and sensitivity commands load
+    the model by it; a `Trainer` gets a model that its caller has loaded."""
 
     __pydantic_config__ = _STRICT
 

@@ -293,8 +293,8 @@ class ObjectiveConfig:
     def _check_stored(self) -> None:
         """Raises `ConfigError` if a teacher's log-probabilities are to be stored (teacher_top_k) or read from a file
         (teacher_logprobs) before the run, and on_policy is not 0, or teacher_logprobs stands beside another key of the
-        teacher; also if teacher_top_k is not positive. `__post_init__` calls it for the objective distill; whether a
-        file can be read is not checked."""
+        teacher; also if teacher_top_k is not positive. `__post_init__` calls it when a config is made; it reads no
+        file."""
         positive("objective.teacher_top_k", self.teacher_top_k)
         for key in ("teacher", "teacher_load_in", "teacher_top_k"):
             require(

@@ -137,7 +137,7 @@ class DataConfig:
     def _require_what_can_be_streamed(self) -> None:
         """Raises `ConfigError` if data.train is an empty list or a weight in it is not positive; if data.eval_rows or
         data.packing=step is set, which need all rows before the run, and rows are streamed (data.streaming) or mixed
-        (data.train has weights); or if data.max_rows is set for a stream."""
+        (data.train has weights); or if data.max_rows is set for a stream. `__post_init__` calls it."""
         require(self.train != (), "data.train", [], "must name rows")
         for rows, weight in self.mixed:
             positive(f"data.train, the weight of {rows}", weight)

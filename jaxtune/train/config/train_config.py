@@ -193,7 +193,7 @@ class TrainConfig:
         """Raises `ConfigError` if a step has more tokens than int32 can count, or its rows cannot be divided evenly
         into micro-batches or, if `mesh` gives their number, among devices, or if mesh.fsdp divides weights and a key is
         set that does not work then: optim.offload, an objective that samples answers, or evaluations in which the model
-        generates."""
+        generates. `__post_init__` calls it; nothing is loaded for it."""
         tokens = self.rows_per_step * self.data.length
         require(
             tokens <= LARGEST_INTEGER,
@@ -247,7 +247,7 @@ class TrainConfig:
     def _check_exact_match(self) -> None:
         """Raises `ConfigError` if evaluation.exact_match_rows is set with an objective whose rows have no single right
         answer (such as dpo) or whose model writes no answers (reward), or if evaluation.generate is set with the
-        objective reward."""
+        objective reward. `__post_init__` calls it; nothing is loaded for it."""
         why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
         require(
             self.objective.name in ("sft", "kto", "grpo", "rloo", "distill") or not self.evaluation.exact_match_rows,
@@ -265,7 +265,7 @@ class TrainConfig:
     def _check_precision(self) -> None:
         """Raises `ConfigError` if `precision` is a map with an unknown word, with a format and no adapter, or with a
         word for "*" that is no dtype. A map without "*" gets "*": "bf16", and one that has only "*" is replaced by its
-        word."""
+        word. `__post_init__` calls it; whether a pattern fits a module of the model is checked later."""
         if isinstance(self.precision, str):
             return
         object.__setattr__(self, "precision", {**self.precision, _REST: self.precision.get(_REST, "bf16")})
@@ -290,7 +290,7 @@ class TrainConfig:
     def _check_adapter(self) -> None:
         """Raises `ConfigError` if a key is set that needs an adapter and there is none (model.load_in), or that an
         adapter rules out (model.from_config, optim.weights=bf16, optim.offload), or optim.offload without
-        max_grad_norm."""
+        max_grad_norm. `__post_init__` calls it; nothing is loaded for it."""
         if self.model.from_config is not None and self.adapter is not None:
             raise ConfigError(
                 "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
@@ -331,7 +331,8 @@ class TrainConfig:
     def _check_evaluation(self) -> None:
         """Raises `ConfigError` if evaluations are asked for (every_steps, at_start) and there are no held-out rows (for
         evaluations by generation: no data.eval), if evaluation.generate names rewards that cannot be used, or if
-        checkpoint.best names a metric that evaluations will not have."""
+        checkpoint.best names a metric that evaluations will not have. `__post_init__` calls it; whether the rows can be
+        read is checked later."""
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
         for key in ("every_steps", "at_start"):
             value = getattr(self.evaluation, key)

@@ -216,8 +216,8 @@ class BatchSource:
 class Rows(Protocol):
     """The interface of a set of rows that are written into batches on demand, such as `packing.PackedRows`. A row is
     known by its index. `empty` makes a batch of padding, `fill` writes one of the rows into a row of that batch, and
-    `sources` says where a row came from. With data.packing=step, several of these rows are written into one row of the
-    batch."""
+    `sources` says where a row came from. `Batches`, `steps.StepBatches` and `feeds.FedBatches` make batches of such
+    rows. With data.packing=step, several of these rows are written into one row of the batch."""
 
     length: int
     """The number of tokens in a row, padding included."""

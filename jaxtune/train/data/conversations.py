@@ -30,7 +30,7 @@ _INLINE = re.compile(r"(<think>)(.*\S.*)(</think>)", re.DOTALL)  # a thought wit
 
 class TextRange(NamedTuple):
     """Where a message's own text is in a rendered conversation, as indices of characters. `Conversations._text_of`
-    makes it. `start` and `end` are both None if the text cannot be found."""
+    makes it, to find where a response begins and ends. `start` and `end` are both None if the text cannot be found."""
 
     start: int | None
     """The index of its first character."""
