@@ -54,7 +54,7 @@ class TokenDataset:
     """What happens to documents that are longer than `length`: "truncate" cuts them, "split" divides them into several
     pieces, and "error" refuses them."""
     cached: bool = False
-    """Whether the tokens were read from the token cache instead of being made, for callers of `prepare`; runs ignore it."""
+    """Whether the tokens were read from the token cache instead of being made; a run does not read this."""
     mask_spans: tuple[tuple[str, str], ...] = ()
     """The (opening, closing) texts between which tokens of responses are not trained on. The masks of `documents` show
     it already; the field only lets `warnings` say if no response has such a span."""
