@@ -33,7 +33,9 @@ _SHOWN = 160  # characters of a question or an answer on the screen
 @dataclasses.dataclass(frozen=True)
 class Answered:
     """The results of an evaluation by generation, in which the model answers held-out rows and functions score the
-    answers: the metrics, and some of the answers. `lines` gives both in words, for the screen."""
+    answers: the metrics, and some of the answers. `lines` gives both in words, for the screen. A run prints the lines,
+    and adds the metrics and the samples to the evaluation's line of metrics.jsonl. The evaluate command prints them
+    too, and adds both to its results."""
 
     metrics: dict[str, float]
     """`eval_answers/NAME`: the mean value of the function NAME over the answers that it applies to and does not fail
@@ -48,7 +50,8 @@ class Answered:
     def lines(self) -> list[str]:
         """The metrics and the samples in words, as lines for the screen. The first has the reward, if it was measured,
         the mean value of each function, the mean length of the answers and the share that was cut off; then comes a
-        line for each sample, its question and answer."""
+        line for each sample, its question and answer. A run prints them after each such evaluation, and the evaluate
+        command once; metrics.jsonl has the numbers and samples themselves."""
         of_functions = [f"{name.partition('/')[2]} {value:.4f}" for name, value in self.metrics.items() if "/" in name]
         if "eval_reward" in self.metrics:
             of_functions.insert(0, f"reward {self.metrics['eval_reward']:.4f}")
@@ -62,7 +65,9 @@ class Answered:
 @dataclasses.dataclass(frozen=True)
 class AnswerMetrics:
     """Generates a model's answers to the questions of held-out rows, and scores them. `answer_metrics` makes it once
-    for a run; each evaluation calls it with the model and gets the results, an `Answered`.
+    for a run; each evaluation calls it with the model and gets the results, an `Answered`. The evaluate command makes
+    and calls one too. `identity` is a checksum of the questions' tokens only, and `sampled_rows` the size, in tokens
+    and rows, of what is generated at a time.
 
     Example:
       metrics = answer_metrics(config, config.data.eval, tokenizer, model)
@@ -227,13 +232,14 @@ def answer_metrics(
 
 def _mean(values: np.ndarray) -> float:
     """The mean of those of `values` (float[n], a function's scores of all answers) that are not NaN; NaN if there are
-    none. A score is NaN if the function does not apply to the answer, or failed for it."""
+    none. A score is NaN if the function does not apply to the answer, or failed for it. A metric `eval_answers/NAME` is
+    such a mean; `eval_reward` is computed otherwise."""
     known = values[~np.isnan(values)]
     return float(known.mean(dtype=np.float64)) if known.size else float("nan")
 
 
 def _line(value: object) -> str:
-    """`value`, a question or an answer for the screen, as text on one line: white space becomes single spaces, and a
-    text of more than 160 characters is cut there and gets "..."."""
+    """`value`, a question or an answer that `Answered.lines` shows on the screen, as text on one line: white space
+    becomes single spaces, and a text of more than 160 characters is cut there and gets "..."."""
     text = " ".join(str(value).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

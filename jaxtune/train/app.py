@@ -131,7 +131,8 @@ def answers_to_show(answers: Sequence[tuple[str, str, str]], count: int) -> list
     """Chooses `count` of the answers of an evaluation, (question, expected, given), and keeps their order. Half of
     them, rounded down, are wrong ones, because the mistakes of a model that is nearly always right show most; if there
     are too few wrong or too few right ones, more of the others are taken. An answer is right if it equals the expected
-    one apart from white space at the ends. It returns fewer than `count` if there are fewer."""
+    one apart from white space at the ends. It returns fewer than `count` if there are fewer. `answer` prints and
+    returns these; they do not decide the score."""
     wrong = [index for index, (_, expected, given) in enumerate(answers) if given.strip() != expected.strip()]
     right = sorted({*range(len(answers))} - {*wrong})
     few_right = right[: max(count - len(wrong), (count + 1) // 2)]
@@ -139,8 +140,9 @@ def answers_to_show(answers: Sequence[tuple[str, str, str]], count: int) -> list
 
 
 def _show_answers(found: dict[str, Any], console: Console, when: str, left_out: int) -> None:
-    """Prints on `console` the score and the samples in `found`, which `answer` returned. when: printed before the
-    score, such as "before training"; "" prints nothing there. left_out: the number of rows that `answered` left out."""
+    """Prints on `console` the score and the samples in `found`, which `answer` returned. `answer` calls it, and
+    `_Delivery.show_numbers` for a run that was complete already. when: printed before the score, such as "before
+    training"; "" prints nothing there. left_out: the number of rows that `answered` left out."""
     begin, rest = f"{when}: " if when else "", f" ({left_out:,} rows without an answer left out)" if left_out else ""
     console.print(f"{begin}exact match {100 * found['exact_match']:.1f} % of {found['rows']} held-out questions{rest}")
     for sample in found["samples"]:
@@ -150,9 +152,9 @@ def _show_answers(found: dict[str, Any], console: Console, when: str, left_out: 
 
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
-    """Runs the train command for a config: trains, exports the model and evaluates it as the config asks, and writes
-    all results to the folder config.output. With `check` or `plan` it only prints, and writes nothing to that folder
-    (but the caches of tokens and of compiled programs, which are elsewhere, may get entries).
+    """Does what `jaxtune train` does once it has read the config. It trains, exports the model and evaluates it as the
+    config asks, and writes all results to the folder config.output. With `check` or `plan` it only prints, and writes
+    nothing to that folder (but the caches of tokens and of compiled programs, which are elsewhere, may get entries).
 
     Args:
       config: the config of the run.
@@ -191,9 +193,9 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
 
 
 def require_fit_for_processes(config: TrainConfig) -> None:
-    """Raises ValueError for a run of several processes if their configs differ, or if the config asks for what several
-    processes cannot do yet: answers that train or are evaluated, or optim.offload. A single process is always
-    accepted. The train and evaluate commands call it before they read anything."""
+    """Raises ValueError for a run of several processes if their configs or the versions of their packages differ, or if
+    the config asks for what several processes cannot do yet: answers that train or are evaluated, or optim.offload. A
+    single process is always accepted. The train and evaluate commands call it before they read anything."""
     if (count := processes.count()) == 1:
         return
     require_same_settings(config)
@@ -212,10 +214,10 @@ def require_fit_for_processes(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
-    """Does a run of the train command by its config: loads, trains, exports and evaluates, prints on `console` what to
-    do next (in the first process), and returns the exit code 0. If all results of the run exist already, it does not
-    train, and prints their numbers. stop: watches for signals such as SIGTERM, on which it ends the run with
-    TrainingInterrupted or Interrupted; `run` catches both."""
+    """Does a run of the train command by its config, for `run` without --check and --plan: loads, trains, exports and
+    evaluates, prints on `console` what to do next (in the first process), and returns the exit code 0. If all results
+    of the run exist already, it does not train, and prints their numbers. stop: watches for signals such as SIGTERM, on
+    which it ends the run with TrainingInterrupted or Interrupted; `run` catches both."""
     with loading(config) as (weights, tokenizer, model):
         if note := report.cpu_note(model):
             console.print(note, markup=False, highlight=False)
@@ -240,7 +242,8 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
 def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     """Does what --plan asks for on this machine, without training: prints on `console` the plan of `trainer` (what
     becomes of the values that the backward reads, and the number of micro-batches), compiles its step (and that of
-    further plans until one fits), and prints the predicted memory and the compiler's figure.
+    further plans until one fits), and prints the predicted memory and the compiler's figure. The train command only
+    prints; it ignores what is returned.
 
     Returns:
       {name: GB}: `predicted` and `compiled`, the step's peak memory by the planner and by the compiler; and `limit`,
@@ -333,7 +336,8 @@ class _Delivery:
 
     def _answers(self, model: Decoder, when: str) -> dict[str, Any]:
         """Answers the held-out questions with `model`, and prints the score after the words `when`, such as "before
-        training". Returns {"exact_match", "rows", "samples"} of the function `answer`."""
+        training". Returns {"exact_match", "rows", "samples"} of the function `answer`. `begin` calls it before training
+        and `finish` after it; evaluations between steps do not."""
         assert self.trainer.sampled is not None  # set in __init__, as the config asks for answers
         return answer(model, self.trainer.tokenizer, self.config, self.console, self.trainer.sampled, when)
 

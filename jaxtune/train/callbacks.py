@@ -39,7 +39,8 @@ class Between:
 
     def stop(self) -> None:
         """Ends the run after this step as if it were the last one: the final checkpoint and evaluation are made if the
-        config asks for them, and the run returns the trained model."""
+        config asks for them, and the run returns the trained model. A callback calls it to stop early; jaxtune.compat
+        does so when a script's callback sets should_training_stop."""
         self.stopped = True
 
 
@@ -56,23 +57,28 @@ class Callback:
     def between(self, moment: Between) -> None:
         """Called after each step was dispatched to the device, before the evaluations and saves that the config asks
         for at this step. The step's metrics are not there yet; `stepped` gets them. moment: has the number of steps
-        dispatched, and functions that evaluate, save or stop the run after this step."""
+        dispatched, and functions that evaluate, save or stop the run after this step. In this base class it does
+        nothing."""
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
         """Called with the metrics of optimizer step `step` (counted from 1), about one step after it was dispatched. It
         is called for every step; metrics.jsonl has only the steps that metrics.log_every selects, the last one, and
         those whose numbers are not finite, and its speeds are means over the steps since the previous line. Entries
-        that are added to `metrics` go into Trainer.history, and into metrics.jsonl if that has the step."""
+        that are added to `metrics` go into Trainer.history, and into metrics.jsonl if that has the step. It is for
+        callbacks that log or watch the training loss; in this base class it does nothing."""
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
         """Called before the held-out rows are evaluated after `step` steps (0: before the first one). It may be the
         first method that is called in a process. model: a function that returns the model that is evaluated. The next
-        step donates the model's trained arrays, so they must not be used once that step is dispatched."""
+        step donates the model's trained arrays, so they must not be used once that step is dispatched. In this base
+        class it does nothing."""
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         """Called with the metrics of an evaluation after `step` steps, such as eval_loss. Entries that are added to
-        `metrics` go into metrics.jsonl and Trainer.history too."""
+        `metrics` go into metrics.jsonl and Trainer.history too. `eval_loss` is missing if the rows are only answered.
+        In this base class it does nothing."""
 
     def saved(self, step: int) -> None:
         """Called when the arrays of a checkpoint of the state after `step` steps were copied to the host. A thread
-        writes the files, which may not be complete yet."""
+        writes the files, which may not be complete yet. A callback that reads the files must wait for them itself. In
+        this base class it does nothing."""

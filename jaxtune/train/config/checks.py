@@ -13,7 +13,8 @@ import math
 
 class ConfigError(ValueError):
     """Raised for a configuration that cannot be used: when it is read or made, and later if the model, the rows or the
-    device do not fit it. The message names the key, its value where there is one, and what to do."""
+    device do not fit it. The message names the key, its value where there is one, and what to do. The commands print it
+    without a traceback, as they print other errors of a user, and end with code 2."""
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
@@ -31,17 +32,20 @@ def require(condition: bool, key: str, value: object, fix: str) -> None:
 
 
 def positive(key: str, value: float | None) -> None:
-    """Raises `ConfigError` unless the value of the dotted key `key` is None, or finite and above 0."""
+    """Raises `ConfigError` unless the value of the dotted key `key` is None, or finite and above 0. A config and its
+    sections check their numbers by it when they are made; None stands for a key that is not set."""
     require(value is None or (value > 0 and math.isfinite(value)), key, value, "must be greater than 0")
 
 
 def not_negative(key: str, value: float | None) -> None:
-    """Raises `ConfigError` unless the value of the dotted key `key` is None, or finite and at least 0."""
+    """Raises `ConfigError` unless the value of the dotted key `key` is None, or finite and at least 0. A config and its
+    sections check their numbers by it when they are made; None stands for a key that is not set."""
     require(value is None or (value >= 0 and math.isfinite(value)), key, value, "must be 0 or more")
 
 
 def fraction(key: str, value: float | None, below_one: bool = False) -> None:
-    """Raises `ConfigError` unless the value of the dotted key `key` is None, or from 0 to 1. below_one: whether 1
+    """Raises `ConfigError` unless the value of the dotted key `key` is None, or from 0 to 1. The sections check shares,
+    decays and probabilities by it when they are made; None stands for a key that is not set. below_one: whether 1
     itself is refused (True) or accepted (False)."""
     inside = value is None or (0 <= value < 1 if below_one else 0 <= value <= 1)
     require(inside, key, value, "must be from 0 to " + ("below 1" if below_one else "1"))

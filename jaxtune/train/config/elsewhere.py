@@ -46,7 +46,7 @@ class Translation:
 def program_of(values: Mapping[str, Any]) -> str | None:
     """The program that a config is for, by the key that names its model: "axolotl" (base_model), "LLaMA-Factory"
     (model_name_or_path), or None for neither, and for a config that has the key `model`, as a recipe does. values: the
-    keys and values of the YAML file."""
+    YAML file's keys and values. `recipe_of` chooses the translation by it; `load_config` refuses a config by it."""
     if "base_model" in values and "model" not in values:
         return AXOLOTL
     if "model_name_or_path" in values and "model" not in values:
@@ -217,7 +217,7 @@ def _choose(
       made: the recipe.
       left: the keys not translated yet; a value that the table lacks stays there, and is then reported as lacking.
       names: the names of the key in the other program.
-      key: the dotted key of the recipe.
+      key: the dotted key of the recipe: optim.name or schedule.name, which `_common` translates so.
       table: {value in the other program: value in the recipe}.
     """
     for name in names:
@@ -226,10 +226,10 @@ def _choose(
 
 
 def _packing(made: Translation, packs: bool) -> None:
-    """Sets data.packing of the recipe `made`. packs: whether the other program packs several documents into a row. If
-    it does, data.packing becomes True. If it does not, each update of that program trains on a fixed number of
-    documents; data.packing then becomes "step", with which a step here trains on the same number, and a note in
-    made.notes says so."""
+    """For both programs: sets data.packing of the recipe `made`. packs: whether the other program packs several
+    documents into a row. If it does, data.packing becomes True. If it does not, each update of that program trains on a
+    fixed number of documents; data.packing then becomes "step", with which a step here trains on the same number, and a
+    note in made.notes says so."""
     made.set("data.packing", True if packs else "step")
     if not packs:
         made.notes.append("data.packing: step: an update has as many documents as there; true makes fewer updates")
@@ -248,9 +248,9 @@ def _columns(made: Translation, columns: Mapping[str, str], of: str) -> None:
 
 
 def _rows(made: Translation, key: str, names: list[str]) -> None:
-    """Sets `key`, data.train or data.eval, of the recipe `made` to `names`, files or data sets as data.train takes
-    them: one name, a list of several, or nothing if there is none. data.eval gets only the first; the others are added
-    to made.lacking."""
+    """For both programs: sets `key`, data.train or data.eval, of the recipe `made` to `names`, files or data sets as
+    data.train takes them: one name, a list of several, or nothing if there is none. data.eval gets only the first; the
+    others are added to made.lacking."""
     if names:
         made.set(key, names[0] if len(names) == 1 else names)
     if key == "data.eval" and len(names) > 1:
@@ -322,8 +322,8 @@ def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
 
 
 def _take(made: Translation, left: dict[str, Any], **names: str) -> None:
-    """Sets keys of the section `adapter` of the recipe `made` from keys of `left`, which are removed; those that are
-    missing, null, false or empty stay unset. names: {name of the key in the other program: its name in the section}."""
+    """For both programs: sets keys of the section `adapter` of the recipe `made` from keys of `left`, which are
+    removed; those missing, null, false or empty stay unset. names: {name of a key in that program: in the section}."""
     for source, ours in names.items():
         if value := left.pop(source, None):
             made.set(f"adapter.{ours}", value)

@@ -34,8 +34,7 @@ from jaxtune.train.config.elsewhere import program_of
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One key of the configuration's schema as `--help` and the documentation list it: its name, type, default and
-    help text."""
+    """One key of the configuration's schema: its name, type, default and help text, as `config_keys` lists it."""
 
     name: str
     """The dotted key, such as "optim.learning_rate"."""
@@ -48,7 +47,8 @@ class ConfigKey:
 
 
 def config_keys() -> list[ConfigKey]:
-    """Every key of a TrainConfig in the order of the schema (see `_keys_of`), for `--help` and the documentation."""
+    """Every key of a TrainConfig in the order of the schema (`_keys_of`), for `--help`, the documentation and hints.
+    Records of older versions that lack a key get its default from it. No value is checked by it."""
     return list(_keys_of(TrainConfig, ""))
 
 
@@ -127,7 +127,8 @@ def recipe_summary(path: Path) -> str:
 
 
 def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = True) -> TrainConfig:
-    """Reads a recipe and applies `key.sub=value` overrides to it.
+    """Reads a recipe and applies `key.sub=value` overrides to it, for the commands train and sensitivity, and, through
+    `load_to_evaluate`, evaluate. A run reads by it whether the config.yaml in its output folder is its own.
 
     Args:
         recipe: the path of a YAML file, or the name of a packaged recipe. In its values, `{package}` becomes the folder
@@ -135,7 +136,6 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
         overrides: such as `["optim.learning_rate=1e-4", "adapter=null", "adapter.target_modules=[q_proj, v_proj]"]`; a
             value is a YAML scalar, `[list]`, `{mapping}` or quoted string.
         rows_needed: whether data.train must be set. If False, it is "" when it is missing.
-
     Raises:
         ConfigError: the recipe cannot be read, is the config of another program (`jaxtune convert` translates those),
             or has faults. The message has one line for each fault: the key, the value, the file and line, and the
@@ -159,12 +159,12 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
 
 
 def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, Any]:
-    """The keys and values of a YAML file, a recipe or another program's config, as nested dicts, lists and scalars.
+    """The keys and values of a YAML file, a recipe or another program's config, as nested dicts, lists and scalars,
+    unchecked: `load_config` reads recipes by it, `jaxtune convert` the others.
 
     Args:
         path: the file.
         origins: if given, receives {dotted key: "file:line"} for error messages.
-
     Raises:
         ConfigError: the file cannot be read, or is no YAML mapping.
     """
@@ -205,7 +205,6 @@ def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainC
 
 def _find_recipe(recipe: str) -> Path:
     """Returns the file of a recipe. `recipe` is the name of a packaged one, which is looked up first, or a path.
-
     Raises:
       ConfigError: there is no such file (the message for a name lists the packaged ones, and the nearest one if any is
         near), or the path is a run's folder (the message names the config.yaml in it).
@@ -263,7 +262,6 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
         text: the YAML; an empty text gives None.
         source: its file name, or the override, for messages.
         origins: if given, receives "source:line" for each dotted key.
-
     Raises:
         ConfigError: it is not YAML, has a key twice, more than 10,000 values, or more than 20 levels of nesting.
     """
@@ -323,7 +321,6 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
         values: the recipe.
         override: "key.sub=value".
         origins: where each dotted key was set, for messages; it is updated.
-
     Raises:
         ConfigError: the override cannot be read, or a name before the last one in its key has a value with no keys.
     """
@@ -364,12 +361,12 @@ def _adapter() -> pydantic.TypeAdapter[TrainConfig]:
 
 
 def config_from_dict(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> TrainConfig:
-    """Checks nested plain values, such as `config_to_dict` returns, and makes a TrainConfig of them.
+    """Checks nested plain values, such as `config_to_dict` returns, and makes a TrainConfig of them: `load_config`
+    returns it, and `jaxtune convert` only checks.
 
     Args:
         values: dicts, lists and scalars.
         origins: where each dotted key was set, such as "file:line", for messages.
-
     Raises:
         ConfigError: the values have faults; the message has one line for each.
     """
@@ -415,9 +412,9 @@ def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _where(key: str, origins: Mapping[str, str]) -> str:
-    """Returns the place where the dotted key `key` was set, as " (file:line)" for a message. If `origins` does not have
-    the key, it is the place of the innermost section around it that `origins` has; "" if there is none. origins:
-    {dotted key: "file:line", or the override that set it}."""
+    """Returns the place where the dotted key `key` was set, as " (file:line)" for `_explain`'s message. If `origins`
+    does not have the key, it is the place of the innermost section around it that `origins` has; "" if there is none.
+    origins: {dotted key: "file:line", or the override that set it}."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         origin = origins.get(".".join(parts[:end]))
@@ -427,8 +424,8 @@ def _where(key: str, origins: Mapping[str, str]) -> str:
 
 
 def _locate(location: tuple[int | str, ...]) -> tuple[str, Any, type]:
-    """Finds the field of the configuration that an error of pydantic is about. location: the "loc" of one of its
-    `errors()`, the names (or indices of lists) on the way from TrainConfig to the faulty value.
+    """Finds the field of the configuration that an error of pydantic is about, for `_explain`. location: the "loc" of
+    one of its `errors()`, the names (or indices of lists) on the way from TrainConfig to the faulty value.
 
     Returns (the field's dotted key; the type of the last field on that way, or None; the dataclass that has the field).
     The walk ends at a field that is no section (indices and members of a union follow), or with an unknown key.
@@ -449,8 +446,8 @@ def _locate(location: tuple[int | str, ...]) -> tuple[str, Any, type]:
 
 
 def _nearest(key: str, section: type) -> str:
-    """A hint for an unknown dotted key: "did you mean ...?" with the nearest valid key of its section (the dataclass
-    `section`) or of all sections, or else the keys of the section."""
+    """A hint for an unknown dotted key, for `_explain`: "did you mean ...?" with the nearest valid key of its section
+    (the dataclass `section`) or of all sections, or else the keys of the section."""
     prefix, _, name = key.rpartition(".")
     siblings = [item.name for item in dataclasses.fields(section)]
     near = difflib.get_close_matches(name, siblings, 1, cutoff=0.7)
@@ -469,8 +466,8 @@ def _nearest(key: str, section: type) -> str:
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
-    """`config` as nested dicts, lists and scalars with every key, as checkpoints record it; `config_from_dict` reads it
-    back to an equal config."""
+    """`config` as nested dicts, lists and scalars with every key, as checkpoints and profiles record it;
+    `config_from_dict` reads it back to an equal config."""
     return json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
 
 

@@ -25,7 +25,8 @@ class ModelConfig:
     """The section `model` of a configuration: where the model comes from, exactly one of `path` and `from_config`; its
     tokenizer; and how its frozen weights are stored and multiplied. A model from `from_config` has random weights: it
     needs `tokenizer`, and cannot have `load_in`. What contradicts this raises ConfigError. Without `load_in`, weights
-    that the checkpoint itself stores quantised stay in their format."""
+    that the checkpoint itself stores quantised stay in their format. The train, evaluate and sensitivity commands load
+    the model by it; a `Trainer` gets a model that its caller has loaded."""
 
     __pydantic_config__ = _STRICT
 
@@ -108,5 +109,7 @@ class AdapterConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """The keyword arguments with which `get_peft_model` makes a new adapter: {key: value} of every key except
-        `path`. With `path` set they are only the defaults; the adapter's own settings are in its folder."""
+        `path`. With `path` set they are only the defaults; the adapter's own settings are in its folder. The loading of
+        a model makes its adapter by them, and the planner does so with shapes only; a record compares them with the
+        adapters of a model that the caller gave."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "path"}

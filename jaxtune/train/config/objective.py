@@ -87,10 +87,11 @@ _OPTIONS |= {
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """The section `objective` of a configuration: what is trained for. Where TRL has an option, its name and meaning
-    are TRL's. ConfigError: an option differs from its default and the objective `name` does not have it (`_OPTIONS`),
-    it contradicts another or is out of range, or one is missing that the objective needs: reward functions, an
-    environment or a rollout_func for grpo and rloo; a teacher or its stored log-probabilities for distill.
+    """The section `objective` of a configuration: what is trained for. `objective_of` constructs the objective of a run
+    by it. Where TRL has an option, its name and meaning are TRL's. ConfigError: an option differs from its default and
+    the objective `name` does not have it (`_OPTIONS`), it contradicts another or is out of range, or one is missing
+    that the objective needs: reward functions, an environment or a rollout_func for grpo and rloo; a teacher or its
+    stored log-probabilities for distill.
 
     An option that is None takes the default of the objective's class, which its description gives in brackets. So does
     loss_type = "sigmoid" for grpo, which has no such loss; it has no meaning for objectives other than dpo and grpo.
@@ -217,7 +218,8 @@ class ObjectiveConfig:
     def samples(self) -> bool:
         """Whether the model samples answers in the run, on which it trains: True for grpo and rloo, and for distill
         unless on_policy is 0. False for objectives that train on given answers. What such a run cannot have (divided
-        weights, several processes) is refused by it."""
+        weights, several processes) is refused by it, and the planner then chooses no mesh that divides weights. Whether
+        a run needs a batch source that samples is not asked here, but of its objective (run_rows.samples)."""
         return self.name in ("grpo", "rloo") or (self.name == "distill" and self.on_policy != 0)
 
     def __post_init__(self) -> None:
@@ -291,7 +293,8 @@ class ObjectiveConfig:
     def _check_stored(self) -> None:
         """Raises `ConfigError` if a teacher's log-probabilities are to be stored (teacher_top_k) or read from a file
         (teacher_logprobs) before the run, and on_policy is not 0, or teacher_logprobs stands beside another key of the
-        teacher; also if teacher_top_k is not positive."""
+        teacher; also if teacher_top_k is not positive. `__post_init__` calls it when a config is made; it reads no
+        file."""
         positive("objective.teacher_top_k", self.teacher_top_k)
         for key in ("teacher", "teacher_load_in", "teacher_top_k"):
             require(
@@ -319,12 +322,12 @@ class ObjectiveConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of this objective that are not None, as {name: value}: the keyword arguments of the objective's
-        class (of its constructor `of` for grpo, rloo and distill), which has its own defaults for the others. For grpo
-        and rloo the dict also has the options of reward functions and tools (their names are in the property
-        `of_source`), and for distill `teacher_load_in`; all of these are for the batch source or the loader, and must
-        be left out when the class is constructed. grpo's loss_type is left out if it is "sigmoid", the default, which
-        is a loss of dpo."""
+        """For `objective_of`, which constructs the objective of a run: the options that are not None, as {name: value}:
+        the keyword arguments of the objective's class (of its constructor `of` for grpo, rloo and distill), which has
+        its own defaults for the others. For grpo and rloo the dict also has the options of reward functions and tools
+        (their names are in the property `of_source`), and for distill `teacher_load_in`; all of these are for the batch
+        source or the loader, and must be left out when the class is constructed. grpo's loss_type is left out if it is
+        "sigmoid", the default, which is a loss of dpo."""
         named = {name: getattr(self, name) for name in _OPTIONS[self.name]}
         if self.name == "grpo" and self.loss_type == "sigmoid":  # the default, which is dpo's
             del named["loss_type"]

@@ -1,7 +1,6 @@
-"""Most sections of a run's configuration, as frozen dataclasses with defaults and help texts (the second argument of an
+"""Most sections of a configuration, as frozen dataclasses with defaults and help texts (the second argument of an
 `Annotated` type). The others are in model.py, objective.py and qat.py; train_config.py combines all, and file.py reads
-and writes them. What types cannot express is checked in `__post_init__`, so that a configuration built in Python is
-checked like one from YAML."""
+and writes them. What types cannot express is checked in `__post_init__`, for configurations made in Python too."""
 
 from __future__ import annotations
 
@@ -130,14 +129,15 @@ class DataConfig:
 
     @property
     def mixed(self) -> tuple[tuple[str, float], ...]:
-        """The (name of rows, weight) pairs that `train` mixes; empty if its rows have no weights."""
+        """The (name of rows, weight) pairs that `train` mixes; empty if its rows have no weights. The config's checks
+        and `first_look` read it; the run finds the pairs in `train` itself."""
         given = () if isinstance(self.train, str) else self.train
         return tuple(part for part in given if not isinstance(part, str))
 
     def _require_what_can_be_streamed(self) -> None:
         """Raises `ConfigError` if data.train is an empty list or a weight in it is not positive; if data.eval_rows or
         data.packing=step is set, which need all rows before the run, and rows are streamed (data.streaming) or mixed
-        (data.train has weights); or if data.max_rows is set for a stream."""
+        (data.train has weights); or if data.max_rows is set for a stream. `__post_init__` calls it."""
         require(self.train != (), "data.train", [], "must name rows")
         for rows, weight in self.mixed:
             positive(f"data.train, the weight of {rows}", weight)
@@ -326,7 +326,7 @@ class MeshConfig:
 
     @property
     def axes(self) -> dict[str, int]:
-        """{axis: number of devices}, in the order of AXES (models/placement/partition.py); -1: what others leave."""
+        """{axis: its size}, for messages and `sizes`, in the order of partition.AXES; -1: what others leave."""
         return {"data": self.data, "fsdp": self.fsdp}
 
     @property
@@ -391,8 +391,8 @@ class CheckpointConfig:
 
     @property
     def best_is_greatest(self) -> bool:
-        """Whether the greatest value of the metric `best` is the best one (True), or the least (False): as best_is says
-        or, if that is None, the least for a name that ends in "loss" and the greatest for all others."""
+        """Whether the best checkpoint is that of the greatest value of the metric `best` (True) or of the least
+        (False): as best_is says or, if that is None, the least for a name that ends in "loss", else the greatest."""
         return not (self.best or "").endswith("loss") if self.best_is is None else self.best_is == "greatest"
 
 
@@ -427,8 +427,8 @@ class EvaluationConfig:
 
     @property
     def asking(self) -> list[tuple[str, object]]:
-        """The (dotted key, value) of each setting that is on and makes an evaluation generate the model's answers to
-        held-out rows; empty if none is. Divided weights (mesh.fsdp) and several processes are refused beside them."""
+        """The (dotted key, value) of each setting that makes evaluations generate answers to held-out rows; [] if none
+        does. Beside them, the planner divides no weights, and mesh.fsdp and several processes are refused."""
         settings = ("exact_match_rows", self.exact_match_rows), ("generate", list(self.generate))
         return [(f"evaluation.{name}", value) for name, value in settings if value]
 

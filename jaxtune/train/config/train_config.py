@@ -48,7 +48,8 @@ SHORTHANDS = {"qat": "format", "objective": "name"}
 def _by_name(section: str) -> BeforeValidator:
     """A pydantic validator for the section `section` of `SHORTHANDS`, which lets it be given as a single string: "int4"
     for qat becomes {"format": "int4"}. It runs before pydantic's own checks, to which it passes everything else (of a
-    mapping, with lists changed to tuples)."""
+    mapping, with lists changed to tuples). The fields `objective` and `qat` have it; a config that is made in Python
+    gets the sections themselves."""
 
     def mapping(value: object) -> object:
         """The section's value as pydantic shall check it: a string as {its key: the string}, a mapping with lists
@@ -125,20 +126,23 @@ class TrainConfig:
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype in which the model computes, such as "bfloat16", as jax.numpy names it."""
+        """The name of the dtype in which the model computes, such as "bfloat16", as jax.numpy names it. The model and
+        its teacher are loaded and compute in it, and the planner and the share of the device's peak speed are computed
+        for it. It is not the dtype in which trained weights are stored (optim.weights)."""
         return DTYPES[self.computes_in]
 
     @property
     def components(self) -> dict[str, str]:
         """The precision map of single modules, {pattern of modules' names: dtype, such as "fp32", or format, such as
-        "nf4"} (models/precision.py); {} if `precision` is a single dtype. The pattern "*" is not in it."""
+        "nf4"} (models/precision.py); {} if `precision` is a single dtype. The pattern "*" is not in it. Loading stores
+        frozen weights by it, and the model of the run computes by it; the planner counts with it."""
         given = {} if isinstance(self.precision, str) else self.precision
         return {pattern: word for pattern, word in given.items() if pattern != _REST}
 
     def require_rows_for(self, devices: int) -> None:
         """Raises `ConfigError` unless the rows of a micro-batch (rows_per_step / micro_batches; without micro_batches,
         all rows of a step) can be divided evenly among `devices` devices. The config's own checks call it if `mesh`
-        gives that number; the run calls it again with the mesh that it chose."""
+        gives that number; the run calls it again with the mesh that it chose, and so does --plan for this machine."""
         rows = self.rows_per_step // (self.micro_batches or 1)
         require(
             rows % devices == 0,
@@ -189,7 +193,7 @@ class TrainConfig:
         """Raises `ConfigError` if a step has more tokens than int32 can count, or its rows cannot be divided evenly
         into micro-batches or, if `mesh` gives their number, among devices, or if mesh.fsdp divides weights and a key is
         set that does not work then: optim.offload, an objective that samples answers, or evaluations in which the model
-        generates."""
+        generates. `__post_init__` calls it; nothing is loaded for it."""
         tokens = self.rows_per_step * self.data.length
         require(
             tokens <= LARGEST_INTEGER,
@@ -243,7 +247,7 @@ class TrainConfig:
     def _check_exact_match(self) -> None:
         """Raises `ConfigError` if evaluation.exact_match_rows is set with an objective whose rows have no single right
         answer (such as dpo) or whose model writes no answers (reward), or if evaluation.generate is set with the
-        objective reward."""
+        objective reward. `__post_init__` calls it; nothing is loaded for it."""
         why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
         require(
             self.objective.name in ("sft", "kto", "grpo", "rloo", "distill") or not self.evaluation.exact_match_rows,
@@ -261,7 +265,7 @@ class TrainConfig:
     def _check_precision(self) -> None:
         """Raises `ConfigError` if `precision` is a map with an unknown word, with a format and no adapter, or with a
         word for "*" that is no dtype. A map without "*" gets "*": "bf16", and one that has only "*" is replaced by its
-        word."""
+        word. `__post_init__` calls it; whether a pattern fits a module of the model is checked later."""
         if isinstance(self.precision, str):
             return
         object.__setattr__(self, "precision", {**self.precision, _REST: self.precision.get(_REST, "bf16")})
@@ -286,7 +290,7 @@ class TrainConfig:
     def _check_adapter(self) -> None:
         """Raises `ConfigError` if a key is set that needs an adapter and there is none (model.load_in), or that an
         adapter rules out (model.from_config, optim.weights=bf16, optim.offload), or optim.offload without
-        max_grad_norm."""
+        max_grad_norm. `__post_init__` calls it; nothing is loaded for it."""
         if self.model.from_config is not None and self.adapter is not None:
             raise ConfigError(
                 "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
@@ -327,7 +331,8 @@ class TrainConfig:
     def _check_evaluation(self) -> None:
         """Raises `ConfigError` if evaluations are asked for (every_steps, at_start) and there are no held-out rows (for
         evaluations by generation: no data.eval), if evaluation.generate names rewards that cannot be used, or if
-        checkpoint.best names a metric that evaluations will not have."""
+        checkpoint.best names a metric that evaluations will not have. `__post_init__` calls it; whether the rows can be
+        read is checked later."""
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
         for key in ("every_steps", "at_start"):
             value = getattr(self.evaluation, key)
@@ -341,7 +346,8 @@ class TrainConfig:
 
     def _check_rewards(self) -> None:
         """Raises `ConfigError` if evaluation.generate has "rewards", and the objective has no reward functions, other
-        functions stand beside it, or answers have several turns, which evaluations do not sample."""
+        functions stand beside it, or answers have several turns, which evaluations do not sample. `_check_evaluation`
+        calls it when a config is made; the functions are not loaded for it."""
         asked, wanted = self.evaluation.generate, self.objective
         if REWARDS not in asked:
             return
@@ -365,7 +371,8 @@ class TrainConfig:
         """Raises `ConfigError` if checkpoint.best names a metric that evaluations will not have: there are none after a
         step; it is of answers, and evaluation.generate is empty or has no such function; it is eval_reward, and
         generate is not [rewards]; or it is another, and the objective is grpo or rloo, whose evaluations have no loss.
-        Without checkpoint.best nothing is checked. has_eval: whether there are held-out rows."""
+        Without checkpoint.best nothing is checked. has_eval: whether there are held-out rows. `_check_evaluation` calls
+        it when a config is made, so that a run does not end without a best checkpoint."""
         best, asked = self.checkpoint.best, self.evaluation.generate
         if best is None:
             return

@@ -53,8 +53,8 @@ class Batch:
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
         """`rows` rows of padding, each of `length` tokens, as new numpy arrays (zeros, in the dtypes of the fields);
-        `extra` is empty. Sources make a batch of it and write their rows into it; a row that is not written stays
-        padding, without any trained token."""
+        `extra` is empty. Sources, and packed rows for them (`Rows.empty`), begin a batch with it and write rows into
+        it; a row that is not written stays padding, without any trained token."""
         shape = (rows, length)
         return cls(
             tokens=np.zeros(shape, np.int32),
@@ -141,8 +141,8 @@ class BatchSource:
         devices. A source that has lanes fills only the rows of its process's own lanes (`divide`). A subclass defines
         it; here it raises NotImplementedError.
 
-        Steps are asked for in ascending order, from the step that the run begins or resumes with. The latest one may
-        be asked for again.
+        The run calls it for every step. Before the run, --check shows a row of step 0. Steps are asked for in ascending
+        order, from the step that the run begins or resumes with. The latest one may be asked for again.
 
         Args:
             step: the number of the step.
@@ -189,13 +189,13 @@ class BatchSource:
         return {}
 
     def described(self, total_steps: int) -> list[str]:
-        """The lines that a run of `total_steps` steps prints about its rows before it begins: by default, that they are
-        made during the run, and the numbers of steps and of rows in a step."""
+        """The lines that a run of `total_steps` steps, or --check, prints about its rows before it begins: by default,
+        that they are made during the run, and the numbers of steps and of rows in a step."""
         return ["training rows: made during the run", f"{total_steps:,} steps of {self.rows_per_step:,} rows"]
 
     def warnings(self) -> list[str]:
-        """Warnings about the rows to show before training, such as rows that were left out, one sentence each; [] by
-        default. They end nothing: what makes rows unusable is raised as an error instead."""
+        """Warnings about the rows to show before training, with those lines, such as rows that were left out, one
+        sentence each; [] by default. They end nothing: what makes rows unusable is raised as an error instead."""
         return []
 
     def news(self) -> list[str]:
@@ -216,8 +216,8 @@ class BatchSource:
 class Rows(Protocol):
     """The interface of a set of rows that are written into batches on demand, such as `packing.PackedRows`. A row is
     known by its index. `empty` makes a batch of padding, `fill` writes one of the rows into a row of that batch, and
-    `sources` says where a row came from. With data.packing=step, several of these rows are written into one row of the
-    batch."""
+    `sources` says where a row came from. `Batches`, `steps.StepBatches` and `feeds.FedBatches` make batches of such
+    rows. With data.packing=step, several of these rows are written into one row of the batch."""
 
     length: int
     """The number of tokens in a row, padding included."""
@@ -237,11 +237,12 @@ class Rows(Protocol):
     @property
     def lengths(self) -> np.ndarray:
         """int64[n]: the number of tokens in each row, padding not counted, in the order of the rows. With
-        data.packing=step, steps are packed by them (`steps.StepBatches`)."""
+        data.packing=step, steps are packed by them (steps.py); other sources do not read them."""
         ...
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """A batch of `rows` rows of padding, as new numpy arrays.
+        """A batch of `rows` rows of padding, as new numpy arrays. Sources make a batch by it, and then call `fill` for
+        each row. The program of a step is compiled for its shapes.
 
         Args:
             rows: the number of rows of the batch.
@@ -251,7 +252,8 @@ class Rows(Protocol):
         ...
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes one of these rows, with its values in `extra`, into a row of a batch, in place.
+        """Writes one of these rows, with its values in `extra`, into a row of a batch, in place. Sources call it when a
+        run asks for the batch of a step.
 
         Args:
             batch: from `empty`.
@@ -273,7 +275,8 @@ class Rows(Protocol):
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """The order of the rows in an epoch: int64[rows], a permutation of 0 .. rows - 1 that depends only on `seed` and
-    the number `epoch`, each from 0 on.
+    the number `epoch`, each from 0 on. `Batches` ("shuffled") and mixtures shuffle their rows by it. Sources of sampled
+    answers order their prompts by it, and streams their shards and the rows of a window.
 
     It is the same with every version of numpy: numpy guarantees that the raw stream of a bit generator such as Philox
     never changes for a key, which it does not guarantee for `Generator.permutation`.
@@ -284,7 +287,8 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 def torch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """The permutation that transformers' Trainer uses for an epoch (from 0), int64[rows]: torch.randperm with seed +
-    epoch. So a run that replaces one of transformers' sees the rows in the same order.
+    epoch. So a run that replaces one of transformers' sees the rows in the same order. Only jaxtune.compat, which runs
+    scripts written for transformers and TRL, asks for it; no config key does.
 
     torch.randperm swaps each index i with i + (r mod (rows - i)), where r is the next 32-bit output of the Mersenne
     Twister.
@@ -298,7 +302,8 @@ def torch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 def given_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """The identity permutation, int64[rows]: rows keep the order in which they were packed. It has the same signature
-    as the other orders, and ignores seed and epoch."""
+    as the other orders, and ignores seed and epoch. Evaluations, and passes of a reference model, use it; so does
+    jaxtune.compat for a script that wants its rows in sequence."""
     return np.arange(rows)
 
 
@@ -366,8 +371,9 @@ class Batches(BatchSource):
 
     def rows_at(self, step: int) -> np.ndarray:
         """The indices in `rows` of the packed rows that step `step` (from 0) trains on: int64[n]. n is the number that
-        the constructor was given as rows_per_step or, in the last step of an epoch, a smaller one. Raises ValueError if
-        `step` is negative."""
+        the constructor was given as rows_per_step or, in the last step of an epoch, a smaller one. `batch_at` and
+        `sources_at` take these rows, and a pass of a reference model stores its values by these indices. Raises
+        ValueError if `step` is negative."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         epoch, index = divmod(int(step), self.steps_per_epoch)
@@ -381,8 +387,9 @@ class Batches(BatchSource):
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """The batch of a step (from 0), as new numpy arrays, whose rows are those that `rows_at` names, in that order,
-        and padding after them if the last step of an epoch has fewer; steps may be asked for in any order. `model` is
-        not used. Raises ValueError if `step` is negative."""
+        and padding after them if the last step of an epoch has fewer; steps may be asked for in any order. Runs,
+        evaluations and passes of reference models call it. `model` is not used. Raises ValueError if `step` is
+        negative."""
         batch = self.empty(self.rows_per_step)
         for slot, row in enumerate(self.rows_at(step)):
             self.rows.fill(batch, slot, int(row))
@@ -396,7 +403,8 @@ class Batches(BatchSource):
     def identity(self) -> dict[str, Json]:
         """What a resumed run must have in common with this one, as checkpoints record it: {"rows": the number of packed
         rows, "tokens_crc32": a checksum of all tokens, "trained_tokens": the number of targets that are trained on,
-        "order": the order, unless it is "shuffled"}. A run with other values is not resumed."""
+        "order": the order, unless it is "shuffled"}. A run with other values is not resumed. The evaluate command sees
+        by the checksum whether data.eval_rows takes out the rows that a run took out."""
         return {
             "rows": len(self.rows),
             "tokens_crc32": self.rows.documents.tokens_crc32,
@@ -405,8 +413,8 @@ class Batches(BatchSource):
         }
 
     def described(self, total_steps: int) -> list[str]:
-        """Two lines for the screen before a run of `total_steps` steps: the counts of packing, and the numbers of steps
-        and of rows in an epoch."""
+        """Two lines for the screen before a run of `total_steps` steps, and for --check: the counts of packing, and the
+        numbers of steps and of rows in an epoch."""
         return [
             f"training rows: {self.rows.report}",
             f"{total_steps:,} steps; {self.steps_per_epoch:,} in an epoch of {len(self.rows):,} rows",

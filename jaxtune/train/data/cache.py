@@ -163,7 +163,7 @@ class _Meta:
 
 
 class CachedDocuments(NamedTuple):
-    """What `open_or_build` returns: (documents, summary, was_cached)."""
+    """What `open_or_build` returns to `dataset.prepare`: (documents, summary, was_cached)."""
 
     documents: Documents
     """The documents, whose tokens and mask are memory-mapped; an empty set if no row was usable."""
@@ -233,7 +233,7 @@ class _Store:
                 stream.close()
 
     def documents(self) -> Documents:
-        """The documents of all chunks, for a store in memory; there must have been at least one chunk."""
+        """The documents of all chunks, of which there must be one, for a store in memory. `collect` returns them."""
         return _documents({name: np.concatenate(parts) for name, parts in self.parts.items()}, list(self.files))
 
 
@@ -256,8 +256,8 @@ def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
 
 def collect(chunks: Iterable[Chunk]) -> tuple[Documents, Summary]:
     """(documents, summary) of all chunks: the documents in memory, and the counts of their rows. Without a chunk there
-    is no document, and all counts are 0. It is for rows that cannot be cached, such as a list of dicts or a window of a
-    stream."""
+    is no document, and all counts are 0. `prepare` calls it for rows that cannot be cached, such as a list of dicts or
+    a window of a stream."""
     store = _Store(None)
     for chunk in chunks:
         store.add(chunk)
@@ -315,9 +315,9 @@ def _own_name(folder: Path) -> Path:
 
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
-    """Writes all chunks that `build` makes into `folder`, an existing, empty folder, and completes it with a meta.json.
-    Returns (a set without documents, since nothing is mapped yet; the counts). Raises ValueError if its files cannot be
-    written; what `build` raises passes through. The folder then stays incomplete."""
+    """Writes all chunks that `build` makes into `folder`, an existing, empty folder, for `open_or_build`, and completes
+    it with a meta.json. Returns (a set without documents, since nothing is mapped yet; the counts). Raises ValueError
+    if its files cannot be written; what `build` raises passes through. The folder then stays incomplete."""
     with _disk_errors(folder.parent):
         store = _Store(folder)
     try:
@@ -365,9 +365,10 @@ def _commit(temporary: Path, folder: Path) -> Path:
 
 
 def _open(folder: Path) -> tuple[Documents, Summary]:
-    """(documents, summary) of the cache folder `folder`: the memory-mapped documents and the counts of their rows,
-    after checking sizes, checksums and counts. Raises PermissionError if another user's folder cannot be read, and one
-    of `DAMAGE`, such as ValueError, if the folder is damaged."""
+    """(documents, summary) of the cache folder `folder`, for `open_or_build`, and for `_commit` to see whether it is
+    damaged: the memory-mapped documents and the counts of their rows, after checking sizes, checksums and counts.
+    Raises PermissionError if another user's folder cannot be read, and one of `DAMAGE`, such as ValueError, if the
+    folder is damaged."""
     meta = _read_meta(folder / "meta.json")
     fields = {}
     for name, dtype in FIELDS.items():
@@ -484,7 +485,7 @@ def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) ->
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A hash, 32 hex digits, of the parts of a fast tokenizer that decide the tokens: its class, all of its
     tokenizer.json, its special tokens and its chat template. It goes into `cache_key`, so that a changed tokenizer gets
-    another cache."""
+    another cache; nothing else uses it."""
     backend = tokenizer.backend_tokenizer.to_str()
     parts = [type(tokenizer).__name__, backend, repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -30,7 +30,7 @@ _INLINE = re.compile(r"(<think>)(.*\S.*)(</think>)", re.DOTALL)  # a thought wit
 
 class TextRange(NamedTuple):
     """Where a message's own text is in a rendered conversation, as indices of characters. `Conversations._text_of`
-    makes it. `start` and `end` are both None if the text cannot be found."""
+    makes it, to find where a response begins and ends. `start` and `end` are both None if the text cannot be found."""
 
     start: int | None
     """The index of its first character."""
@@ -60,8 +60,10 @@ class Conversations:
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
         """Renders a conversation (`messages`, and `tools` or None) by the tokenizer's `apply_chat_template`, and
-        returns the text, without tokenising it. Raises `RowError` if the template fails on the conversation.
-        add_generation_prompt: whether the text ends with what the template writes before a response."""
+        returns the text, without tokenising it. The other methods call it, `RowEncoder` for prompts and for
+        conversations whose responses the template need not show, and `ToolFormat` for the answers of tools. Raises
+        `RowError` if the template fails on the conversation. add_generation_prompt: whether the text ends with what the
+        template writes before a response."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -76,7 +78,8 @@ class Conversations:
     def render_marked(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
         """(text of a conversation, ranges of its responses) from its `messages` and `tools` (or None), for a template
         with `{% generation %}` marks. The ranges are (start, end) indices of characters of all these blocks; empty ones
-        are left out. The conversation is rendered once. Raises `RowError` if the template fails."""
+        are left out. `RowEncoder` calls it if only responses train and no marker strings find them. The conversation is
+        rendered once. Raises `RowError` if the template fails."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -126,8 +129,10 @@ class Conversations:
 
     def _start(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
         """The index in `text` where the response that is message `index` begins; `text` is the whole conversation
-        (messages, tools), rendered. It is for templates that render the turns before a response differently once later
-        turns follow, or whose generation prompt opens a thought that earlier turns do not have (Qwen3.5's).
+        (messages, tools), rendered. `render_prefixes` calls it where `text` does not begin with the turns before the
+        response as rendered alone, with a generation prompt: for templates that render the turns before a response
+        differently once later turns follow, or whose generation prompt opens a thought that earlier turns do not have
+        (Qwen3.5's).
 
         The response begins after the generation prompt, which is searched for between the message before and the text
         of the response. Where only a beginning of the generation prompt, with a special token in it, stands directly
@@ -171,8 +176,9 @@ class Conversations:
         return low + len(turns) - last
 
     def _end(self, messages: list[dict], tools: list[dict] | None, text: str, index: int, turns: str) -> int:
-        """The index in `text` where the response that is message `index` ends. It is for templates that render turns
-        differently once later ones follow.
+        """The index in `text` where the response that is message `index` ends. `render_prefixes` calls it where `text`
+        does not begin with the turns up to this one as rendered alone: for templates that render turns differently once
+        later ones follow.
 
         Where the template writes behind the message what it writes there while the message is the last one, the
         response ends after that; elsewhere after the first token that can end a turn (`end_ids`) behind the message's
@@ -227,9 +233,9 @@ class Conversations:
         return TextRange(low, weak if high is None else high)
 
     def _rendered_with(self, messages: list[dict], tools: list[dict] | None, index: int, changed: dict) -> str | None:
-        """The text of the conversation (messages, tools) with the message `changed` instead of message `index`; None
-        if the template fails on it. Comparing it with the unchanged text shows what the template writes of that
-        message."""
+        """The text of the conversation (messages, tools) with the message `changed` instead of message `index`; None if
+        the template fails on it. Comparing it with the unchanged text shows what the template writes of that message:
+        `_text_of` finds the place of its text so, and `left_out` a part that is not written."""
         try:
             return self.render([*messages[:index], changed, *messages[index + 1 :]], tools)
         except RowError:  # some templates refuse a change, such as text beside a call
@@ -237,10 +243,11 @@ class Conversations:
 
     def left_out(self, messages: list[dict], tools: list[dict] | None, text: str) -> str:
         """The parts of a conversation (messages, tools) that the template does not write into its text, in words for a
-        warning, such as "reasoning_content of message 2 (assistant)"; "" if none is found. text: the rendered
-        conversation. Checked are the thoughts, the `<think>` blocks of responses, the name of each message's first
-        call, contents without such a block that do not occur in the text unchanged, and the tools. A part counts as
-        written if the template fails when it is changed."""
+        warning, such as "reasoning_content of message 2 (assistant)"; "" if none is found. `RowEncoder` calls it for
+        every conversation; it changes no token and refuses no row. text: the rendered conversation. Checked are the
+        thoughts, the `<think>` blocks of responses, the name of each message's first call, contents without such a
+        block that do not occur in the text unchanged, and the tools. A part counts as written if the template fails
+        when it is changed."""
         asked = [
             (index, part, changed)
             for index, message in enumerate(messages)
@@ -293,7 +300,7 @@ def _is_lost(content: str, text: str) -> bool:
 
 def _common_prefix(one: str, other: str) -> int:
     """The number of characters of the longest common prefix of the texts `one` and `other`: where two renderings begin
-    to differ."""
+    to differ. `_text_of` finds a message's text by it, from the front and, with reversed texts, from the end."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # comparing slices is much faster than comparing characters
         middle = (low + high + 1) // 2

@@ -54,7 +54,7 @@ class TokenDataset:
     """What happens to documents that are longer than `length`: "truncate" cuts them, "split" divides them into several
     pieces, and "error" refuses them."""
     cached: bool = False
-    """Whether the tokens were read from the token cache instead of being made."""
+    """Whether the tokens were read from the token cache instead of being made; a run does not read this."""
     mask_spans: tuple[tuple[str, str], ...] = ()
     """The (opening, closing) texts between which tokens of responses are not trained on. The masks of `documents` show
     it already; the field only lets `warnings` say if no response has such a span."""
@@ -70,7 +70,8 @@ class TokenDataset:
     @functools.cached_property
     def rows(self) -> PackedRows:
         """The packed rows, with a teacher's values (`TaughtRows`) if `teacher` is set. With packing="step" each row is
-        one document, and `steps.pack_steps` packs them. Packing is planned on first access, and kept.
+        one document, and `steps.pack_steps` packs them. Packing is planned on first access, and kept. Batches, passes
+        of reference models, and counts for the screen are made of these rows.
 
         Raises:
             NothingUsable: no token that is trained on is left within `length`.
@@ -91,8 +92,9 @@ class TokenDataset:
 
     @property
     def report(self) -> PackingReport:
-        """The counts of packing: documents, rows, tokens, and how many were cut or dropped. Packing is planned on first
-        access, with the errors of `rows`."""
+        """The counts of packing: documents, rows, tokens, and how many were cut or dropped. The lines before a run, and
+        --check, show it, and jaxtune.compat makes notes of it. Packing is planned on first access, with the errors of
+        `rows`."""
         return self.rows.report
 
     def warnings(self) -> list[str]:
@@ -126,11 +128,11 @@ class TokenDataset:
             )
 
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
-        """The source of batches of `rows_per_step` packed rows (`batches.Batches`). The field `order` says how the rows
-        of an epoch are ordered: unless it is "given", each epoch has an order of its own, which depends on `seed`. With
-        shuffle=False, as in evaluations, the rows keep the order in which they were packed. The steps of a run with
-        packing="step" are made by `steps.pack_steps` instead. Raises what `rows` raises, and ValueError if
-        `rows_per_step` is below 1 or `seed` is negative."""
+        """The source of batches of `rows_per_step` packed rows (`batches.Batches`), for the steps of a run and for
+        evaluations. The field `order` says how the rows of an epoch are ordered: unless it is "given", each epoch has
+        an order of its own, which depends on `seed`. With shuffle=False, as in evaluations, the rows keep the order in
+        which they were packed. The steps of a run with packing="step" are made by `steps.pack_steps` instead. Raises
+        what `rows` raises, and ValueError if `rows_per_step` is below 1 or `seed` is negative."""
         return Batches(self.rows, rows_per_step, seed=seed, order=self.order if shuffle else "given")
 
     def with_max_documents(self, documents: int) -> Self:
@@ -157,10 +159,10 @@ class TokenDataset:
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
     def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:
-        """Divides the documents into two data sets (train, eval), as data.eval_rows asks. eval_rows: the number of
-        documents for evaluation, or below 1 the share of them. Those whose tokens have the smallest hashes are chosen
-        (`Documents.held_out`). Training documents that equal a held-out one are in neither data set. Raises ValueError
-        if either set would be empty."""
+        """Divides the documents into two data sets (train, eval), as data.eval_rows asks; a run calls it only if
+        data.train is not streamed or mixed. eval_rows: the number of documents for evaluation, or below 1 the share of
+        them. Those whose tokens have the smallest hashes are chosen (`Documents.held_out`). Training documents that
+        equal a held-out one are in neither data set. Raises ValueError if either set would be empty."""
         train, held_out = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
         return self._of(train), self._of(held_out)
 
