@@ -15,7 +15,8 @@ from jaxtune.pallas.formats import Stored, format_of
 
 def nbytes(tree) -> float:
     """Bytes of all arrays of a tree, which may be abstract (jax.ShapeDtypeStruct), counted whole and not per device:
-    shape times item size, 0 for a tree without arrays. It is a float, as all bytes of the planner's forecasts are."""
+    shape times item size, 0 for a tree without arrays. It is a float, as all bytes of the planner's forecasts are.
+    Trained weights, optimizer states and a layer's values are counted by it."""
     return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))
 
 
