@@ -58,7 +58,7 @@ TABLE_ROWS = "rows of the per-layer embeddings"
 @dataclasses.dataclass(frozen=True)
 class SegmentCost:
     """The cost of one segment, a function in the chain of functions by which a layer is computed, such as the q, k and
-    v products. It reads residuals and makes others. `work`, the mean over all layers, is what seconds follow from."""
+    v products. It reads residuals and makes others. Seconds are forecast from `work`, a mean over all layers."""
 
     name: str  # the segment's name
     outputs: tuple[str, ...]  # names of the residuals that it makes, and LAYER_OUTPUT if it makes the layer's output
@@ -145,8 +145,8 @@ class StepCost:
     table_on_host: bool = False  # whether `fixed` is that of a plan with this table on the host
 
     def with_table(self, on_host: bool) -> StepCost:
-        """The costs with the table of per-layer embeddings on the host (on_host) or on the device, because forecasts
-        and reports of a plan need those of its place. On the host it leaves its bytes free on the device, which instead
+        """The costs if the table of per-layer embeddings is on the host (on_host) or on the device: a plan is forecast
+        and reported with those for its own place. On the host it leaves its bytes free on the device, which instead
         has the rows of two steps: the one that it computes and the next, whose rows are copied meanwhile. These costs
         must have the table where it is asked for, or have it on the device with `table` allowing it on the host."""
         if on_host == self.table_on_host:
@@ -473,8 +473,8 @@ def _update_bytes(masters, config: TrainConfig) -> float:
 
 def abstract_model(shape, config: TrainConfig) -> Decoder:
     """The model that `config` asks for (quantised or in FP8, with the objective's head, adapter and teacher), with
-    shapes in place of arrays: for plans of models that are not loaded. `shape` is its DecoderConfig. Of a teacher the
-    config.json is read."""
+    shapes in place of arrays: for plans of models that are not loaded (yet). `shape` is its DecoderConfig. Of a
+    teacher the config.json is read."""
 
     def make():
         """The model, without a teacher; jax.eval_shape gives its shapes."""

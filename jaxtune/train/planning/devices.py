@@ -138,7 +138,7 @@ def allow_pinned_memory() -> None:
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
     """Bytes of host memory that one device may pin: the smaller of its share of 70 % of the memory that this
     process may use, and its share of what XLA lets this process pin (see allow_pinned_memory). `find_device` stores it
-    in Device.host_bytes, which limits what plans offload; it reserves nothing.
+    in Device.host_bytes, by which plans limit what they offload and the optimizer's states on the host.
 
     Args:
       on_host: number of the run's devices on this host.
@@ -181,8 +181,8 @@ def find_device(
     sharing: tuple[int, int] = (1, 1),
 ) -> Device:
     """Returns the planner's Device of this name, with rates measured on it (`jaxtune profile ceilings`) or from its
-    data sheet. A GPU of this machine that has neither gets the rates of an RTX 3060, which only rank plans. Both
-    planners, the choice of a mesh, and --plan (also for devices of other machines) make their Device by it.
+    data sheet. A GPU of this machine that has neither gets the rates of an RTX 3060, which only rank plans. Planner
+    and ForwardPlanner, the choice of a mesh, and --plan (also for devices of other machines) call it.
 
     Args:
       name: jax.Device.device_kind, a card's name, or "cpu", whose rates are made up, and which has no host link.

@@ -47,7 +47,7 @@ class LayerForecast:
     wait: Figure  # the part of the seconds that waits for the host link
 
     def at(self, index: Any) -> LayerForecast:
-        """Of a LayerForecast of arrays the forecasts at `index` (as numpy indexes): of the best plans, or of one."""
+        """The forecasts of some plans, such as the best: those at `index` (as numpy indexes) of arrays of them."""
         return LayerForecast(*(array[index] for array in vars(self).values()))
 
 
@@ -400,14 +400,14 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
 def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
     """(seconds, device bytes of a layer's values) of a forward of a frozen reference or teacher over `tokens` tokens.
     parts: the costs of that model. plan: has the number of tokens whose logits exist at a time. Its head needs one
-    matrix product, of the two or three that head_forecast counts. The bytes matter only for a teacher."""
+    matrix product, of the two or three that head_forecast counts. The bytes count only for a teacher."""
     layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)
     seconds = layer.forward * parts.num_layers + head[1] / (3 if parts.head_trains else 2)
     return seconds, layer.kept + layer.work_forward
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds a step to copy optimizer states on the host to `device` and back, 0 without any, also for reports."""
+    """Seconds a step to copy optimizer states from the host to `device` and back, for forecasts and reports; or 0."""
     return 2 * parts.hosted_bytes / (device.link or device.copy)
 
 

@@ -46,7 +46,8 @@ class KnownFailures:
 
     def _read(self) -> list[dict[str, Any]]:
         """The stored failures, one dict each: "plan" (StepPlan.to_record), "need" (the bytes that it needs, or None)
-        and "budget" (the bytes that it might take); [] if nothing is cached. The first process calls it, once."""
+        and "budget" (the bytes that it might take); [] if nothing is cached. They are read
+        once, by the first process, when the object is made."""
         content = None if self._cache is None else self._cache.get(self._key)
         return [] if content is None else json.loads(content)
 
@@ -67,7 +68,7 @@ class KnownFailures:
 
     def add(self, failed: Failed, budget_bytes: float | None) -> None:
         """Records that the plan `failed` was too large, in this object and, by the first process, in the cache; a later
-        run with the same facts reads it there.
+        run with the same facts reads it there. `Planner.replan` calls it.
         budget_bytes: the device memory that it might take; None: nothing limited it, and memory ran out."""
         self._found.append({"plan": failed.plan.to_record(), "need": failed.need_bytes, "budget": budget_bytes})
         if self._cache is not None and processes.first():

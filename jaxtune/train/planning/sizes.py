@@ -29,9 +29,10 @@ def packed_slack(frozen) -> float:
 
 
 def weight_bytes(frozen, parts: int) -> float:
-    """Bytes of frozen weights on each device, with what the allocator loses on quantised ones; forecasts of a step and
-    of a teacher's pass begin with it. frozen: their nnx.State. parts: the number of devices over which weights are
-    divided; those that cannot be divided count in full."""
+    """Bytes of frozen weights on each device, with what the allocator loses on quantised ones, for the forecast of a
+    step, and of all the student's weights, which do not train meanwhile, for that of a teacher's pass. frozen: their
+    nnx.State. parts: the number of devices over which weights are divided; those that cannot be divided count in
+    full."""
     return partition.bytes_per_device(frozen, parts) + packed_slack(frozen) / parts
 
 

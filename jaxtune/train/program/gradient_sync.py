@@ -67,7 +67,7 @@ class Buffer:
     @property
     def size(self) -> int:
         """How many numbers the whole buffer has, the zeros at its end included: `part` for each of the devices. Each
-        device joins and pads its gradients to it, and keeps as many errors of what it sends."""
+        device pads the joined gradients to it, and with error feedback keeps as many errors of what it sends."""
         return self.part * self.devices
 
 

@@ -69,8 +69,8 @@ class AuxLosses:
         return jnp.stack([loss.value(sums[name]) for name, loss, _ in self.losses])
 
     def added(self, values: jax.Array) -> jax.Array:
-        """float32[]: the sum of the losses times their coefficients, which the train step adds to the loss, times its
-        number of targets; there must be at least one loss. values: float32[n], what `values` returned."""
+        """float32[]: the sum of the losses times their coefficients, which the train step adds to the loss of a
+        micro-batch, times its number of targets; there must be at least one loss. values: float32[n], what `values` returned."""
         terms = [coefficient * values[index] for index, (*_, coefficient) in enumerate(self.losses)]
         return functools.reduce(operator.add, terms)
 
@@ -183,7 +183,7 @@ class Forward:
 
     def frozen(self, model: Decoder, batch: Batch) -> jax.Array:
         """[rows, length, hidden]: the hidden states of `batch` after the final norm of `model`, without dropout, noise
-        and gradient; `runs` and `aux` do not count it. model: one that does not train, such as the reference of a
+        and gradient; `runs` and `aux` do not count it. model: one that gets no gradient, such as the reference of a
         preference loss, without_adapter(model), or a teacher."""
         with jax.named_scope("reference"):
             hidden, _ = self._run(model, batch)
@@ -214,12 +214,12 @@ class Forward:
         self, model: Decoder, hidden: jax.Array, batch: Batch, *, temperature: float, entropy_gradient: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """The log-probabilities of the targets and the entropies of the predicted distributions, without logits that
-        exist as a whole. Reinforcement learning (GRPO, RLOO) compares policies by them; it has the log-probabilities of
-        a frozen model with what `frozen` returned.
+        exist as a whole. Reinforcement learning (GRPO, RLOO) compares the policy with its
+        reference and with the earlier policy by them.
 
         Args:
           model: whose head is used.
-          hidden: [rows, length, hidden], hidden states as a call returns them.
+          hidden: [rows, length, hidden], hidden states as a call or `frozen` returns them.
           batch: whose targets are scored.
           temperature: divides the logits.
           entropy_gradient: whether gradients flow through the entropies (True), or they are only measured (False).
