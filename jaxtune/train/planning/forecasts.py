@@ -407,7 +407,7 @@ def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: 
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds a step to copy optimizer states from the host to `device` and back, for forecasts and reports; or 0."""
+    """Seconds a step to copy optimizer states on the host to `device` and back, 0 without any; also for reports."""
     return 2 * parts.hosted_bytes / (device.link or device.copy)
 
 

@@ -70,7 +70,8 @@ class AuxLosses:
 
     def added(self, values: jax.Array) -> jax.Array:
         """float32[]: the sum of the losses times their coefficients, which the train step adds to the loss of a
-        micro-batch, times its number of targets; there must be at least one loss. values: float32[n], what `values` returned."""
+        micro-batch, times its number of targets; there must be at least one loss. values: float32[n], what
+        `values` returned."""
         terms = [coefficient * values[index] for index, (*_, coefficient) in enumerate(self.losses)]
         return functools.reduce(operator.add, terms)
 
